@@ -198,12 +198,19 @@ class Checks:
                 self._problems.add(
                     key, f"differs from that of {before.name}, a replica of the same model: say the same"
                 )
-            for name in backend.fallback:
-                if name not in names:
-                    hint = settings.nearest(name, names)
-                    self._problems.add(key, f"no service serves {name}; {hint}")
+            for name in [name for name in backend.fallback if name not in names]:
+                self._problems.add(key, self._no_model(name, names))
             if before is backend and (way := fallback.circle(backend.model, names, own)):
                 self._problems.add(key, f"leads back to where it began: {' -> '.join(way)}")
+
+    def _no_model(self, name: str, names: Mapping[str, str]) -> str:
+        """Why a name is not that of a model, and what to write instead; ``names``: those that are."""
+        for each in self._backends:
+            if name in each.names:
+                return f"{name} is a preset of {each.model}, not a model: name {each.model}"
+        if several := self._values.get("any_of", {}).get(name):
+            return f"{name} stands for several models: name {', '.join(several.models)}"
+        return f"no service serves {name}; {settings.nearest(name, names)}"
 
     def _check_room(self) -> None:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}

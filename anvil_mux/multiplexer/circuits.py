@@ -54,6 +54,10 @@ class Circuit:
     def pause_left(self, now: float) -> float:
         return max(self.until - now, 0.0) if self.state == "open" else 0.0
 
+    def refuses(self, now: float) -> bool:
+        """Whether a request would be refused."""
+        return self.state != "closed" and (self.on_trial or self.pause_left(now) > 0)
+
 
 class Attempt:
     """One request to a server elsewhere. The first report of how it ended counts."""
@@ -109,6 +113,10 @@ class Circuits:
         circuit = self.of(name)
         return "half_open" if circuit.state == "open" and not self.pause_left(name) else circuit.state
 
+    def refuses(self, name: str) -> bool:
+        """Whether a request would be refused now."""
+        return self.of(name).refuses(self._now())
+
     def check(self, name: str) -> None:
         """Raise CircuitOpen if a request would be refused now."""
         self._check(name, self.of(name))
@@ -124,9 +132,10 @@ class Circuits:
         return Attempt(self, name, is_trial=True)
 
     def _check(self, name: str, circuit: Circuit) -> None:
-        left = circuit.pause_left(self._now())
-        if circuit.state == "closed" or (left <= 0 and not circuit.on_trial):
+        now = self._now()
+        if not circuit.refuses(now):
             return
+        left = circuit.pause_left(now)
         text = f"{name} is not asked for now, since {circuit.why}"
         when = f"in {left:.0f} s" if left > 0 else "once the request that tries it has ended"
         raise CircuitOpen(f"{text}. Try again {when}.", retry_after=left or TRIAL_SECONDS)

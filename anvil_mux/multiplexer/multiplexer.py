@@ -83,8 +83,8 @@ class Multiplexer:
         self._backends, self._runs = self._shell.backends, self._shell.runs
         self.counts = self._shell.counts
         self.facts = Facts(self._shell, host, has_heard)
-        self.overview = Overview(self._shell)
         self.circuits = Circuits(self._clock)
+        self.overview = Overview(self._shell, self.circuits)
         # The shell's lock guards what follows.
         self._tickets = 0
         self._closing: MuxError | None = None

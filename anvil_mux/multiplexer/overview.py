@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import UnknownModel
+from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.shell import Shell
 from anvil_mux.routing.in_flight import Report
@@ -50,8 +51,9 @@ _T = TypeVar("_T")
 class Overview:
     """The questions about one multiplexer, whose lock guards all that is read here."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, circuits: Circuits) -> None:
         self._shell = shell
+        self._circuits = circuits
         self._clock = shell.clock
         self._lock = shell.lock
         self._scheduler = shell.scheduler
@@ -90,12 +92,14 @@ class Overview:
     def choose(self, names: Sequence[str]) -> str:
         """The one of several names, in order of preference, whose model is to serve a request that comes now.
 
-        A resident one, if any with a place; else one that is coming; else the first that can be loaded.
+        A resident one, if any with a place; else one that is coming; else the first that can be loaded. A
+        server elsewhere is resident, but none of them while its circuit is open.
         """
         with self._lock:
             now = self._clock.now()
             meant = [(name, self._shell.names.get(name, "")) for name in names]
             found = [(name, self._layout.models[own]) for name, own in meant if own in self._layout.models]
+            found = [each for each in found if not self._is_cut_off(each[1])]
             ready = [(name, model) for name, model in found if model.ready]
             best = [name for name, model in ready if model.takes()] + [name for name, _ in ready]
             best = best or [name for name, model in found if model.is_coming]
@@ -104,6 +108,11 @@ class Overview:
                 if wait_estimate(state, model, now).verdict != "refused":
                     return name
         return best[0] if best else names[0]
+
+    def _is_cut_off(self, model: Model) -> bool:
+        """Whether its server is elsewhere, and gets no requests now."""
+        backend = model.slots[0].backend
+        return bool(backend.url) and self._circuits.refuses(backend.name)
 
     def residents(self) -> list[str]:
         """The models that are resident."""

@@ -1,7 +1,7 @@
 """The failures after which another model answers, and how a request turns to it.
 
 A fallback is asked only while its client has seen nothing of an answer. What is wrong with the request
-itself, what was ordered by hand, and what may have ended an engine are told as they are.
+itself, what somebody did to it by hand, and what may have ended an engine are told as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from anvil_mux.errors import (
     LoadError,
     ModelLoading,
     MuxError,
+    NothingResident,
     Overloaded,
+    Paused,
     Severed,
     Stuck,
     WaitedTooLong,
@@ -37,7 +39,7 @@ from anvil_mux.telemetry.accesslog import Served
 
 _REASONS = (
     *(CircuitOpen, DoesNotFit, FellBack, GpuMemoryShort, HostMemoryShort, HostUnavailable, LoadError),
-    *(ModelLoading, Overloaded, Severed, Stuck, WaitedTooLong, BackendError),
+    *(ModelLoading, NothingResident, Overloaded, Paused, Severed, Stuck, WaitedTooLong, BackendError),
 )
 _NO_REASONS = (Crashed, CheckpointFailed)
 
@@ -59,7 +61,10 @@ def turned(question: Question, step: FallbackStep, error: MuxError, reply: Reply
     """The same question for a fallback, since ``error`` is what its model comes to; it is noted and told."""
     record.fallback_of = record.fallback_of or question.target.model
     record.fallback_cause = error.code
-    record.model = step.model
+    # All other figures are those of the model that answers.
+    record.model, record.preset, record.backend, record.gpu_seconds = step.model, "", "", 0.0
+    if reply.chosen:
+        reply.chosen = step.model
     reply.fell_back = f"{step.model}; {record.fallback_of} {error.code}"
     if reply.form == "event":
         text = f"anvil-mux {step.model} answers instead of {question.target.model} ({error.code})"

@@ -44,8 +44,8 @@ class Questions:
         """The question for the one of several names that is to serve it, as things are at this moment."""
         asked, before = question.asked, question.target
         name = self._mux.overview.choose(before.choices)
-        found = _target(asked, asked.access.meant(name))
-        return replace(question, target=replace(found, rides=before.rides, choices=before.choices))
+        found = _target(asked, asked.access.meant(name)._replace(choices=before.choices))
+        return replace(question, target=replace(found, rides=before.rides))
 
     def _read(self, asked: Asked, client: Client) -> Question:
         route = asked.route
@@ -123,11 +123,10 @@ def target(asked: Asked, client: Client, named: str | None) -> Target:
 def retarget(question: Question, model: str) -> Target:
     """The target of a question that another model than the one in it is to answer.
 
-    What its own name means beside the model, a preset, is not carried over; that it may force no swap is.
+    A preset that its name stands for is left out: it is another model's. It may force a swap if it could.
     """
-    before = question.target
     found = _target(question.asked, Named(model), question.named)
-    return replace(found, rides=before.rides, choices=before.choices)
+    return replace(found, rides=question.target.rides)
 
 
 def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
@@ -152,7 +151,7 @@ def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
         rides=_rides(asked.request) or not (found.swaps and (key is None or key.swaps)),
         choices=found.choices,
         elsewhere=backend.name if backend and backend.url else "",
-        chain=access.chain(key, model),
+        chain=access.chain(key, model, found.choices),
     )
 
 

@@ -31,6 +31,8 @@ MOST_CRASHES = 2
 
 def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
+    if model.slots[0].backend.url:
+        return None  # nothing of ours is in the way of a server elsewhere
     pause = state.hosts[0].pause
     if pause.refuses:
         return pause.error(now)

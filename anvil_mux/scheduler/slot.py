@@ -155,8 +155,8 @@ class Slot:
 
     @property
     def serves(self) -> bool:
-        """Whether it may be leased."""
-        return self.state == "ready" and self.host.takes_loads
+        """Whether it may be leased; a server elsewhere may whatever becomes of our hosts."""
+        return self.state == "ready" and (bool(self.backend.url) or self.host.takes_loads)
 
     def named(self, amounts: Mapping[str, int]) -> dict[str, int]:
         """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts.
@@ -191,9 +191,10 @@ class Slot:
     def ttl(self) -> float | None:
         """Idle seconds after which it is evicted although nobody needs its GPUs; None: never.
 
-        A home backend stays, whatever a request asked for: it would only come back.
+        A home backend stays, whatever a request asked for: it would only come back. So does a server
+        elsewhere.
         """
-        own = self.keep_alive is None or self.backend.home
+        own = self.keep_alive is None or self.backend.home or self.backend.url
         return self.backend.ttl if own else self.keep_alive
 
     @property

@@ -96,7 +96,8 @@ class Upkeep:
     def _clear(self, host: HostRecord, now: float) -> None:
         cause = _why_cleared(host)
         all_slots = self._state.slots.values()
-        slots = [slot for slot in all_slots if host in slot.host.parts and slot.host.is_steered]
+        there = [slot for slot in all_slots if host in slot.host.parts and not slot.backend.url]
+        slots = [slot for slot in there if slot.host.is_steered]
         for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
             self._swaps.give_up(slot, now, cause)  # that makes victims ready which only drained
         for slot in slots:

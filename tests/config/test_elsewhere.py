@@ -77,6 +77,9 @@ def test_paths_below_a_base_url(url: str, name: str, chat: str, tokens: str) -> 
         ("url: 'https://host/v1/chat/completions'", "must be the base URL of the API"),
         ("url: 'https://host/v1', vram: 8GiB", "vram: says nothing about a server elsewhere (url)"),
         ("url: 'https://host/v1', hosts: [a], gpu_count: 2", "gpu_count: says nothing about a server"),
+        ("url: 'https://host/v1', home: true", "home: says nothing about a server"),
+        ("url: 'https://host/v1', loras: {law: /law}", "loras: says nothing about a server"),
+        ("url: 'https://host/v1', drain_timeout: none", "drain_timeout: says nothing about a server"),
         ("url: 'https://host/v1', api_key_env: NO_KEY", "the variable NO_KEY is not set, here or in .env"),
         ("url: 'https://host/v1', api_key_env: TWO", "the variable TWO holds more than a key"),
         ("url: 'https://host/v1', ca_file: none.pem", "none.pem cannot be used"),
@@ -109,6 +112,11 @@ def test_a_model_is_elsewhere_or_here(tmp_path: Path) -> None:
     text = f"services: {{a: {far(', model: m')}, b: {{image: x, x-anvil: {{model: m}}}}}}"
     [found] = problems(tmp_path, text)
     assert "m has other services: give this one a name of its own" in found
+
+
+def test_it_may_have_presets(tmp_path: Path) -> None:
+    found = plain(tmp_path, f"services: {{gpt: {far(', presets: {cold: {set: {temperature: 0}}}')}}}")
+    assert found.names == {"gpt": "gpt", "cold": "gpt"}
 
 
 # Fallbacks
@@ -187,6 +195,10 @@ def test_a_circle_is_refused_with_its_chain(tmp_path: Path, said: dict[str, str]
         ({"b": "", "a": "fallback: {models: [b], afetr: 20s}"}, "did you mean after?"),
         ({"b": "", "a": "fallback: {models: [b], after: soon}"}, "must be seconds, or a time such as"),
         ({"c": "", "a": "model: m, fallback: [c]", "b": "model: m"}, "differs from that of a, a replica"),
+        (
+            {"b": "presets: {b-hot: {system: Hi}}", "a": "fallback: b-hot"},
+            "b-hot is a preset of b, not a model: name b",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_fallback(tmp_path: Path, said: dict[str, str], problem: str) -> None:
@@ -202,3 +214,8 @@ def test_compose_is_told_what_it_wants_of_a_service_elsewhere(tmp_path: Path) ->
     (tmp_path / "compose.yaml").write_text("services: {gpt: {x-anvil: {url: 'https://h/v1'}}}")
     with pytest.raises(ConfigError, match="needs `image: scratch` and `profiles`"):
         load([tmp_path / "compose.yaml"], environ={}, compose=lambda argv, environ: refused)
+
+
+def test_a_name_for_several_models_is_no_fallback(tmp_path: Path) -> None:
+    found = problems(tmp_path, "x-anvil: {any_of: {chat: [b, c]}}\n" + file(a="fallback: chat", b="", c=""))
+    assert any("chat stands for several models: name b, c" in each for each in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import ssl
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend, Gpu, Service
 from anvil_mux.config.keys import load
+from anvil_mux.config.presets import Preset
 from anvil_mux.errors import LoadError
 from anvil_mux.host.elsewhere import Elsewhere
 from anvil_mux.host.seam import Loaded
@@ -342,6 +345,121 @@ def test_where_all_fail_the_last_error_is_told_with_where_it_came_from(world: Ca
     assert b" 503 " in head
     assert b"X-Anvil-Fallback: gpt; a load_failed" in head
     assert found.rig.events.record().code == "circuit_open"
+
+
+# Where they meet other features
+
+
+def test_what_a_preset_sets_does_not_reach_the_fallback(world: Callable[..., World]) -> None:
+    hot = Preset("a-hot", set=(("temperature", 2),), system="Be wild.")
+    keys = load(None, {"ANVIL_API_KEYS": "k-of-hot-and-gpt name=ann models=a-hot,gpt"})
+    found = world(a={**GPT, "presets": (hot,)}, keys=keys)
+    found.rig.mechanism.failure = LoadError("no such file")
+    seen: list[bytes] = []
+    found.rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
+    head = ask(found.client(), "a-hot", extra=b"Authorization: Bearer k-of-hot-and-gpt\r\n")
+    assert b"X-Anvil-Fallback: gpt; a load_failed\r\n" in head
+    assert seen == [b'{"model":"gpt"}']
+    record = found.rig.events.record()
+    assert (record.model, record.preset, record.backend, record.key) == ("gpt", "", "gpt", "ann")
+    assert record.gpu_seconds == 0.0
+
+
+def test_a_server_elsewhere_has_presets_of_its_own(world: Callable[..., World]) -> None:
+    found = world(gpt={"presets": (Preset("gpt-cold", set=(("temperature", 0),)),)})
+    seen: list[bytes] = []
+    found.rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
+    assert b" 200 " in ask(found.client(), "gpt-cold")
+    assert json.loads(seen[0]) == {"model": "gpt", "temperature": 0}
+
+
+def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world: Callable[..., World]) -> None:
+    found = world(a=GPT)
+    found.rig.engine.answer = None
+    client = found.client()
+    client.post(b'{"model":"a"}')
+    asked = found.rig.engine.next()
+    asked.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+    asked.close()
+    assert client.read().header(b"X-Anvil-Fallback") == b"gpt; a backend_unavailable"
+    record = found.rig.events.record()
+    assert (record.model, record.backend, record.gpu_seconds) == ("gpt", "gpt", 0.0)
+
+
+CHAT = {"chat": AnyOf(("a", "gpt"))}
+
+
+def test_of_several_the_server_elsewhere_is_resident_unless_its_circuit_is_open(
+    world: Callable[..., World],
+) -> None:
+    found = world(any_of=CHAT)
+    client = found.client()
+    assert b"X-Anvil-Model: gpt\r\n" in ask(client, "chat")
+    assert found.rig.events.of("loading") == []
+    found.rig.mux.circuits.asked("gpt", "cannot be reached")
+    assert b"X-Anvil-Model: a\r\n" in ask(client, "chat")
+    found.rig.mux.circuits.asked("gpt", "")
+    assert b"X-Anvil-Model: a\r\n" in ask(client, "chat"), "both are there, and it is preferred"
+
+
+def test_a_key_for_several_has_those_as_fallbacks_and_no_others(world: Callable[..., World]) -> None:
+    keys = load(None, {"ANVIL_API_KEYS": "k-of-chat models=chat; k-of-solo models=solo"})
+    both = {"chat": AnyOf(("gpt", "a")), "solo": AnyOf(("gpt",))}
+    found = world(gpt={"fallback": ("a",)}, any_of=both, keys=keys)
+    found.rig.other.answer = lambda _: status(500)
+    head = ask(found.client(), "chat", extra=b"Authorization: Bearer k-of-chat\r\n")
+    assert b"X-Anvil-Model: a\r\n" in head
+    assert b"X-Anvil-Fallback: a; gpt backend_unavailable\r\n" in head
+    assert b" 500 " in ask(found.client(), "solo", extra=b"Authorization: Bearer k-of-solo\r\n")
+
+
+def test_a_request_that_may_force_no_swap_goes_to_a_fallback_that_is_there(
+    world: Callable[..., World],
+) -> None:
+    found = world(a=GPT)
+    head = ask(found.client(), "a", extra=b"X-Anvil-Swap: never\r\n")
+    assert b"X-Anvil-Fallback: gpt; a nothing_resident\r\n" in head
+    assert found.rig.events.of("loading") == []
+
+
+def test_a_fallback_forces_no_swap_either(world: Callable[..., World]) -> None:
+    found = world(gpt={"fallback": ("a",)}, any_of={"chat": AnyOf(("gpt",), swaps=False)})
+    found.rig.mux.circuits.asked("gpt", "cannot be reached")
+    client = found.client()
+    client.post(b'{"model":"chat"}')
+    answer = client.read()
+    assert answer.status == 503
+    assert b"a is not resident, and this request may force no swap" in answer.body
+    assert found.rig.events.of("loading") == []
+
+
+def test_a_pause_leaves_servers_elsewhere_alone(world: Callable[..., World]) -> None:
+    found = world(a=GPT, gpt={"concurrency": 1})
+    assert b" 200 " in ask(found.client(), "a")
+    found.rig.other.answer = None
+    first, second = found.client(), found.client()
+    first.post(b'{"model":"gpt"}')
+    asked = found.rig.other.next()
+    second.post(b'{"model":"gpt"}')
+    found.rig.events.wait("queued", 2)
+    found.rig.mux.facts.paused(None)
+    found.rig.events.wait("stopped")
+    found.rig.other.answer = lambda _: JSON_OK
+    asked.send(JSON_OK)
+    assert [client.read().status for client in (first, second)] == [200, 200]
+    assert b"X-Anvil-Fallback: gpt; a paused\r\n" in ask(found.client(), "a")
+    assert found.rig.mux.overview.wait_estimate("gpt").verdict == "served"
+
+
+def test_a_keep_alive_does_not_evict_it(world: Callable[..., World]) -> None:
+    found = world()
+    lease = found.rig.mux.lease("gpt")
+    lease.keep_alive(0.0)
+    lease.release()
+    slot = found.rig.mux._layout.slot("gpt")
+    assert slot
+    assert slot.ttl is None
+    assert found.rig.mux.overview.is_ready("gpt")
 
 
 # TLS
