@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 
 from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend
+from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.test_cli import compose
 from tests.fake_engine import JSON_OK, Rig
@@ -114,6 +116,32 @@ def opened(browser: Chromium) -> Iterator[Callable[[Rig], Chromium]]:
 
     yield open_page
     assert browser.problems == []
+
+
+def test_servers_elsewhere_and_fallbacks(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    near = Backend("a", "a", gpus=("0",), fallback=("gpt",), fallback_after=20.0)
+    rig = make_rig(backends=(near, Backend("gpt", "gpt", url="https://cloud.example/v1")))
+    rig.mux.facts.adopt({"gpt": "https://cloud.example/v1"})
+    page = opened(rig)
+    assert page.ask(f"{row('a')}.children[0].innerText").endswith("else gpt after 20 s")
+    page.wait(f"{row('gpt')}.children[1].innerText === 'elsewhere'")
+    assert page.ask(f"{row('gpt')}.children[2].innerText") == "cloud.example"
+    assert page.ask(f"{row('gpt')}.querySelectorAll('button')[1].disabled")
+    rig.mux.circuits.asked("gpt", "cannot be reached: refused")
+    page.wait(f"{row('gpt')}.children[1].innerText === 'circuit open'")
+    assert "it cannot be reached: refused" in page.ask(f"{row('gpt')}.children[0].innerText")
+    about = {
+        "model": "gpt",
+        "backend": "gpt",
+        "status": 200,
+        "fallback_of": "a",
+        "fallback_cause": "fell_back",
+    }
+    rig.feed.ended(Served("id", "127.0.0.1", "POST", "/v1/completions", ended=time.time(), **about))
+    rig.feed.ring()
+    page.wait("document.querySelector('#requests td:nth-child(2)')?.textContent === 'gpt instead of a'")
 
 
 def host(name: str) -> str:
