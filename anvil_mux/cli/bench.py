@@ -102,7 +102,7 @@ def measure(
 def rings(config: Config) -> list[tuple[str, list[Backend]]]:
     """Standby levels, each with backends that allow it and of which none can stay beside another."""
     found: list[tuple[str, list[Backend]]] = []
-    for backend in config.backends:
+    for backend in [each for each in config.backends if not each.url]:
         for way in dict.fromkeys((*backend.evict_to, "stop")):
             for other, members in found:
                 if way == other and not any(_stay_together(config, backend, member) for member in members):

@@ -30,7 +30,7 @@ CONNECT_SECONDS = 10.0
 
 PASSED = frozenset(
     (
-        *(b"accept", b"accept-encoding", b"accept-language", b"content-type", b"content-encoding"),
+        *(b"accept", b"accept-language", b"content-type"),
         *(b"user-agent", b"traceparent", b"tracestate", b"x-session-id", b"x-title", b"http-referer"),
         *(b"anthropic-version", b"anthropic-beta", b"openai-beta"),
         *(b"sec-websocket-version", b"sec-websocket-key", b"sec-websocket-extensions"),
@@ -52,6 +52,8 @@ def fields(
     """The fields that are set for a server elsewhere, and the names of the client's that it does not get."""
     shown = elsewhere.key_fields(backend.url, backend.service.api_key or "", path)
     own = {name.encode("ascii"): value.encode("ascii") for name, value in shown.items()}
+    # Answers are read here, and events written among theirs: engines do not compress, clouds do.
+    own[b"accept-encoding"] = b"identity"
     dropped = frozenset(name for name in request.fields if name not in PASSED)
     if offered := request.fields.get(SUBPROTOCOL):
         kept = [each.strip() for each in offered.split(b",") if KEY_IN_SUBPROTOCOL not in each.lower()]

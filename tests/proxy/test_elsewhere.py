@@ -28,7 +28,7 @@ from tests.proxy.test_tls import make_certificate
 OF_A_CLIENT = b"k-of-a-client"
 CLIENT_KEYS = (
     b"Authorization: Bearer %b\r\nx-api-key: %b\r\nApi-Key: %b\r\nCookie: session=%b\r\n"
-    b"X-Goog-Api-Key: %b\r\nX-My-Token: %b\r\nOpenAI-Organization: org\r\n"
+    b"X-Goog-Api-Key: %b\r\nX-My-Token: %b\r\nOpenAI-Organization: org\r\nAccept-Encoding: gzip\r\n"
 )
 EXTRA = CLIENT_KEYS % ((OF_A_CLIENT,) * 6)
 
@@ -110,6 +110,8 @@ def test_no_key_of_a_client_reaches_it_and_ours_does(world: Callable[..., World]
     for head in heads:
         assert OF_A_CLIENT not in head
         assert b"org" not in head
+        assert b"gzip" not in head
+        assert head.count(b"accept-encoding: identity\r\n") == 1
         assert head.count(b"authorization: Bearer sk-ours\r\n") == 1
     assert heads[0].startswith(b"POST /openai/v1/chat/completions?x=1 HTTP/1.1\r\nHost: 127.0.0.1:")
     assert len(heads) == 2
