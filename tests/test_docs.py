@@ -42,6 +42,7 @@ WITH_EXAMPLES = """
     routing
     sharing
     staying
+    swaps
 """
 PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in WITH_EXAMPLES.split()))
 EXAMPLES = [text for page in PAGES for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)]

@@ -329,6 +329,10 @@ def _check(given: argparse.Namespace) -> int:
         keys = (*keys, "presets")
         names = [[preset.name for preset in each.presets] for each in config.backends]
         rows = [(*row, ",".join(each)) for row, each in zip(rows, names, strict=True)]
+    if any(backend.prompt_cache is not None for backend in config.backends):
+        keys = (*keys, "prompt_cache")
+        caches = ["" if each.prompt_cache is None else gib(each.prompt_cache) for each in config.backends]
+        rows = [(*row, each) for row, each in zip(rows, caches, strict=True)]
     for key, cells in (_staying(config) | _beside(config)).items():
         keys = (*keys, key)
         rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]

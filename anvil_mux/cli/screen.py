@@ -173,20 +173,30 @@ def host_state(host: StatusJson) -> str:
 
 
 def models_table(status: StatusJson) -> list[str]:
-    """The table of ``ps`` and ``top``, and the presets of each model."""
+    """The table of ``ps`` and ``top``, the presets of each model, and its prompts on disk."""
     head = [("WHERE" if each == "GPUS" and status.get("hosts") else each) for each in MODEL_HEAD]
     models = status["models"].items()
     presets = [
         f"presets of {name}: {named(about['presets'])}" for name, about in models if "presets" in about
     ]
+    kept = [
+        f"prompts of {name} on disk: {_kept(about['kept_prompts'])}"
+        for _, model in models
+        for name, about in model["backends"].items()
+        if "kept_prompts" in about
+    ]
     choices = [_choice_line(*pair) for pair in status.get("any_of", {}).items()]
-    return [*table(head, (model_row(*pair) for pair in models)), *presets, *choices]
+    return [*table(head, (model_row(*pair) for pair in models)), *presets, *choices, *kept]
 
 
 def _choice_line(name: str, about: StatusJson) -> str:
     """The line of a name that stands for several models."""
     never = "" if about["swap"] == "allowed" else ", swap: never"
     return f"{name}: any of {', '.join(about['models'])}{never}; now {about['serves']}"
+
+
+def _kept(prompts: StatusJson) -> str:
+    return f"{prompts['prompts']} ({prompts['tokens']} tokens, {prompts['size'] / (1 << 20):.1f} MiB)"
 
 
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")

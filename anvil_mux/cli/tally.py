@@ -28,7 +28,7 @@ from typing import NamedTuple, TextIO
 from anvil_mux.errors import BackendError
 from anvil_mux.scheduler.events import Event
 
-PHASES = ("drain", "evict", "verify", "freeze", "load", "ready", "probe", "first_token")
+PHASES = ("drain", "save", "evict", "verify", "freeze", "load", "ready", "restore", "probe", "first_token")
 """The phases in the order in which they are shown; others that a mechanism reports follow."""
 ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("drain", ("evicting",)),
@@ -37,7 +37,7 @@ ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("first_token", ()),
 )
 """Phases that follow each other, and the events with which they end."""
-OUT = frozenset(("drain", "evict", "verify", "freeze"))
+OUT = frozenset(("drain", "save", "evict", "verify", "freeze"))
 """The phases of the victim."""
 MOVING = ("load", "ready")
 """The phases in which memory is filled."""

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anvil_mux.config import composing, elsewhere, interpolate, service, settings
+from anvil_mux.config import composing, elsewhere, interpolate, prompt_cache, service, settings
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
@@ -264,12 +264,28 @@ class BackendReader:
             profiles=service.profiles(described),
             user=str(described.get("user") or ""),
             gpus_by=service.gpus_by(described),
+            mounts=self._mounts(described),
             digest=service.digest(described, LABEL),
         )
+
+    def _mounts(self, described: Description) -> prompt_cache.Mounts:
+        folder = str(self._around.folder)
+        if self._around.process:
+            return prompt_cache.mounts_of_process(folder)
+        return prompt_cache.mounts(described, folder)
+
+    def _check_prompt_cache(self, name: str, backend: Backend) -> None:
+        if backend.prompt_cache is None:
+            return
+        if why := prompt_cache.problem(backend):
+            self._problems.add(("services", name, "x-anvil", "prompt_cache"), why)
+        else:
+            self._warn(name, prompt_cache.bites(backend.service))
 
     def _note(self, name: str, backend: Backend, described: Description, variables: dict[str, str]) -> None:
         """Note what bites in a service, as it is described for its first backend, and check its levels."""
         self._check_levels(name, backend, described, variables)
+        self._check_prompt_cache(name, backend)
         if self._around.process:
             bites = service.process_bites(described, backend.port)
         else:

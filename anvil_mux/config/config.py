@@ -104,6 +104,8 @@ class Service:
     """The key that a server elsewhere asks for, from the variable that ``api_key_env`` names."""
     gpus_by: str = ""
     """The way by which it reserves GPUs: cdi, reservation, or "" where it has none or another way."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """Paths inside, and the paths on the host that they are; "": in no folder of the host."""
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""
 
@@ -200,6 +202,8 @@ class Backend:
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
     concurrency: int | None = None
     """How many requests it is given at once; more are queued. None: as many as come."""
+    prompt_cache: int | None = None
+    """Bytes on disk for its prompts, which are kept from its eviction to its next load; None: none are."""
     checkpoint_anyway: bool = False
     """Whether it may be checkpointed although it holds several GPUs."""
     url: str = ""

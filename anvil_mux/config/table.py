@@ -404,6 +404,11 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "concurrency": _steers(
         COUNT, "How many requests it is given at once; more are queued, fairly between API keys."
     ),
+    "prompt_cache": _live(
+        settings.MEMORY,
+        "Disk space for the prompts of llama-server's slots, which are saved when it is stopped to make room "
+        "and restored by its next load (see swaps.md); for each replica.",
+    ),
     "checkpoint_anyway": _steers(
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 
 from anvil_mux.clock import Clock
@@ -21,6 +21,8 @@ from anvil_mux.host.gpu_monitor import GpuMonitor
 from anvil_mux.host.load_logs import LoadLogs
 from anvil_mux.host.news import NewsBoard
 from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.prompt_cache import PromptCache, files_of
+from anvil_mux.host.prompt_files import KeptPrompt
 from anvil_mux.host.reading import Gpus
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import (
@@ -35,6 +37,7 @@ from anvil_mux.host.seam import (
     Inventory,
     Loaded,
     PhaseTook,
+    PromptsKept,
     ServiceEnded,
 )
 from anvil_mux.host.served import ServiceNote
@@ -108,7 +111,12 @@ class LocalHost:
         self._served, self._notes = ServiceNote(state), Notes(state)
         self._board = NewsBoard()
         self._swapper = Swapper(
-            runtime, probe=probe, told=told or self._took, checkpointer=checkpointer, note=self._notes.note
+            runtime,
+            probe=probe,
+            told=told or self._took,
+            checkpointer=checkpointer,
+            note=self._notes.note,
+            prompts=PromptCache(kept=self._prompts_kept),
         )
         self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
@@ -127,6 +135,7 @@ class LocalHost:
         self._is_to_monitor = bool(self._gpus)
         clock.spawn(lambda: self.runtime.watch(self._died), "watch")
         self._load_logs.worker.start()
+        self._tell_prompts(self._config)
 
     def inventory(self) -> Inventory:
         return self._described or _described(self._gpus, self._address)
@@ -144,6 +153,7 @@ class LocalHost:
         self._gpu_monitor.look_at(_used(config))
         self._backends = {**{backend.name: backend for backend in config.backends}, **self._backends}
         self._config = config
+        self._tell_prompts(config)
 
     # What is there
 
@@ -229,6 +239,16 @@ class LocalHost:
 
     def _took(self, backend: Backend, phase: str, seconds: float) -> None:
         self._board.put(PhaseTook(backend.name, phase, seconds))
+
+    def _tell_prompts(self, config: HostConfig) -> None:
+        """Tell which prompts are on disk, of the backends that keep some."""
+        for backend in config.backends:
+            if files := files_of(backend):
+                self._prompts_kept(backend.name, files.prompts())
+
+    def _prompts_kept(self, backend: str, prompts: Sequence[KeptPrompt]) -> None:
+        tokens, size = sum(each.tokens for each in prompts), sum(each.size for each in prompts)
+        self._board.put(PromptsKept(backend, len(prompts), tokens, size))
 
     def _died(self, name: str) -> None:
         load = self._loads.get(name, 0)

@@ -1,14 +1,14 @@
 """The news of a host, kept until they are fetched.
 
-Of the use of GPUs and of how far a load is only the last is kept. Beyond ``MOST`` the oldest are forgotten:
-then nobody fetches any, as where a host serves a single command.
+Of the use of GPUs, of how far a load is and of prompts on disk only the last is kept. Beyond ``MOST`` the
+oldest are forgotten: then nobody fetches any, as where a host serves a single command.
 """
 
 from __future__ import annotations
 
 import threading
 
-from anvil_mux.host.seam import GpusSeen, HostNews, LoadSaid, PhaseTook, ServiceEnded
+from anvil_mux.host.seam import GpusSeen, HostNews, LoadSaid, PhaseTook, PromptsKept, ServiceEnded
 
 MOST = 1000
 
@@ -23,7 +23,7 @@ class NewsBoard:
         self._number = 0
         self._closed = False
 
-    def put(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook) -> None:
+    def put(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept) -> None:
         """Add news. Never blocks."""
         with self._changed:
             self._number += 1
@@ -55,4 +55,6 @@ def _subject(what: object) -> object:
             return "gpus"
         case LoadSaid(backend):
             return "load", backend
+        case PromptsKept(backend):
+            return "prompts", backend
     return None

@@ -215,18 +215,30 @@ class LoadSaid(NamedTuple):
 
 
 class PhaseTook(NamedTuple):
-    """A phase of a step is over: load, ready, probe on the way in; evict, verify, freeze on the way out."""
+    """A phase of a step is over.
+
+    On the way in: load, ready, restore, probe; on the way out: save, evict, verify, freeze.
+    """
 
     backend: str
     phase: str
     seconds: float
 
 
+class PromptsKept(NamedTuple):
+    """The prompts of a backend that are kept on disk, all of them; the last news counts."""
+
+    backend: str
+    prompts: int
+    tokens: int
+    size: int
+
+
 class HostNews(NamedTuple):
     """One thing that happened; later ones have greater numbers."""
 
     number: int
-    what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook
+    what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept
 
 
 class Host(Protocol):

@@ -24,6 +24,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
+from anvil_mux.host.prompt_cache import PromptCache
 from anvil_mux.host.reading import Gpus
 from anvil_mux.host.runtime import NotBegun, Runtime
 from anvil_mux.host.seam import LOG_LINES, Evicted, Loaded
@@ -47,6 +48,7 @@ class Swapper:
     before its eviction, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
     ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
+    ``prompts`` keeps those of engines that are stopped.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Swapper:
         sleep: Callable[[float], None] = time.sleep,
         checkpointer: Checkpointer | None = None,
         note: Callable[[str, str], object] = lambda backend, way: None,
+        prompts: PromptCache | None = None,
     ) -> None:
         self._runtime = runtime
         self._note = note
         self._now = now
         self._tools = Tools(runtime, now, sleep, told, checkpointer)
         self._ways = {name: make(self._tools) for name, make in ways.items()}
+        self._prompts = prompts or PromptCache(now)
         self._memory = Memory(probe, now, sleep, lambda pid: runtime.owner(pid))
 
     def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
@@ -99,7 +103,7 @@ class Swapper:
         try:
             if tend := self._tools.tend(backend):
                 tend()
-            return Loaded(self._way("stop").load(backend), "stop")
+            return Loaded(self._load_cold(backend), "stop")
         except Cancelled:
             raise
         except NotBegun as error:
@@ -111,6 +115,19 @@ class Swapper:
                 why += self._memory.others(backend.gpus)
             self._clean_up(backend, error)
             raise LoadError(why, log=lines) from error
+
+    def _load_cold(self, backend: Backend) -> str:
+        """Load it from nothing, and restore its prompts; without them if its engine ended over that."""
+        if backend.prompt_cache is None:
+            return self._way("stop").load(backend)
+        for _ in range(2):
+            began = self._prompts.prepare(backend)
+            url = self._way("stop").load(backend)
+            with self._tools.phase(backend, "restore"):
+                self._prompts.restore(backend, url, began, self._tools.tend(backend))
+            if not (how := self.ended(backend)):
+                return url
+        raise LoadError(f"{backend.name} {how} when it was ready")
 
     def evict(self, backend: Backend, how: str = "stop") -> Evicted:
         """Evict in the way ``how``, or a harder one."""
@@ -126,6 +143,8 @@ class Swapper:
                 if not died:
                     why = _reason(error)
                     log.warning("%s did not go into standby by %s and is stopped: %s", backend.name, how, why)
+        if not died:
+            self._save_prompts(backend)
         said = tuple(self.log_tail(backend)) if died else ()
         return replace(self._stop_or_kill(backend, held), died=died or "", log=said)
 
@@ -144,6 +163,8 @@ class Swapper:
                 log.warning("%s could not be checkpointed and is stopped: %s", backend.name, _reason(error))
         elif to != "stop":
             log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, how, to)
+        if how == "freeze":
+            self._save_prompts(backend, thaw=True)
         return self._stop_or_kill(backend, held)
 
     def ended(self, backend: Backend) -> str | None:
@@ -182,6 +203,18 @@ class Swapper:
             with self._tools.phase(backend, "freeze"):
                 self._runtime.pause(backend)
         return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
+
+    def _save_prompts(self, backend: Backend, *, thaw: bool = False) -> None:
+        """Save the prompts of an engine that is to be stopped; what fails is logged."""
+        if backend.prompt_cache is None:
+            return
+        try:
+            with self._tools.phase(backend, "save"):
+                if thaw:
+                    self._runtime.resume(backend)
+                self._prompts.save(backend, self._tools.url(backend))
+        except MuxError as error:
+            log.warning("%s: its prompts were not saved: %s", backend.name, error.message)
 
     def _pids(self, backend: Backend) -> list[int]:
         """List its processes; none where they cannot be asked for."""

@@ -22,7 +22,7 @@ from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.visit import await_ready
 
 Told = Callable[[Backend, str, float], object]
-"""Called with backend, phase (load, ready, probe; evict, verify, freeze) and seconds."""
+"""Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
 
 
 class Tools:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from anvil_mux.scheduler.slot import LOADING
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.status import (
     GpuState,
+    KeptPrompts,
     ModelState,
     Status,
     Waiter,
@@ -61,6 +63,8 @@ class Overview:
         # The lock guards what follows.
         self._said: dict[str, tuple[float, LogProgress]] = {}
         """Backend -> what its log said last of a load, and when."""
+        self._prompts: dict[str, KeptPrompts] = {}
+        """Backend -> its prompts on disk, of those that keep some."""
 
     def _find(self, model: str) -> tuple[GroupState, Model]:
         """Find a model and the GPU group in which its queue stands, under the lock.
@@ -154,7 +158,19 @@ class Overview:
         if name not in self._layout.models:
             return []
         (state, model), now = self._find(name), self._clock.now()
-        return [model_state(state, model, now, self._progress(state, model, now))]
+        made = model_state(state, model, now, self._progress(state, model, now))
+        return [self._with_prompts(made) if self._prompts else made]
+
+    def _with_prompts(self, model: ModelState) -> ModelState:
+        """The state of a model with what is known of prompts on disk. Under the lock."""
+        keeps = self._shell.backends
+        known = {
+            each.backend: self._prompts[each.backend]
+            for each in model.backends
+            if each.backend in self._prompts and keeps[each.backend].prompt_cache is not None
+        }
+        backends = [replace(each, kept_prompts=known.get(each.backend)) for each in model.backends]
+        return replace(model, backends=tuple(backends)) if known else model
 
     def _gpu_states(self, known: Mapping[str, Gpu], name: str) -> list[GpuState]:
         """The GPUs of a GPU group, unless it is gone. Under the lock."""
@@ -252,6 +268,11 @@ class Overview:
         """Note what the log of a backend says of its load."""
         with self._lock:
             self._said[backend] = self._clock.now(), said
+
+    def note_prompts(self, backend: str, kept: KeptPrompts) -> None:
+        """Note which prompts of a backend are on disk."""
+        with self._lock:
+            self._prompts[backend] = kept
 
     def last_words(self, backend: str) -> tuple[str, ...]:
         """The last lines of a backend's engine before it failed; () once it is loaded again."""

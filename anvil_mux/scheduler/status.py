@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
@@ -52,6 +53,15 @@ class HostState:
         return self.lost_seconds is not None
 
 
+class KeptPrompts(NamedTuple):
+    """The prompts of a backend that are on disk, for its next load."""
+
+    prompts: int
+    tokens: int
+    size: int
+    """Bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendState:
     """One backend as /healthz shows it."""
@@ -84,6 +94,8 @@ class BackendState:
     """The host that it runs on, of a gang the first; None: the one that anvil-mux runs on."""
     ttl: float | None = None
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: it never is."""
+    kept_prompts: KeptPrompts | None = None
+    """The prompts of it that are on disk; None: it has no ``prompt_cache``."""
 
     @property
     def is_lost(self) -> bool:

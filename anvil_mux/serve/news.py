@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from anvil_mux.config.config import Backend, gpu_name
-from anvil_mux.host.seam import GpusSeen, Host, LoadSaid, PhaseTook, ServiceEnded, Sight
+from anvil_mux.host.seam import GpusSeen, Host, LoadSaid, PhaseTook, PromptsKept, ServiceEnded, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.progress import LogProgress
+from anvil_mux.scheduler.status import KeptPrompts
 
 POLL_SECONDS = 30.0
 """How long the host is asked to wait for news."""
@@ -43,7 +44,7 @@ class NewsReader:
             self._hand_on(news.what)
         return 0.0
 
-    def _hand_on(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook) -> None:
+    def _hand_on(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept) -> None:
         match what:
             case ServiceEnded(backend, why, lines, load):
                 self._mux.facts.died(backend, why, lines, load=load)
@@ -53,6 +54,8 @@ class NewsReader:
                 self._mux.facts.memory_seen({id: n for id, n in held.items() if n}, self._name)
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
+            case PromptsKept(backend, prompts, tokens, size):
+                self._mux.overview.note_prompts(backend, KeptPrompts(prompts, tokens, size))
             case PhaseTook(name, phase, seconds):
                 if found := self._mux.overview.backend(name):
                     self._took(found, phase, seconds)

@@ -170,6 +170,7 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "error": backend.error or None,
         "log": list(backend.log),
         "engine": in_flight.told(backend.engine),
+        **({"kept_prompts": backend.kept_prompts._asdict()} if backend.kept_prompts else {}),
         **_place(backend.host),
     }
 

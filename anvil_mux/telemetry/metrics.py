@@ -6,11 +6,11 @@ numbers become metric families when somebody asks for them. What is true at this
 leases, memory) is not counted along but read at the scrape (gauges.py). One thread at a time calls
 ``observe``, ``took`` and ``served`` (journal.py sees to that), any thread ``render``.
 
-The phases of a swap belong to the model that goes through them: a victim's are drain, evict, verify (until
-its memory is really free) and freeze; cooldown (the policy held the swap back, and the victims served on),
-load, ready (until its engine answers) and probe (a first token) are those of the model that comes. Of one
-model they follow one another; of several victims they run side by side. Events tell of cooldown and drain,
-swap.py of the others, those of attempts that failed too.
+The phases of a swap belong to the model that goes through them: a victim's are drain, save (of its prompts),
+evict, verify (until its memory is really free) and freeze; cooldown (the policy held the swap back, and the
+victims served on), load, ready (until its engine answers), restore (of its prompts) and probe (a first token)
+are those of the model that comes. Of one model they follow one another; of several victims they run side by
+side. Events tell of cooldown and drain, swap.py of the others, those of attempts that failed too.
 
 Labels are bounded: models are configured ids or "unknown", presets (a label of requests that name one, and of
 no other) configured names, routes those of the allow-list or "other", reasons
@@ -470,7 +470,8 @@ class Metrics:
         )
         yield _histogram(
             "anvil_swap_phase_seconds",
-            "What models went through: cooldown, drain, evict, verify, freeze, load, ready, probe.",
+            "What models went through: cooldown, drain, save, evict, verify, freeze, load, ready, restore, "
+            "probe.",
             "model phase",
             self._phases,
         )

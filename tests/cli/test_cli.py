@@ -223,6 +223,22 @@ def test_check_names_presets_where_there_are_some(tmp_path: Path, capsys: pytest
     assert [model["presets"] for model in seen["models"]] == [["fast", "law"], []]
 
 
+def test_check_names_the_disk_space_for_prompts_where_there_is_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "compose.yaml"
+    command = "[llama-server, -m, /m/a.gguf, -np, '2', --slot-save-path, /prompts]"
+    file.write_text(f"""
+        x-anvil: {{runtime: process}}
+        services:
+          a: {{command: {command}, x-anvil: {{prompt_cache: 4GiB}}}}
+          b: {{command: [x], x-anvil: {{}}}}
+    """)
+    assert main(["check", str(file)]) == 0
+    head, first, _ = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert (head[-1], first[-2:]) == ("PROMPT_CACHE", ["4.0", "GiB"])
+
+
 def test_check_in_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json", str(compose(tmp_path))]) == 0
     seen = json.loads(capsys.readouterr().out)

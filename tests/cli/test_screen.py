@@ -55,6 +55,13 @@ def test_presets_stand_below_the_models() -> None:
     assert models_table(seen)[3:] == ["presets of a: a-fast, a-think"]
 
 
+def test_prompts_on_disk_stand_below_the_models() -> None:
+    seen = state()
+    kept = {"prompts": 2, "tokens": 12345, "size": 3 << 19}
+    seen["models"]["b"]["backends"] = {"it": BACKEND, "b-2": {**BACKEND, "kept_prompts": kept}}
+    assert models_table(seen)[3:] == ["prompts of b-2 on disk: 2 (12345 tokens, 1.5 MiB)"]
+
+
 def test_a_drain_without_an_end_says_whose_answer_it_waits_for() -> None:
     answers = [{"model": "a", "request": "id-1", "run_seconds": 750.0}]
     drain = {"target": "b", "leases": 1, "seconds_left": None, "answers": answers}

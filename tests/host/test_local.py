@@ -14,7 +14,17 @@ from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import Cancelled, ConfigError
 from anvil_mux.host.local import LocalHost
-from anvil_mux.host.seam import Awake, Evicted, HostConfig, Inventory, PhaseTook, ServiceEnded, Unfit
+from anvil_mux.host.prompt_files import PromptFiles
+from anvil_mux.host.seam import (
+    Awake,
+    Evicted,
+    HostConfig,
+    Inventory,
+    PhaseTook,
+    PromptsKept,
+    ServiceEnded,
+    Unfit,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GUARD = 30.0
@@ -145,3 +155,19 @@ def test_a_backend_that_needs_gpus_of_another_host_too_is_refused(host: LocalHos
         host.reconfigure(config)
     with pytest.raises(ConfigError, match="cannot be run yet"):
         LocalHost(config)
+
+
+def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: LocalHost) -> None:
+    service = Service(command=("llama-server", "--slot-save-path", str(tmp_path)), mounts=(("/", "/"),))
+    keeps = Backend("k", "k", engine="llamacpp", prompt_cache=1 << 20, service=service)
+    host.reconfigure(dataclasses.replace(CONFIG, backends=(A, keeps)))
+    assert read_until(host, PromptsKept) == [PromptsKept("k", 0, 0, 0)]
+    files = PromptFiles(str(tmp_path), "k")
+    (tmp_path / files.name(3)).write_text("prompt")
+    found = files.found(3, 5)
+    assert found
+    files.write({}, [found])
+    later = LocalHost(host._config)
+    later.start(Clock())
+    assert read_until(later, PromptsKept) == [PromptsKept("k", 1, 5, 6)]
+    later.close()

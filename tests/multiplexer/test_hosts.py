@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import GpuMemoryShort, HostUnavailable
-from anvil_mux.scheduler.status import HostState
+from anvil_mux.scheduler.status import HostState, KeptPrompts
 from anvil_mux.telemetry import healthz
 from tests.multiplexer.test_multiplexer import Stage
 from tests.sim.test_simulate import one
@@ -132,3 +134,18 @@ def test_healthz_names_hosts_only_where_there_are_some_beside_our_own():
 
     Stage().play(alone)
     Stage(FLEET).play(with_others)
+
+
+def test_prompts_on_disk_are_told_of_the_backends_that_keep_some():
+    kept = KeptPrompts(2, 900, 4096)
+    backends = (replace(one("a", "0"), prompt_cache=1 << 30), one("b", "0"))
+
+    def main(stage):
+        for name in ("a", "b", "gone"):
+            stage.mux.overview.note_prompts(name, kept)
+        a, b = stage.mux.overview.status().models
+        assert [each.kept_prompts for each in (*a.backends, *b.backends)] == [kept, None]
+        assert healthz.model_state(a)["backends"]["a"]["kept_prompts"] == kept._asdict()
+        assert "kept_prompts" not in healthz.model_state(b)["backends"]["b"]
+
+    Stage(Config(policy="eager", backends=backends)).play(main)

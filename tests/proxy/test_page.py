@@ -494,6 +494,14 @@ def test_what_a_gpu_measures_and_what_memory_to_declare_is_told(page: Chromium) 
     assert not page.ask(f"{row('slow')}.innerText.includes('declare')")
 
 
+def test_prompts_on_disk_are_told(page: Chromium) -> None:
+    kept = "{prompts: 2, tokens: 12345, size: 3 * 2 ** 19}"
+    page.ask(f"source.close(), state.models.a.backends.a.kept_prompts = {kept}, show(), null")
+    told = "prompts on disk: 2 (12345 tokens, 1.5 MiB)"
+    assert page.ask(f"{row('a')}.innerText.includes({told!r})")
+    assert not page.ask(f"{row('slow')}.innerText.includes('prompts')")
+
+
 def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser: Chromium) -> None:
     health = "document.getElementById('health').textContent"
     file = compose(tmp_path, "a")

@@ -11,10 +11,12 @@ from anvil_mux.host.seam import (
     LoadSaid,
     OtherProcess,
     PhaseTook,
+    PromptsKept,
     Seen,
     ServiceEnded,
 )
 from anvil_mux.scheduler.progress import LogProgress
+from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.serve.news import NewsReader
 
 A = Backend("a", "model-a")
@@ -55,11 +57,13 @@ def test_each_kind_of_news_is_told_once() -> None:
         LoadSaid("a", "reading weights", 0.5, 3.0),
         PhaseTook("a", "load", 2.0),
         PhaseTook("gone", "load", 2.0),
+        PromptsKept("a", 2, 900, 4096),
     )
     assert told == [
         ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
         ("report", "a", LogProgress("reading weights", 0.5, 3.0), {}),
         ("took", A, "load", 2.0, {}),
+        ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
     ]
 
 

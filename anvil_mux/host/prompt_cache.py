@@ -1,0 +1,318 @@
+"""Prompts of llama-server across swaps: its slots are saved before it is stopped, and restored afterwards.
+
+What is saved is bound to the model file, the arguments and the version of the engine (prompt_files.py).
+llama-server checks of these only the shape: it was seen to go on from another model's prompt.
+
+A slot that was not used since its prompt was restored has its file still, and is not written again. What
+fails here fails neither a load nor an eviction, and neither waits for long for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from anvil_mux.config import prompt_cache
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import Cancelled
+from anvil_mux.host.prompt_files import Binding, KeptPrompt, PromptFiles
+from anvil_mux.host.visit import Visit
+
+log = logging.getLogger(__name__)
+
+SAVE_SECONDS = 30.0
+"""How long an eviction waits for prompts to be saved."""
+RESTORE_SECONDS = 30.0
+"""How long a load waits for prompts to be restored."""
+SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.gguf$")
+"""The end of the name of a model file that is one of several."""
+
+
+class Unkept(Exception):
+    """Prompts are not kept; the text says why."""
+
+
+class UsedSlot(NamedTuple):
+    """A slot that was used since its engine began."""
+
+    id: int
+    tokens: int
+    """The length of its prompt; 0 where that is not known."""
+
+
+class PromptCache:
+    """Saves and restores the prompts of backends; any thread, one at a time for each backend.
+
+    ``kept`` is told a backend's name and its prompts on disk whenever these may have changed.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        kept: Callable[[str, Sequence[KeptPrompt]], object] = lambda backend, prompts: None,
+    ) -> None:
+        self._now = now
+        self._wall = wall
+        self._kept = kept
+
+    def prepare(self, backend: Backend) -> float:
+        """Make the folder before the engine is started, since Docker's own would belong to root.
+
+        Returns the Unix time, which ``restore`` wants to know.
+        """
+        if files := files_of(backend):
+            try:
+                files.make_folder()
+            except OSError as error:
+                log.warning("%s: there is no folder for its prompts: %s", backend.name, error)
+        return self._wall()
+
+    def save(self, backend: Backend, url: str) -> None:
+        """Save the prompts of an engine that is about to be stopped; a failure is logged."""
+        if files := files_of(backend):
+            with Visit(backend, url, self._now, self._now() + SAVE_SECONDS) as visit:
+                self._attempt(backend, files, "saved", lambda: _save(visit, files))
+
+    def restore(
+        self, backend: Backend, url: str, began: float, tend: Callable[[], object] | None = None
+    ) -> None:
+        """Restore the prompts of an engine that is ready, and was started after ``began``.
+
+        What ``tend`` raises ends the load; any other failure is logged.
+        """
+        if files := files_of(backend):
+            with Visit(backend, url, self._now, self._now() + RESTORE_SECONDS, tend) as visit:
+                self._attempt(backend, files, "restored", lambda: _restore(visit, files, began))
+
+    def _attempt(
+        self, backend: Backend, files: PromptFiles, what: str, attempt: Callable[[], list[KeptPrompt]]
+    ) -> None:
+        try:
+            prompts = attempt()
+            log.info("%s: %d prompts were %s", backend.name, len(prompts), what)
+        except Cancelled:
+            raise
+        except Exception as error:
+            log.warning("%s: its prompts were not %s: %s", backend.name, what, error)
+            prompts = files.prompts()
+        self._kept(backend.name, prompts)
+
+
+def files_of(backend: Backend) -> PromptFiles | None:
+    """The files for a backend's prompts; None if it is to keep none."""
+    if backend.prompt_cache is None:
+        return None
+    folder = prompt_cache.on_host(backend.service, prompt_cache.saved_in(backend.service))
+    return PromptFiles(folder, backend.name) if folder else None
+
+
+# Saving
+
+
+class Room:
+    """The disk space of one backend's prompts."""
+
+    def __init__(self, files: PromptFiles, most: int, prompts: Sequence[KeptPrompt], old: set[int]) -> None:
+        self._files = files
+        self._most = most
+        self._old = sorted([each for each in prompts if each.slot in old], key=lambda each: -each.changed)
+        self._per_token = max([each.size / max(each.tokens, 1) for each in prompts], default=0.0)
+        self._new: list[KeptPrompt] = []
+
+    @property
+    def kept(self) -> list[KeptPrompt]:
+        return [*self._new, *self._old]
+
+    def make(self, tokens: int) -> bool:
+        """Remove what was used longest ago until so many tokens fit; False if they never do."""
+        return self._fits(int(tokens * self._per_token))
+
+    def add(self, prompt: KeptPrompt) -> None:
+        """Keep a prompt that was written, or remove it if it is too large all the same."""
+        self._per_token = prompt.size / max(prompt.tokens, 1)
+        if self._fits(prompt.size):
+            self._new.append(prompt)
+        else:
+            self._files.remove(prompt.slot)
+
+    def _fits(self, size: int) -> bool:
+        new = sum(each.size for each in self._new)
+        if new + size > self._most:
+            return False
+        while new + size + sum(each.size for each in self._old) > self._most:
+            self._files.remove(self._old.pop().slot)
+        return True
+
+
+def _save(visit: Visit, files: PromptFiles) -> list[KeptPrompt]:
+    props = _props(visit)
+    bound, prompts = files.binding(), files.prompts()
+    if not bound or bound != _binding(visit, props):
+        files.clear()
+        raise Unkept("what it was loaded from is not known, or has changed since")
+    used = _used(visit, props)
+    unused = {each.slot for each in prompts} - {each.id for each in used}
+    room = Room(files, visit.backend.prompt_cache or 0, prompts, unused)
+    try:
+        for slot in sorted(used, key=lambda each: -each.tokens):
+            files.remove(slot.id)
+            if room.make(slot.tokens) and (saved := _save_slot(visit, files, slot.id)):
+                room.add(saved)
+    finally:
+        files.write(bound, room.kept)
+    return room.kept
+
+
+def _save_slot(visit: Visit, files: PromptFiles, slot: int) -> KeptPrompt | None:
+    """Have a slot written; None if it is empty."""
+    match _act(visit, slot, "save", files.name(slot)):
+        case {"n_saved": 0}:
+            return None
+        case {"n_saved": int(tokens), "n_written": int(size)}:
+            found = files.found(slot, tokens)
+            if found is None or found.size != size:
+                raise Unkept(
+                    f"{files.place(slot)} has not the {size} bytes that llama-server says it wrote: "
+                    "is that another folder than the engine's?"
+                )
+            return found
+    raise Unkept("llama-server does not say what it saved")
+
+
+def _used(visit: Visit, props: dict[str, Any]) -> list[UsedSlot]:
+    """The slots that were used since the engine began; all, where it does not say which."""
+    status, answer = visit.ask("GET", "/slots")
+    try:
+        found = json.loads(answer) if status < 300 else None
+    except ValueError:
+        found = None
+    if not isinstance(found, list):
+        return [UsedSlot(number, 0) for number in range(props["total_slots"])]
+    return [
+        UsedSlot(int(each["id"]), int(each.get("n_prompt_tokens") or 0))
+        for each in found
+        if isinstance(each.get("id_task"), int) and each["id_task"] >= 0
+    ]
+
+
+# Restoring
+
+
+def _restore(visit: Visit, files: PromptFiles, began: float) -> list[KeptPrompt]:
+    try:
+        bound = _binding(visit, _props(visit), began)
+    except Exception:
+        files.clear()  # a later save must not take the old list for that of this run
+        raise
+    before = files.binding()
+    if before and (before != bound or files.is_tried):
+        why = "its engine ended over them" if before == bound else _difference(before, bound)
+        log.warning("%s: its saved prompts are removed: %s", visit.backend.name, why)
+        files.clear()
+    prompts = files.prompts()
+    files.write(bound, prompts, tried=bool(prompts))
+    try:
+        restored = [each for each in prompts if _restore_slot(visit, files, each)]
+    except Cancelled:
+        files.write(bound, prompts)
+        raise
+    files.write(bound, restored)
+    return restored
+
+
+def _restore_slot(visit: Visit, files: PromptFiles, prompt: KeptPrompt) -> bool:
+    """Whether the engine has taken the whole prompt; if not, its slot is empty."""
+    try:
+        match _act(visit, prompt.slot, "restore", files.name(prompt.slot)):
+            case {"n_restored": prompt.tokens}:
+                return True
+        _act(visit, prompt.slot, "erase", "")
+    except Unkept as error:
+        log.warning("%s: a saved prompt is removed: %s", visit.backend.name, error)
+    return False
+
+
+def _difference(before: Binding, now: Binding) -> str:
+    differs = [key for key in now if before.get(key) != now[key]]
+    return f"they are of another {' and '.join(differs) or 'anvil-mux'}"
+
+
+# What is asked of the engine
+
+
+def _act(visit: Visit, slot: int, action: str, file: str) -> Any:
+    """Have a slot saved, restored or erased; Unkept if the engine does not."""
+    path = f"/slots/{slot}?action={action}"
+    status, answer = visit.ask("POST", path, {"filename": file}, visit.deadline - visit.now())
+    if status >= 300:
+        said = answer[:300].decode("utf-8", "replace")
+        raise Unkept(f"{visit.place}: POST {path} answers {status}: {said}")
+    try:
+        return json.loads(answer)
+    except ValueError:
+        return None
+
+
+def _props(visit: Visit) -> dict[str, Any]:
+    """The description that the engine gives of itself."""
+    status, answer = visit.ask("GET", "/props")
+    try:
+        props: dict[str, Any] = json.loads(answer) if status < 300 else {}
+        match props:
+            case {"build_info": str(), "model_path": str(), "total_slots": int()}:
+                return props
+    except ValueError:
+        pass
+    raise Unkept(f"{visit.place}: GET /props answers {status}, and not which model file and version it is")
+
+
+def _binding(visit: Visit, props: dict[str, Any], began: float | None = None) -> Binding:
+    """All that the engine's prompts depend on.
+
+    Unkept if a model file cannot be seen, or changed after ``began``.
+    """
+    service = visit.backend.service
+    described = [service.command, service.environment, service.image, props["total_slots"]]
+    files: dict[str, list[int]] = {}
+    for inside in _model_files(service.command, props["model_path"]):
+        path = prompt_cache.on_host(service, inside)
+        if not path:
+            raise Unkept(f"{inside} is in no folder of this machine, so a changed model would not be noticed")
+        for file in _shards(Path(path)):
+            try:
+                seen = file.stat()
+            except OSError as error:
+                raise Unkept(f"{file} cannot be looked at: {error.strerror}") from None
+            if began is not None and seen.st_ctime >= began:
+                raise Unkept(f"{file} changed while it was loaded")
+            files[str(file)] = [seen.st_size, seen.st_mtime_ns]
+    return {
+        "version of the engine": props["build_info"],
+        "command or environment": hashlib.sha256(json.dumps(described).encode()).hexdigest(),
+        "model file": files,
+    }
+
+
+def _model_files(command: Sequence[str], model: str) -> Iterator[str]:
+    """The model file that the engine names, and others that its command does."""
+    yield model
+    for word in command:
+        for part in word.rpartition("=")[2].split(","):
+            if part.endswith(".gguf") and part != model:
+                yield part
+
+
+def _shards(file: Path) -> Iterator[Path]:
+    """All files of a model that is in several."""
+    if not (found := SHARD.search(file.name)):
+        yield file
+        return
+    for number in range(1, int(found[1]) + 1):
+        yield file.with_name(f"{file.name[: found.start()]}-{number:05}-of-{found[1]}.gguf")
