@@ -197,8 +197,8 @@ MUTANTS = {
     ),
     "a model's own max_wait is ignored": (
         "model",
-        "own = config.max_wait if slot.backend.max_wait is None else slot.backend.max_wait",
-        "own = config.max_wait",
+        "waits = [config.max_wait if each.max_wait is None else each.max_wait for each in backends]",
+        "waits = [config.max_wait]",
     ),
     "an idle model is evicted while it is leased": (
         "slot",

@@ -937,8 +937,10 @@ def audit_state(layout, state):
     }
     assert state.ready == [slot for slot in slots if slot.serves]
     assert state.stayers == [slot for slot in slots if slot.backend.min_residency]
-    assert state.idlers == [slot for slot in slots if slot.backend.ttl is not None]
+    assert state.idlers == [slot for slot in slots if slot.ttl is not None]
     assert state.sleepers == [slot for slot in slots if slot.backend.evict_to != ("stop",)]
+    assert state.homes == [slot for slot in slots if slot.backend.home]
+    assert state.patient == any(slot.backend.drain_timeout is not None for slot in slots)
     assert state.routed == [model for model in state.models.values() if model.replicas]
     assert state.bounded == [model for model in state.models.values() if model.bounded]
     assert all(slot.holds.keys() == set(slot.backend.gpu_names) for slot in slots)

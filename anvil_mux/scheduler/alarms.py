@@ -60,7 +60,9 @@ class Alarms:
 
     def due(self, groups: Sequence[GpuGroup], now: float) -> list[GpuGroup]:
         """The groups whose moment has come, and those of ``groups`` that were never asked."""
-        found = [each for each in groups if each not in self._at] if len(self._at) < len(groups) else []
+        found: list[GpuGroup] = []
+        if len(self._at) < len(groups):
+            found += [each for each in groups if each not in self._at and each not in self._soon]
         while self._first_set() <= now:
             _, _, group = heappop(self._heap)
             del self._at[group]
@@ -72,9 +74,6 @@ class Alarms:
     def soon(self, some: Iterable[GpuGroup | str], now: float) -> None:
         """Have ``portion`` return groups, or backends, as soon as there is time, a few at a time."""
         self._soon |= dict.fromkeys(some)
-        self._at |= {
-            each: FOREVER for each in self._soon if isinstance(each, GpuGroup) and each not in self._at
-        }
         self._soon_at = now + PAUSE_SECONDS
 
     def portion(self, now: float) -> list[GpuGroup | str]:

@@ -16,7 +16,7 @@ from anvil_mux.scheduler.memories import SharedMemories
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.planner import worth
 from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.state import Common, GroupState
+from anvil_mux.scheduler.state import LISTED, Common, GroupState
 
 
 class Draft(NamedTuple):
@@ -71,10 +71,12 @@ def fill(state: GroupState, draft: Draft) -> None:
 
 def describe(state: GroupState, slot: Slot, backend: Backend) -> None:
     """Have a backend that goes on described otherwise."""
+    before = slot.backend
     state.placement.describe(backend, slot)
     state.placement.measure(slot, state.footprints.held(slot.name, slot.backend.service.digest))
     state.models[slot.model].described(slot)
-    state.described()
+    if LISTED(before) != LISTED(backend):
+        state.described()
 
 
 def _by_model(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str, list[Slot]]:

@@ -164,7 +164,8 @@ class Layout:
         found = self.with_queues([*models, *prepared.different_models])
         for host in prepared.budgets:
             found |= dict.fromkeys(self.on_host(host))
-        return found | dict.fromkeys(groups)
+        found.update(dict.fromkeys(groups))
+        return found
 
     def with_queues(self, models: Iterable[str]) -> dict[GpuGroup, None]:
         """The groups in which queues of these models stand, or may."""
@@ -209,17 +210,17 @@ class Layout:
         """
         settings = self._common.settings
         for model in [self.models[name] for name in models if name in self.models]:
-            name, was_bounded = model.name, model.bounded
-            wanted = settings.models.get(name, model.settings)
+            before = model.settings
+            wanted = settings.models.get(model.name, before)
             if [slot for slot in model.active if slot.leaving]:
-                own = [slot.backend for slot in model.slots if slot.model == name]
+                own = [slot.backend for slot in model.slots if slot.model == model.name]
                 wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
-            is_same = wanted.routing == model.settings.routing and not rerouted
-            model.set(
-                wanted, model.routing if is_same else settings.routings.get(wanted.routing, model.routing)
-            )
-            if model.bounded is not was_bounded:
-                self._remodelled(name)
+            routing = model.routing
+            if rerouted or wanted.routing != before.routing:
+                routing = settings.routings.get(wanted.routing, routing)
+            model.set(wanted, routing)
+            if wanted.bounded is not before.bounded:
+                self._remodelled(model.name)
 
     def _remodelled(self, model: str) -> None:
         for group in self.groups_of[model]:

@@ -82,6 +82,7 @@ class Model:
     limited: bool = field(init=False)
     """Whether its queue is admitted in parts."""
     _order: dict[Slot, int] = field(default_factory=dict, repr=False)
+    """The slots by their place among all; empty: it was not asked for since that changed."""
     home: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     wait: float = math.inf
@@ -137,15 +138,16 @@ class Model:
         ``place``: where the GPU group of a slot stands among all; the slots of one group come in their order.
         Returns whether there are several for the first time, or not any more.
         """
-        self.slots[:] = [slot for slot in self.slots if slot not in gone]
+        if gone:
+            self.slots[:] = [slot for slot in self.slots if slot not in gone]
         if len(come) * SEVERAL < len(self.slots):
             for slot in come:
                 insort(self.slots, slot, key=place)
         else:
             self.slots += come
             self.slots.sort(key=place)
-        self._order = {slot: nth for nth, slot in enumerate(self.slots)}
-        left = [slot for slot in gone if slot not in self._order]
+        self._order, here = {}, set(come)
+        left = [slot for slot in gone if slot not in here]
         for slot in left:
             self.active.pop(slot, None)
         for slot in come:
@@ -172,7 +174,9 @@ class Model:
     def renew_ready(self) -> None:
         """Bring up to date which backends may be leased, in their order."""
         self.ready = [slot for slot in self.active if slot.serves]
-        self.ready.sort(key=self._order.__getitem__)
+        if len(self.ready) > 1:
+            self._order = self._order or {slot: nth for nth, slot in enumerate(self.slots)}
+            self.ready.sort(key=self._order.__getitem__)
 
     def takes(self, owner: str = "") -> bool:
         """Whether a request would be leased at once; one that needs ``owner`` waits for it."""

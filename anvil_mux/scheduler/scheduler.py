@@ -363,8 +363,9 @@ class Scheduler:
             filled = self.layout.replaced_by(prepared, names)
         exchange = self.layout.regroup(names, filled)
         self.expected(expected)
-        others = [group for group in concerned if self.layout.by_name.get(group.name) is group]
-        asked = self._settling.exchanged(exchange, now, [*others, *self.layout.going_on(prepared)])
+        others = self.layout.going_on(prepared)
+        others |= {group: None for group in concerned if self.layout.by_name.get(group.name) is group}
+        asked = self._settling.exchanged(exchange, now, others)
         if self.layout.pause.refuses:  # since now, it may be
             waiting = self.layout.with_queues(self.layout.models)
             for group in waiting:

@@ -88,11 +88,13 @@ class Settling:
                 self._alarms.forget(group)
         for name in exchange.models:
             self._shared.pop(name, None)
-        found = dict.fromkeys((*self._layout.waiting_for(exchange), *others))
+        found = dict.fromkeys(self._layout.waiting_for(exchange)) | dict.fromkeys(others)
         if len(found) > VERY_MANY:
             queues = self._layout.with_queues(self._layout.models)
-            self._alarms.soon([group for group in found if group not in queues], now)
-            found = {group: None for group in queues if group in found}
+            later, found = found, {group: None for group in queues if group in found}
+            for group in found:
+                del later[group]
+            self._alarms.soon(later, now)
         for group in found:
             group.begin_anew()
         for group in found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from anvil_mux.config.config import Backend, Gpu
@@ -27,6 +28,9 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
+
+LISTED = attrgetter("ttl", "min_residency", "home", "drain_timeout")
+"""The settings of a backend that goes on by which GPU groups have lists of some of theirs."""
 
 
 class Timeouts(NamedTuple):
@@ -174,7 +178,7 @@ class GroupState:
         if seconds == slot.keep_alive:
             return
         slot.keep_alive = seconds
-        self.idlers = [each for each in self.slots.values() if each.ttl is not None]
+        self.described()
         self.changed()
 
     def remodelled(self) -> None:
