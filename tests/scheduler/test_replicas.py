@@ -234,11 +234,13 @@ def said(cached: int | None) -> bytes:
 
 
 def test_what_the_router_thought_cached_is_recorded_where_the_engine_says_what_was(rig: Rig) -> None:
-    for cached in (0, 5000, None):
+    foreseen = []
+    for number, cached in enumerate((0, 5000, None), 1):
         client = ask(rig, LONG)
         rig.engine.next().send(said(cached))  # it has the beginning of it, so it gets all three
         client.read()
-    first, second, third = (rig.events.record(number).foreseen for number in (1, 2, 3))
+        foreseen.append(rig.events.record(number).foreseen)
+    first, second, third = foreseen
     assert (first, third) == (0.0, None)
     assert second == pytest.approx(1.0, abs=0.1)
 
