@@ -28,6 +28,7 @@ from anvil_mux.errors import (
     Severed,
     Stuck,
     WaitedTooLong,
+    WouldWaitTooLong,
 )
 from anvil_mux.protocol import api
 from anvil_mux.proxy.asked import Question
@@ -39,7 +40,8 @@ from anvil_mux.telemetry.accesslog import Served
 
 _REASONS = (
     *(CircuitOpen, DoesNotFit, FellBack, GpuMemoryShort, HostMemoryShort, HostUnavailable, LoadError),
-    *(ModelLoading, NothingResident, Overloaded, Paused, Severed, Stuck, WaitedTooLong, BackendError),
+    *(ModelLoading, NothingResident, Overloaded, Paused, Severed, Stuck, WaitedTooLong, WouldWaitTooLong),
+    BackendError,
 )
 _NO_REASONS = (Crashed, CheckpointFailed)
 

@@ -17,10 +17,11 @@ from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend, Gpu, Service
 from anvil_mux.config.keys import load
 from anvil_mux.config.presets import Preset
-from anvil_mux.errors import LoadError
+from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.elsewhere import Elsewhere
 from anvil_mux.host.seam import Loaded
 from anvil_mux.multiplexer.circuits import MOST_FAILURES
+from anvil_mux.proxy.fallbacks import is_reason
 from anvil_mux.proxy.waiting import Patience
 from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, Mechanism, RawClient, Rig, chunk
 from tests.proxy.test_tls import make_certificate
@@ -331,6 +332,11 @@ def test_a_key_falls_back_on_models_that_it_may_use_alone(world: Callable[..., W
     ]
     assert b" 503 " in alone
     assert b" 200 " in both
+
+
+def test_answers_that_may_not_be_severed_are_a_reason_to_fall_back_and_an_order_is_none() -> None:
+    assert is_reason(WouldWaitTooLong("b answers for longer than this request may wait."))
+    assert not is_reason(Cancelled("This request was taken out of its queue."))
 
 
 def test_what_is_wrong_with_the_request_is_told(world: Callable[..., World]) -> None:
