@@ -297,7 +297,7 @@ HOST_MUTANTS = {
     ),
     "what is on a lost host is leased": (
         "slot",
-        'return self.state == "ready" and self.host.takes_loads',
+        'return self.state == "ready" and (bool(self.backend.url) or self.host.takes_loads)',
         'return self.state == "ready"',
     ),
     "what is found on a host that is back is left as it was": (
