@@ -22,12 +22,15 @@ from anvil_mux.sim.simulate import (
     HostGone,
     HostLost,
     Outcome,
+    PauseBegun,
+    PauseEnded,
     Reload,
     Unloading,
     simulate,
 )
 from tests.baton import BatonClock
 from tests.multiplexer.test_multiplexer import Player, VirtualEngines, differences
+from tests.scheduler.test_hosts import Fleet
 from tests.sim.test_simulate import one
 
 A, B, C = one("a", "0"), one("b", "0"), one("c", "0")
@@ -686,16 +689,22 @@ SETTINGS = {
 }
 
 
+STAYING = {"home": True, "home_after": 3.0, "drain_timeout": inf}
+"""Settings of backends that stay, or come back."""
+
+
 def wild_history(seed, hosts=("",)):
-    """Whatever can be configured, with deaths, unloads, impatient clients, steps that fail and lost hosts."""
+    """Whatever can be configured, with deaths, unloads, failing steps, lost hosts, pauses, and impatience."""
     draw = random.Random(seed)
     draw_host = random.Random(f"hosts {seed}")
+    draw_stay = random.Random(f"staying {seed}")
 
     def service(name):
         gpus = draw.choice([[SERVICES[name]] * 8, ["0", "1", "2"]])
         gpu = draw.choice(gpus)
         model = "m" if name in ("m-1", "m-2", "m-3") else draw.choice([name] * 9 + ["x"])
         settings = {key: value for key, value in SETTINGS.items() if draw.random() < 0.25}
+        settings = stays_or_comes_back(draw_stay, settings)
         host = draw_host.choice(hosts)
         more = (
             [(each, (gpu,)) for each in hosts if each != host][:1] if gpu and draw_host.random() < 0.2 else ()
@@ -708,7 +717,13 @@ def wild_history(seed, hosts=("",)):
         gpus = tuple(Gpu(id, vram=draw.choice([10, 10, 12])) for id in "012")
         gpus += tuple(replace(gpu, host=host) for host in hosts[1:] for gpu in gpus)
         policy, drain = draw.choice(["eager", "debounce", "adaptive"]), draw.choice([0.0, 10.0, 30.0])
-        return with_backends(*(chosen or [A]), gpus=gpus, policy=policy, drain_timeout=drain, max_wait=20.0)
+        stays = {
+            "home_after": draw_stay.choice([5.0, 50.0]),
+            "when_paused": draw_stay.choice(["wait", "refuse"]),
+        }
+        return with_backends(
+            *(chosen or [A]), gpus=gpus, policy=policy, drain_timeout=drain, max_wait=20.0, **stays
+        )
 
     start = config = configured(())
     trace, at = [], 0.0
@@ -728,6 +743,8 @@ def wild_history(seed, hosts=("",)):
                 trace.append(Death(at, draw.choice([*SERVICES])))
         if draw_host.random() < 0.05 and len(hosts) > 1:
             trace.append(lost_or_back(draw_host, at + 1 / 32768, hosts, trace))
+        trace += pauses(draw_stay, at + 1 / 20000)
+    trace.append(PauseEnded(at + 1.0))
     failures = {(draw.choice([*SERVICES]), draw.randrange(6)): draw.choice([LoadError, BackendError])}
 
     def perform(step, nth):
@@ -736,6 +753,22 @@ def wild_history(seed, hosts=("",)):
         return takes_its_time(step, nth)._replace(error=error)
 
     return start, trace, perform
+
+
+def stays_or_comes_back(draw, settings):
+    """These settings of a backend, and some by which it stays, or comes back."""
+    found = settings | {key: value for key, value in STAYING.items() if draw.random() < 0.15}
+    if found.get("home"):  # with a ttl it would come and go for ever
+        found.pop("ttl", None)
+    return found
+
+
+def pauses(draw, at):
+    """Now and then a pause begins, or ends."""
+    kind = draw.choices([PauseBegun, PauseEnded, None], [1, 2, 17])[0]
+    if kind is PauseBegun:
+        return [PauseBegun(at, draw.choice([3.0 + at / 9999, inf]))]
+    return [kind(at)] if kind else []
 
 
 def lost_or_back(draw, at, hosts, trace):
@@ -861,6 +894,28 @@ def takes_its_time_anywhere(step, nth):
     return Outcome(5.0 * isinstance(step, Load) + 1.0 + len(step.backend) / 64 + nth / 4096)
 
 
+def takes_longer_by_gpu(step, nth):
+    gpu = int(step.backend.split("-" if "-" in step.backend else ".")[1])
+    return takes_its_time_anywhere(step, nth)._replace(seconds=2.0 + gpu / 64)
+
+
+@pytest.mark.parametrize("after", [wide("m", "n", when_paused="wait"), wide()], ids=["waits", "refuses"])
+def test_a_pause_that_begins_while_a_reload_is_carried_out_holds_for_all_gpus(after):
+    trace = [
+        Arrival(0.0, "own-0", 5.0),
+        Reload(1.0, after),
+        PauseBegun(1.0 + 1 / 4096, 10.0),
+        Arrival(3.0, after.backends[-1].model, 1.0),
+        Arrival(20.0, after.backends[-1].model, 1.0),
+    ]
+    resident = [f"own-{gpu}" for gpu in range(40)]
+    told = story(trace, wide("m"), takes_longer_by_gpu, resident=resident, seeds=1)
+    begun, ended = (next(n for n, line in enumerate(told) if word in line) for word in ("paused", "resumed"))
+    during = told[begun:ended]
+    assert {line.split()[2] for line in during if " evicting " in line} == {*resident}
+    assert not [line for line in during if " loading " in line]
+
+
 @pytest.mark.parametrize("hosts", [("",), ("", "h", "k")])
 @pytest.mark.parametrize("seed", range(20))
 def test_after_an_exchange_of_gpu_groups_each_is_where_the_tables_say(seed, hosts, monkeypatch):
@@ -916,6 +971,8 @@ def audit(layout):
     for group in groups:
         audit_state(layout, group.state)
     assert layout.touched.keys() <= {group.state for group in groups}
+    assert all(host.pause is layout.pause for host in layout.hosts.values())
+    assert layout.pause.waits == (layout.config.when_paused == "wait")
 
 
 def audit_settings(layout, model):
@@ -948,3 +1005,112 @@ def audit_state(layout, state):
     assert [host.name for host in state.hosts] == sorted(
         {h for s in slots for h in s.backend.hosts}
     ) or not slots
+
+
+# What a backend is told in place
+
+
+def retold(fleet, at, *backends, **settings):
+    """Have a fleet go on with these backends, and settings that are otherwise as they were."""
+    config = replace(fleet.core.layout.config, backends=backends, **settings)
+    effects = fleet.take(fleet.core.reconfigured(config, at))
+    audit(fleet.core.layout)
+    return effects
+
+
+@pytest.mark.parametrize(
+    "said", [{"ttl": 5.0}, {"min_residency": 9.0}, {"home": True}, {"drain_timeout": inf}], ids=str
+)
+def test_one_setting_of_one_backend_is_known_to_its_gpu_group_until_it_is_gone(said):
+    fleet = Fleet(A, B)
+    retold(fleet, 1.0, replace(A, **said), B)
+    retold(fleet, 2.0, A, B)
+    assert fleet.core.layout.slot("a").backend == A
+
+
+@pytest.mark.parametrize("by", [{"home": True, "home_after": 5.0}, {"home": True}])
+def test_a_backend_that_is_at_home_since_a_reload_comes_back(by):
+    after = with_backends(replace(A, **by), B, home_after=5.0 if len(by) < 2 else 300.0)
+    trace = [Arrival(0.0, "b", 1.0), Reload(8.0, after), Arrival(60.0, "a", 1.0)]
+    assert story(trace, resident=["b"])[-7:] == [
+        "8 reloaded",
+        "8 draining b",
+        "8 evicting b",
+        "9 stopped b",
+        "9 loading a",
+        "19 ready a",
+        "60 leased a",
+    ]
+
+
+def test_for_how_long_a_model_at_home_is_away_may_change_for_all():
+    home = replace(A, home=True)
+    trace = [
+        Arrival(0.0, "b", 1.0),
+        Reload(8.0, with_backends(home, B, home_after=20.0)),
+        Arrival(60.0, "a", 1.0),
+    ]
+    assert "21 draining b" in story(trace, with_backends(home, B), resident=["b"])
+
+
+def test_a_keep_alive_outlasts_another_ttl_and_the_next_load_goes_by_that():
+    fleet = Fleet(A, B)
+    fleet.take(fleet.core.adopted("a", 0.0))
+    ticket = fleet.request("a", 1.0)
+    fleet.core.keep_alive_asked(ticket, 50.0, 1.0)
+    fleet.take(fleet.core.released(ticket, 2.0))
+    retold(fleet, 3.0, replace(A, ttl=5.0), B)
+    assert fleet.last.ask_at == 52.0
+    assert fleet.take(fleet.core.time_passed(52.0)) == ["evict a"]
+    fleet.evicted("a", 53.0)
+    again = fleet.request("a", 54.0)
+    fleet.loaded("a", 55.0)
+    fleet.take(fleet.core.released(again, 56.0))
+    assert fleet.last.ask_at == 61.0
+
+
+def test_answers_that_a_model_may_end_since_a_reload_turn_others_away():
+    fleet = Fleet(A, B, queue_timeout=60.0)
+    fleet.take(fleet.core.adopted("a", 0.0))
+    fleet.take(fleet.core.released(fleet.request("a", 0.0), 1000.0))  # its answers take that long
+    fleet.request("a", 1000.0)
+    retold(fleet, 1001.0, replace(A, drain_timeout=inf), B)
+    assert fleet.request("b", 1002.0).error.code == "would_wait_too_long"
+    retold(fleet, 1003.0, A, B)
+    assert fleet.request("b", 1004.0).error is None
+
+
+def test_what_a_model_held_is_known_after_a_reload_and_not_of_another_engine():
+    digested = replace(A, service=replace(A.service, digest="1"))
+    fleet = Fleet(digested, B, gpus=(Gpu("0", vram=24),))
+    fleet.take(fleet.core.adopted("a", 0.0))
+    fleet.request("b", 1.0)
+    fleet.evicted("a", 2.0, freed={"0": 20})
+    slot = fleet.core.layout.slot("a")
+    retold(fleet, 3.0, replace(digested, ttl=5.0, priority=2), B)
+    assert (fleet.core.layout.slot("a"), slot.held_last) == (slot, {"0": 20})
+    retold(fleet, 4.0, replace(digested, service=replace(A.service, digest="2")), B)
+    assert fleet.core.layout.slot("a").held_last == {}
+
+
+def test_memory_that_is_the_hosts_too_counts_once_however_a_reload_tells_it():
+    sized = replace(A, vram=60, ram=10)
+    fleet = Fleet(sized, B, gpus=(Gpu("0", vram=120, shared=120),), host_memory=200)
+    slot = fleet.core.layout.slot("a")
+    assert slot.ram == 70
+    retold(fleet, 1.0, replace(sized, ram=15), B)
+    assert (fleet.core.layout.slot("a"), slot.ram) == (slot, 75)
+    retold(fleet, 2.0, replace(sized, ram=15), B, gpus=(Gpu("0", vram=120, shared=90),))
+    assert fleet.core.layout.slot("a").ram == 15 + 30
+    retold(fleet, 3.0, replace(sized, ram=15, vram=70), B)
+    assert fleet.core.layout.slot("a").ram == 15 + 40
+
+
+def test_a_backend_that_is_told_otherwise_while_all_is_paused_stays_away():
+    fleet = Fleet(A, B, when_paused="wait")
+    fleet.take(fleet.core.paused(0.0))
+    waiting = fleet.request("a", 1.0)
+    assert retold(fleet, 2.0, replace(A, preload=True, home=True), B, home_after=1.0) == []
+    assert retold(fleet, 3.0, A, B, C, when_paused="refuse") == []
+    assert waiting.error.code == "paused"
+    assert fleet.request("c", 4.0).error.code == "paused"
