@@ -78,6 +78,7 @@ def test_paths_below_a_base_url(url: str, name: str, chat: str, tokens: str) -> 
         ("url: 'https://host/v1', vram: 8GiB", "vram: says nothing about a server elsewhere (url)"),
         ("url: 'https://host/v1', hosts: [a], gpu_count: 2", "gpu_count: says nothing about a server"),
         ("url: 'https://host/v1', home: true", "home: says nothing about a server"),
+        ("url: 'https://host/v1', prompt_cache: 1GiB", "prompt_cache: says nothing about a server"),
         ("url: 'https://host/v1', loras: {law: /law}", "loras: says nothing about a server"),
         ("url: 'https://host/v1', drain_timeout: none", "drain_timeout: says nothing about a server"),
         ("url: 'https://host/v1', api_key_env: NO_KEY", "the variable NO_KEY is not set, here or in .env"),
