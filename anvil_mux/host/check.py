@@ -65,7 +65,7 @@ def missing_images(config: HostConfig) -> list[str]:
 
 def engine_limits(config: HostConfig) -> list[str]:
     """A warning for what the container engine cannot do; BackendError if it cannot be asked."""
-    if config.runtime != "compose":
+    if config.runtime != "compose" or not config.backends:
         return []
     from anvil_mux.host import containers
 

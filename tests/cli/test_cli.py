@@ -365,6 +365,19 @@ def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
     assert "images were not looked for" in done.stderr
 
 
+def test_check_does_not_ask_docker_for_models_that_are_served_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
+    file = tmp_path / "compose.yaml"
+    there = {"image": "scratch", "profiles": ["elsewhere"], "x-anvil": {"url": "http://127.0.0.1:1"}}
+    file.write_text(yaml.safe_dump({"x-anvil": {"project": PROJECT}, "services": {"there": there}}))
+    main(["check", str(file)])
+    told = capsys.readouterr().err
+    assert "1 backend" in told
+    assert "images" not in told
+
+
 def test_a_compose_file_is_found_upward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
