@@ -288,7 +288,9 @@ class Checks:
                     f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a queue is overdue "
                     "before that, early enough for a load that takes as long as loads usually do"
                 )
-        slow = dict.fromkeys(self._services[b.name] for b in self._backends if b.load_timeout > limit)
+        slow = dict.fromkeys(
+            self._services[b.name] for b in self._backends if b.load_timeout > limit and not b.url
+        )
         if slow:
             self._problems.warnings.append(
                 f"queue_timeout ({limit:g} s) is less than the load_timeout of {', '.join(slow)}: requests "

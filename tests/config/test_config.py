@@ -704,6 +704,12 @@ def test_a_queue_timeout_that_leaves_no_time_to_load_is_a_warning(
     assert [warning[: len(said)] for warning, said in zip(warnings, expected, strict=True)] == expected
 
 
+def test_a_server_elsewhere_has_no_load_that_could_take_too_long(tmp_path: Path) -> None:
+    there = "there: {image: scratch, profiles: [x], x-anvil: {url: 'http://127.0.0.1:1'}}"
+    read = plain(tmp_path, f"x-anvil: {{queue_timeout: 20, max_wait: 5}}\nservices: {{{there}}}")
+    assert read.warnings == ()
+
+
 @pytest.mark.parametrize(
     "said",
     [
