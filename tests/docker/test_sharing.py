@@ -83,7 +83,7 @@ def test_usage_is_what_the_engine_says_and_a_request_can_be_looked_at(
             lambda rows: bool(rows) and rows[0]["requests"] == 2,
         )
         assert row.items() >= {"key": "alice", "model": "model-1", "failed": 0, **used}.items()
-        assert 0 <= row["gpu_seconds"] <= row["seconds"]
+        assert row["gpu_seconds"] > 0
         [_, last] = json.loads(mux.request("GET", "/requests", headers=root)[2])["requests"]
         kept = json.loads(mux.request("GET", f"/requests?id={last['id']}", headers=root)[2])
         assert json.loads(kept["question"])["messages"] == [{"role": "user", "content": "Say hello."}]
