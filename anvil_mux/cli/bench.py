@@ -136,6 +136,7 @@ def _plain(backend: Backend, way: str) -> Backend:
         ttl=None,
         min_residency=0.0,
         max_wait=None,
+        max_queue=None,
         evict_to=(way,),
         demote_after=None,
         preload=False,

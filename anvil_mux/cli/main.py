@@ -364,8 +364,10 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _staying(config: Config) -> dict[str, list[str]]:
-    """Columns for the settings by which backends stay and come back, if any has them."""
+    """Columns for the settings by which backends stay, come back and queue, if any has them."""
     found: dict[str, list[str]] = {}
+    if any(each.max_queue for each in config.backends):
+        found["max_queue"] = [str(each.max_queue or "") for each in config.backends]
     if any(each.drain_timeout is not None for each in config.backends):
         own = [each.drain_timeout for each in config.backends]
         found["drain"] = ["" if each is None else seconds_or_none(each) for each in own]

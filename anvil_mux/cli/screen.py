@@ -78,7 +78,7 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
         "" if backend["size"] is None else gib(backend["size"]),
         elsewhere["server"] if elsewhere else where(model),
         str(model["leases"]),
-        str(model["waiting"]),
+        str(model["waiting"]) + (f" of {model['max_queue']}" if "max_queue" in model else ""),
         "" if seconds is None else f"{seconds:.1f} s",
         "" if elsewhere else _until(model, backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",

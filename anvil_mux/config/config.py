@@ -168,6 +168,8 @@ class Backend:
     """Seconds after its load in which it is not evicted for a queue that is not overdue."""
     max_wait: float | None = None
     """The ``Config.max_wait`` of its own queue."""
+    max_queue: int | None = None
+    """The most requests that may wait for its model; None: only ``Config.max_queue`` bounds them."""
     routing: str | None = None
     """The policy by which its model's replicas are chosen; None: ``Config.routing``."""
     kv_tokens: int | None = None

@@ -355,6 +355,9 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     ),
     "min_residency": _steers(SECONDS, "How long it stays after a load, unless a queue is overdue."),
     "max_wait": _steers(SECONDS, "The same as at the top level, for this model."),
+    "max_queue": _steers(
+        COUNT, "Requests that may wait for this model, beside the top level's bound on all together."
+    ),
     "routing": _steers(TEXT, "The routing policy of its model; replicas have the same."),
     "kv_tokens": _steers(COUNT, "How many tokens its engine's cache holds, for the choice among replicas."),
     "infer_type": _replaces(

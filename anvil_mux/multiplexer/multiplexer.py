@@ -24,7 +24,6 @@ from anvil_mux.errors import (
     ClientGone,
     Draining,
     MuxError,
-    Overloaded,
     UnknownModel,
     WaitedTooLong,
 )
@@ -40,6 +39,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.pause import PAUSED
 from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
 
 TEND_SECONDS = 0.25
@@ -169,9 +169,8 @@ class Multiplexer:
                 raise self._closing.with_traceback(None)
             if model not in shell.served:
                 raise UnknownModel(model, shell.served)
-            if self.counts.waiting >= shell.config.max_queue and not self._takes(model, work):
-                waiting = self.counts.waiting
-                raise Overloaded(f"overloaded: {waiting} requests wait for models already. Try again.")
+            if self.counts.waiting:
+                self._check_room_to_wait(model, work)
             if key and key.waiting is not None and not self._takes(model, work):
                 self.counts.check_waiting(key, key.waiting)
             self._tickets += 1
@@ -191,6 +190,12 @@ class Multiplexer:
             # One error may end a whole queue: each thread raises it without the others' frames.
             raise ticket.error.with_traceback(None)
         return ticket
+
+    def _check_room_to_wait(self, model: str, work: Work) -> None:
+        """Overloaded if a request would wait, and as many do as may. Under the lock."""
+        error = no_room_to_wait(self._layout.models[model], self.counts.waiting, self._shell.config.max_queue)
+        if error and not self._takes(model, work):
+            raise error
 
     def _takes(self, model: str, work: Work) -> bool:
         """Whether a request for a model would be leased at once. Under the lock."""

@@ -26,6 +26,7 @@ from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.progress import LogProgress, Progress, progress
+from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.slot import LOADING
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.status import (
@@ -104,6 +105,7 @@ class Overview:
             meant = [(name, self._shell.names.get(name, "")) for name in names]
             found = [(name, self._layout.models[own]) for name, own in meant if own in self._layout.models]
             found = [each for each in found if not self._is_cut_off(each[1])]
+            found = [each for each in found if each[1].takes() or not each[1].is_queue_full] or found
             ready = [(name, model) for name, model in found if model.ready]
             best = [name for name, model in ready if model.takes()] + [name for name, _ in ready]
             best = best or [name for name, model in found if model.is_coming]
@@ -227,7 +229,10 @@ class Overview:
         """Say what a request for ``model`` would wait for now."""
         with self._lock:
             (state, found), now = self._find(model), self._clock.now()
-            return wait_estimate(state, found, now, self._progress(state, found, now))
+            estimate = wait_estimate(state, found, now, self._progress(state, found, now))
+            waiting, most = self._shell.counts.waiting, self._shell.config.max_queue
+            full = no_room_to_wait(found, waiting, most) if estimate.verdict == "waits" else None
+            return estimate.refused(full.message) if full else estimate
 
     def eta(self, model: str) -> float | None:
         """Seconds until ``model`` is resident if its load takes as long as the last; None if never loaded.

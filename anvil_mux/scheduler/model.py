@@ -29,6 +29,8 @@ class ModelSettings(NamedTuple):
     priority: int
     max_wait: float
     """After how many seconds its queue is overdue at the latest: the shortest that its backends ask for."""
+    max_queue: float
+    """The most requests that its queue may have, of what its backends say the least; infinite: no bound."""
     limited: bool
     """Whether any backend takes only so many requests at once."""
     bounded: bool
@@ -53,6 +55,7 @@ def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
     return ModelSettings(
         priority=max([each.priority for each in backends]),
         max_wait=min(waits),
+        max_queue=min([each.max_queue for each in backends if each.max_queue], default=math.inf),
         limited=any(each.concurrency for each in backends),
         bounded=any(each.most is not None for each in backends),
         staged=any(each.infer_type in ("prefill", EITHER) for each in backends),
@@ -121,10 +124,10 @@ class Model:
 
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
-        is_same = settings[2:] == self.settings[2:] and routing is self.routing
+        is_same = settings[3:] == self.settings[3:] and routing is self.routing
         self.settings, self.routing = settings, routing
         if is_same and not self.queue.tickets:
-            return  # of thousands of models only these two have changed
+            return  # of thousands of models only these three have changed
         self.limited = settings.limited
         self.queue.go_on(limited=settings.limited, most=settings.max_wait)
         if self.replicas:
@@ -185,6 +188,11 @@ class Model:
         if self.replicas:
             return self.replicas.take_one_more(self.ready)
         return any(not slot.full for slot in self.ready)
+
+    @property
+    def is_queue_full(self) -> bool:
+        """Whether as many requests wait for it as its own ``max_queue`` allows."""
+        return len(self.queue.tickets) >= self.settings.max_queue
 
     def needed(self, owner: str) -> Slot | None:
         """The only backend that can serve a request, if that is ready: it has what the request refers to."""

@@ -14,6 +14,7 @@ from anvil_mux.errors import (
     LoadError,
     MuxError,
     NothingResident,
+    Overloaded,
     Stuck,
     with_log,
 )
@@ -131,6 +132,18 @@ def lack_of_memory(
             who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
             return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
     return None
+
+
+def no_room_to_wait(model: Model, waiting: int, most: int) -> Overloaded | None:
+    """Why one more request may not wait for ``model``; ``waiting``: how many do for all, of ``most``."""
+    if model.is_queue_full:
+        count = len(model.queue)
+        text = f"overloaded: {count} requests wait for {model.name} already, the most by its own max_queue."
+    elif waiting >= most:
+        text = f"overloaded: {waiting} requests wait for all models together already, the most by max_queue."
+    else:
+        return None
+    return Overloaded(f"{text} Try again.")
 
 
 def not_resident(state: GroupState, model: str, now: float) -> MuxError:

@@ -142,6 +142,8 @@ class ModelState:
     deferred: Deferral | None = None
     presets: tuple[str, ...] = ()
     """The names of its presets, LoRA adapters among them."""
+    max_queue: int | None = None
+    """The most requests that may wait for it; None: it has no bound of its own."""
     backends: tuple[BackendState, ...] = ()
 
     @property
@@ -214,6 +216,7 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
         aliases=slot.backend.aliases,
         presets=tuple(dict.fromkeys([p.name for each in slots for p in each.backend.presets])),
         waiting=len(model.queue),
+        max_queue=int(most) if (most := model.settings.max_queue) < FOREVER else None,
         leases=sum(len(slot.holders) for slot in slots),
         last_error=slot.error,
         load_seconds=slot.load_seconds,

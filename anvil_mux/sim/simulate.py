@@ -31,6 +31,7 @@ from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.model import model_settings
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
@@ -292,7 +293,8 @@ class _Simulation:
             self._follow_up(now, request)
             return
         layout = self._scheduler.layout
-        if self._waiting >= layout.config.max_queue and not layout.models[model].takes():
+        wanted, most = layout.models[model], layout.config.max_queue
+        if no_room_to_wait(wanted, self._waiting, most) and not wanted.takes():
             self._follow_up(now, request)  # overloaded
             return
         ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)

@@ -45,6 +45,7 @@ def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
         "home_seconds": _rounded(model.home_seconds),
         "gpus": list(model.gpus),
         "waiting": model.waiting,
+        **({"max_queue": model.max_queue} if model.max_queue else {}),
         "oldest_wait_seconds": _rounded(model.oldest_wait),
         "leases": model.leases,
         "draining": _draining(model),

@@ -239,6 +239,17 @@ def test_check_names_the_disk_space_for_prompts_where_there_is_some(
     assert (head[-1], first[-2:]) == ("PROMPT_CACHE", ["4.0", "GiB"])
 
 
+def test_check_names_the_lengths_of_queues_where_one_has_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "compose.yaml"
+    services = "{a: {command: [x], x-anvil: {max_queue: 7}}, b: {command: [x], x-anvil: {}}}"
+    file.write_text(f"x-anvil: {{runtime: process}}\nservices: {services}")
+    assert main(["check", "--json", str(file)]) == 0
+    told = json.loads(capsys.readouterr().out)["models"]
+    assert [each["max_queue"] for each in told] == ["7", ""]
+
+
 def test_check_in_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json", str(compose(tmp_path))]) == 0
     seen = json.loads(capsys.readouterr().out)

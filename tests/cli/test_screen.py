@@ -55,6 +55,15 @@ def test_presets_stand_below_the_models() -> None:
     assert models_table(seen)[3:] == ["presets of a: a-fast, a-think"]
 
 
+def test_a_queue_with_a_length_of_its_own_is_shown_with_it() -> None:
+    seen = state()
+    seen["models"]["b"] |= {"waiting": 3, "max_queue": 8}
+    seen["models"]["a"]["waiting"] = 2
+    column = models_table(seen)[0].index("WAITING")
+    shown = {line[:2].strip(): line[column : column + 6].strip() for line in models_table(seen)[1:3]}
+    assert shown == {"a": "2", "b": "3 of 8"}
+
+
 def test_prompts_on_disk_stand_below_the_models() -> None:
     seen = state()
     kept = {"prompts": 2, "tokens": 12345, "size": 3 << 19}

@@ -32,6 +32,7 @@ from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.progress import LogProgress, Progress
 from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
+from anvil_mux.scheduler.wait_estimate import WaitEstimate
 from anvil_mux.sim.simulate import (
     Arrival,
     Death,
@@ -728,6 +729,57 @@ def test_above_max_queue_requests_are_refused_but_not_those_for_a_resident(seed)
         assert all(result.leased for result in waiting)
 
     Stage(Config(policy="eager", backends=(A, B), max_queue=2), seed=seed).play(main)
+
+
+@SEEDS
+def test_above_its_own_max_queue_a_model_refuses_while_another_still_queues(seed):
+    def main(stage):
+        stage.request(0.0, "a", seconds=30.0)
+        waiting = [stage.request(10.0, "b") for _ in range(2)]
+        refused, other = stage.request(11.0, "b"), stage.request(12.0, "c")
+        stage.clock.sleep(20.0)
+        said = "overloaded: 2 requests wait for b already, the most by its own max_queue. Try again."
+        assert (refused.over, refused.error.message, refused.error.retry_after) == (11.0, said, 5.0)
+        assert stage.mux.overview.wait_estimate("b") == WaitEstimate("b", "refused", None, None, said)
+        assert stage.mux.overview.wait_estimate("c").verdict == "waits"
+        assert stage.mux.overview.model("b").max_queue == 2
+        assert stage.mux.overview.model("c").max_queue is None
+        stage.clock.sleep(100.0)
+        assert all(result.leased for result in [*waiting, other])
+
+    backends = (A, replace(B, max_queue=2), replace(B, name="c", model="c"))
+    Stage(Config(policy="eager", backends=backends), seed=seed).play(main)
+
+
+@SEEDS
+def test_a_reload_gives_a_queue_another_length_and_sends_nobody_away(seed):
+    def main(stage):
+        stage.request(0.0, "a", seconds=30.0)
+        waiting = [stage.request(10.0, "b") for _ in range(3)]
+        stage.clock.sleep(11.0)
+        backends = (A, replace(B, max_queue=2))
+        stage.config = replace(stage.config, backends=backends)
+        stage.mux.facts.reconfigure(stage.config, {})
+        refused = stage.request(stage.clock.now() + 1.0, "b")
+        stage.clock.sleep(100.0)
+        assert "the most by its own max_queue" in refused.error.message
+        assert all(result.leased for result in waiting)
+
+    Stage(Config(policy="eager", backends=(A, B)), seed=seed).play(main)
+
+
+@SEEDS
+def test_of_several_models_one_with_room_in_its_queue_is_chosen(seed):
+    def main(stage):
+        stage.request(0.0, "a", seconds=30.0)
+        stage.request(10.0, "b")
+        stage.clock.sleep(11.0)
+        assert stage.mux.overview.choose(["b", "c"]) == "c"
+        assert stage.mux.overview.choose(["b"]) == "b"
+        stage.clock.sleep(100.0)
+
+    backends = (A, replace(B, max_queue=1), replace(B, name="c", model="c"))
+    Stage(Config(policy="eager", backends=backends), seed=seed).play(main)
 
 
 @SEEDS

@@ -169,6 +169,7 @@ SENDERS = (None, Key(b"1"), Key(b"2"), Key(b"2"), Key(b"2"))
 def own_settings(backends, seed):
     """The backends, each with some settings of its own."""
     draw, drains = random.Random(f"own settings {seed}"), random.Random(f"drains {seed}")
+    queues = random.Random(f"queues {seed}")
     return tuple(
         replace(
             backend,
@@ -177,6 +178,7 @@ def own_settings(backends, seed):
             min_residency=draw.choice((0.0, 0.0, 6.00390625, 30.00390625)),
             max_wait=draw.choice((None, None, 4.001953125, 90.001953125)),
             drain_timeout=drains.choice((None, None, 0.0, 1.015625, inf, inf)),
+            max_queue=queues.choice((None, None, 2)),
         )
         for backend in backends
     )
@@ -380,6 +382,19 @@ def test_a_full_line_turns_requests_away_without_a_ticket():
     config = Config(policy="eager", backends=TWO.backends, max_queue=2)
     log = simulate(config, [Arrival(float(n), "a", 1.0) for n in range(5)], Engines({"a": 20.0}))
     assert [event.ticket for event in log if event.kind == "queued"] == [1, 2]
+
+
+def test_a_model_whose_own_line_is_full_turns_requests_away_and_the_other_does_not():
+    one, other = TWO.backends
+    config = Config(policy="eager", backends=(replace(one, max_queue=1), other))
+    trace = [Arrival(float(n), model, 1.0) for n, model in enumerate(("a", "a", "b", "b"))]
+    log = simulate(config, trace, Engines({"a": 20.0, "b": 2.0}))
+    assert [(event.model, event.ticket) for event in log if event.kind == "queued"] == [
+        ("a", 1),
+        ("b", 2),
+        ("b", 3),
+    ]
+    assert check(log, config) == []
 
 
 def test_an_idle_model_goes_though_no_request_comes_and_a_line_may_be_overdue_before_the_others():
