@@ -57,6 +57,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "With --routing: those of `config --routing`, and of the compose files",
     )
     add(
+        "--eviction",
+        type=_evictions,
+        default=(),
+        metavar="NAME[,NAME]",
+        help="also compare evictions (cost, lru, demand_lru, or all) instead of the compose files' own; they "
+        "differ only where several models fit on a GPU",
+    )
+    add(
         "--seeds",
         type=read_positive,
         default=1,
@@ -101,6 +109,12 @@ def _profiles(names: str) -> tuple[str, ...]:
     return read_value(study.choose_profiles, names)
 
 
+def _evictions(names: str) -> tuple[str, ...]:
+    from anvil_mux.sim import study
+
+    return read_value(study.choose_evictions, names)
+
+
 def _engine(settings: str) -> SimulatedEngine:
     from anvil_mux.sim import contest
 
@@ -125,6 +139,8 @@ def run(given: argparse.Namespace) -> int:
         runs.append(recording.run(checked=given.check))
         if given.policy or not given.check:
             cases.append(recording.case())
+    if given.eviction:
+        cases = [each for case in cases for each in study.under_evictions(case, given.eviction)]
     total = len(cases) * len(policies)
     tell = _progress(f"of {total} runs")
     for run in study.study(cases, policies, keep_logs=bool(given.plot)):
@@ -162,8 +178,8 @@ def _simulate_routing(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import DEFAULT_ROUTING
     from anvil_mux.sim import contest, fleet, plot
 
-    if given.profile or given.log or given.check or not given.trace:
-        given.refuse("--routing replays prompts: it takes --trace, and neither --profile nor --log")
+    if given.profile or given.log or given.check or given.eviction or not given.trace:
+        given.refuse("--routing replays prompts: it takes --trace, and no --profile, --log or --eviction")
     own = configuration(given.files).routing_policies if given.files else {}
     policies = _policies(given, lambda names: contest.choose_policies(names, own))
     engine, replicas = given.engine or fleet.SimulatedEngine(), given.replicas or 8

@@ -28,6 +28,8 @@ class Candidate:
     priority: int = 0
     loss: float = 0.0
     """The cost of evicting it: arrivals per second for it, times the seconds of loading it again."""
+    waiting: float = 0.0
+    """The requests that wait for a place at it, as it takes only so many at once."""
 
 
 class Eviction(Protocol):
@@ -55,12 +57,13 @@ class LeastLoss:
 class LeastDemand:
     """Low priority first, then the one with the fewest requests, then the least recently used.
 
-    As SwapServeLLM has it.
+    As SwapServeLLM has it (its section 3.5). Requests are those that run there and those that wait for a
+    place.
     """
 
-    def order(self, candidate: Candidate) -> tuple[int, int, float, str]:
+    def order(self, candidate: Candidate) -> tuple[int, float, float, str]:
         one = candidate
-        return (one.priority, one.leases, one.last_used, one.backend)
+        return (one.priority, one.leases + one.waiting, one.last_used, one.backend)
 
 
 EVICTIONS: dict[str, type] = {"cost": LeastLoss, "lru": LeastRecentlyUsed, "demand_lru": LeastDemand}

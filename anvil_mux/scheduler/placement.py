@@ -154,12 +154,13 @@ class Placement:
         staying: Set[str] = frozenset(),
         loss: Callable[[Slot], float] = lambda _: 0.0,
         without: Collection[Slot] = (),
+        waiting: Callable[[Slot], float] = lambda _: 0.0,
     ) -> list[Slot] | None:
         """The backends to evict so that ``target`` fits, on no ``busy`` GPU; None if there is no such choice.
 
         Those are residents, and backends in standby whose residual is needed; none that is ``staying``, and
-        no pinned resident. The backends that it is to be ``without`` count as gone. ``loss``: see
-        eviction.Candidate.
+        no pinned resident. The backends that it is to be ``without`` count as gone. ``loss`` and
+        ``waiting``: see eviction.Candidate.
         """
         if not busy.isdisjoint(target.holds):
             return None
@@ -171,7 +172,8 @@ class Placement:
         ]
         if len(slots) < 2:
             return self._at_most(slots, target, without)
-        return self._choose([(slot, slot.occupies) for slot in slots], self.missing(target, without), loss)
+        frees = [(slot, slot.occupies) for slot in slots]
+        return self._choose(frees, self.missing(target, without), loss, waiting)
 
     def sparing_host(
         self,
@@ -180,11 +182,12 @@ class Placement:
         busy: set[str],
         staying: Set[str] = frozenset(),
         loss: Callable[[Slot], float] = lambda _: 0.0,
+        waiting: Callable[[Slot], float] = lambda _: 0.0,
     ) -> list[Slot] | None:
         """The residents, ``but`` some, to evict so that ``short`` bytes (by host) of memory become free."""
         slots = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
         frees = [(slot, dict.fromkeys(slot.backend.hosts, slot.ram)) for slot in slots]
-        return self._choose(frees, short, loss)
+        return self._choose(frees, short, loss, waiting)
 
     def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Slot]:
         return (
@@ -201,9 +204,18 @@ class Placement:
         slots: Iterable[tuple[Slot, Mapping[str, int]]],
         missing: Mapping[str, int],
         loss: Callable[[Slot], float],
+        waiting: Callable[[Slot], float],
     ) -> list[Slot] | None:
         candidates = [
-            whom.Candidate(s.name, frees, len(s.holders), s.used, priority=s.backend.priority, loss=loss(s))
+            whom.Candidate(
+                s.name,
+                frees,
+                len(s.holders),
+                s.used,
+                priority=s.backend.priority,
+                loss=loss(s),
+                waiting=waiting(s),
+            )
             for s, frees in slots
         ]
         chosen = whom.victims(self._eviction(), candidates, missing)

@@ -99,12 +99,12 @@ def victims(
 
     The backends that it is to be ``without`` count as gone.
     """
-    lost = partial(loss, state, now)
-    found = state.placement.victims(target, busy, staying, lost, without)
+    lost, queued = partial(loss, state, now), partial(waiting_at, state)
+    found = state.placement.victims(target, busy, staying, loss=lost, without=without, waiting=queued)
     if found is None or state.memory.short(target, [*found, *without]) <= 0:
         return found
     missing = state.memory.missing(target, [*found, *without])
-    more = state.placement.sparing_host(missing, found, busy, staying, lost)
+    more = state.placement.sparing_host(missing, found, busy, staying, loss=lost, waiting=queued)
     return None if more is None else found + more
 
 
@@ -144,6 +144,14 @@ def loss(state: GroupState, now: float, slot: Slot) -> float:
     if model.home:
         rate /= max(len(model.ready), 1)  # the others go on serving
     return rate * cost(state, "", slot, way).load_seconds
+
+
+def waiting_at(state: GroupState, slot: Slot) -> float:
+    """The requests that wait for a place at a resident backend: its share of its model's queue."""
+    model = state.models[slot.model]
+    if slot.state != "ready" or not model.queue.tickets:
+        return 0.0
+    return len(model.queue) / max(len(model.ready), 1)
 
 
 def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, float]:

@@ -18,6 +18,7 @@ from typing import Any
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.eviction import EVICTIONS, build_eviction
 from anvil_mux.scheduler.policies import POLICIES, build_policy
 from anvil_mux.sim import replay, workload
 from anvil_mux.sim.figures import Figures, figures
@@ -38,6 +39,8 @@ class Case:
     workload: Workload
     config: Config
     seed: int = 0
+    eviction: str = ""
+    """The eviction that stands in ``config``, where several are compared."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,24 @@ class StudyRun:
     """The broken invariants; None: not checked."""
     begins: Mapping[str, Any] = field(default_factory=dict)
     """The situation in which the log begins, as JSON."""
+    eviction: str = ""
+    """The eviction, where several are compared."""
+
+    @property
+    def way(self) -> str:
+        """The policy, and the eviction where several are compared."""
+        return f"{self.policy}, {self.eviction}" if self.eviction else self.policy
 
     @property
     def title(self) -> str:
         seed = f", seed {self.seed}" if self.profile in SEEDED else ""
-        return f"{self.profile}, {self.policy}{seed}"
+        return f"{self.profile}, {self.way}{seed}"
 
     def row(self) -> dict[str, Any]:
         violations = None if self.wrong is None else len(self.wrong)
         named = {"profile": self.profile, "policy": self.policy, "seed": self.seed}
+        if self.eviction:
+            named["eviction"] = self.eviction
         return {**named, **asdict(self.figures), "violations": violations}
 
 
@@ -93,6 +105,24 @@ def _needs_nothing(policy: str) -> bool:
         return bool(build_policy(policy))
     except TypeError:
         return False
+
+
+def choose_evictions(names: str) -> tuple[str, ...]:
+    """The evictions of a list with commas, or ``all`` that are shipped; ValueError says which are known."""
+    chosen = tuple(EVICTIONS) if names == "all" else tuple(dict.fromkeys(names.split(",")))
+    for name in chosen:
+        try:
+            build_eviction(name)
+        except TypeError as error:
+            raise ValueError(f"{name}: {error}; a compose file can give it settings") from None
+    return chosen
+
+
+def under_evictions(case: Case, names: Iterable[str]) -> Iterator[Case]:
+    """A case under each of these evictions, in place of its own configuration's."""
+    for name in names:
+        config = replace(case.config, eviction=name, eviction_settings={})
+        yield replace(case, config=config, eviction=name)
 
 
 def profiles(names: Iterable[str], seeds: int, config: Config | None = None) -> Iterator[Case]:
@@ -143,6 +173,7 @@ def run(case: Case, policy: str) -> StudyRun:
         log=log,
         figures=figures(log, ends.count),
         wrong=check(log, config),
+        eviction=case.eviction,
     )
 
 
@@ -243,10 +274,10 @@ HEAD = (
 
 
 def table(runs: Iterable[StudyRun]) -> Iterator[tuple[str, ...]]:
-    """A row for each profile and policy: means over the seeds; of ``LONGEST`` the longest of all."""
+    """A row for each profile, policy and eviction: means over the seeds; of ``LONGEST`` the longest."""
     groups: dict[tuple[str, str], list[StudyRun]] = {}
     for one in runs:
-        groups.setdefault((one.profile, one.policy), []).append(one)
+        groups.setdefault((one.profile, one.way), []).append(one)
     for names, group in groups.items():
         yield (*names, str(len(group)), *_means([one.figures for one in group]), _violations(group))
 

@@ -571,6 +571,33 @@ def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(
     assert "t.jsonl asks for a, b; the backends serve x only" in capsys.readouterr().err
 
 
+def test_simulate_compares_evictions_where_several_models_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = [("often", 10.0 + n) for n in range(20)]
+    asked = [*often, ("seldom", 31.0), ("other", 35.0), ("often", 40.0), ("often", 41.0)]
+    models = {name: {"load_seconds": 2} for name in ("often", "seldom", "other")}
+    lines = [{"workload": "t", "models": models}]
+    lines += [{"at": at, "model": model, "seconds": 0.5} for model, at in asked]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    services = {name: {"command": "x", "x-anvil": {"gpus": ["0"], "vram": "4GiB"}} for name in models}
+    top = {"runtime": "process", "gpus": {"0": {"vram": "10GiB"}}, "eviction": "lru"}
+    file = tmp_path / "compose.yaml"
+    file.write_text(yaml.safe_dump({"x-anvil": top, "services": services}))
+    words = (str(file), "--trace", str(tmp_path / "t.jsonl"), "--policy", "eager")
+    rows = simulated(capsys, *words, "--eviction", "lru,cost")
+    assert [(row["policy"], row["eviction"], row["violations"]) for row in rows] == [
+        ("eager", "lru", 0),
+        ("eager", "cost", 0),
+    ]
+    by_lru, by_cost = rows
+    assert by_cost["swaps"] < by_lru["swaps"], "often was used longest ago, and is asked for again"
+    assert "eviction" not in simulated(capsys, *words)[0]
+    assert main(["simulate", *words, "--eviction", "lru,cost"]) == 0
+    _, one, other = capsys.readouterr().out.splitlines()
+    assert ("eager, lru" in one, "eager, cost" in other) == (True, True)
+
+
 def test_simulate_routing_runs_prompts_on_replicas(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -623,7 +650,12 @@ def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
     ("words", "problem"),
     [
         (["--routing"], "it takes --trace"),
-        (["--routing", "--trace", "x", "--profile", "single"], "neither --profile"),
+        (["--routing", "--trace", "x", "--profile", "single"], "no --profile"),
+        (["--routing", "--trace", "x", "--eviction", "lru"], "no --profile, --log or --eviction"),
+        (
+            ["--profile", "single", "--eviction", "dice"],
+            "unknown eviction 'dice'; known: cost, lru, ",
+        ),
         (["--routing", "--trace", "x", "--policy", "lru"], "argument --policy: unknown routing policy lru"),
         (["--routing", "--trace", "x", "--engine", "gpu=1"], "unknown setting 'gpu' of an engine"),
         (["--profile", "single", "--replicas", "2"], "--replicas is for --routing"),

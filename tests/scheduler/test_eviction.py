@@ -19,8 +19,8 @@ from anvil_mux.sim.simulate import Arrival, Engines, simulate
 LRU = LeastRecentlyUsed()
 
 
-def on(name, holds, *, leases=0, last_used=0.0, priority=0, loss=0.0):
-    return Candidate(name, holds, leases, last_used, priority, loss)
+def on(name, holds, *, leases=0, last_used=0.0, priority=0, loss=0.0, waiting=0.0):
+    return Candidate(name, holds, leases, last_used, priority, loss, waiting)
 
 
 OLD = on("old", {"0": 4}, last_used=1.0)
@@ -81,6 +81,7 @@ def test_those_go_first_whose_going_costs_least(candidates, expected):
 
 
 FEW = on("few", {"0": 4}, leases=1, last_used=50.0)
+FULL = on("full", {"0": 4}, leases=1, last_used=-9.0, waiting=5.0)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ FEW = on("few", {"0": 4}, leases=1, last_used=50.0)
     [
         ([BUSY, FEW], ["few", "busy"]),
         ([FEW, NEW, OLD], ["old", "new", "few"]),
+        ([FULL, BUSY, FEW], ["few", "busy", "full"]),
         ([OLD, LOW, HIGH], ["low", "old", "high"]),
     ],
 )
@@ -103,6 +105,23 @@ def test_a_model_that_is_often_asked_for_stays_though_another_was_used_later(evi
     trace = [*asked, Arrival(41.0, "seldom", 0.5), Arrival(45.0, "other", 0.5)]
     log = simulate(config, trace, Engines(other_load_seconds=2.0), resident=["often", "seldom"])
     assert [event.model for event in log if event.kind == "draining"] == [gone]
+
+
+@pytest.mark.parametrize(("eviction", "gone"), [("demand_lru", "idle"), ("lru", "full")])
+def test_requests_that_wait_for_a_place_count_as_those_of_their_model(eviction, gone):
+    full = Backend("full", "full", ("0",), vram=4, concurrency=1, drain_timeout=99.0)
+    idle = Backend("idle", "idle", ("0",), vram=4, concurrency=2, drain_timeout=99.0)
+    config = Config(
+        (full, idle, Backend("other", "other", ("0",), vram=4)),
+        (Gpu("0", vram=10),),
+        policy="eager",
+        eviction=eviction,
+    )
+    # Either has one request at work, and before full, which was asked first, two more wait for a place.
+    trace = [Arrival(10.0, "full", 50.0), Arrival(11.0, "full", 5.0), Arrival(12.0, "full", 5.0)]
+    trace += [Arrival(20.0, "idle", 50.0), Arrival(30.0, "other", 0.5)]
+    log = simulate(config, trace, Engines(other_load_seconds=2.0), resident=["full", "idle"])
+    assert [event.model for event in log if event.kind == "draining"][:1] == [gone]
 
 
 def test_the_order_in_which_candidates_are_listed_does_not_matter():
