@@ -28,11 +28,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from socket import socketpair
 from urllib.parse import urlsplit
 
+from anvil_mux.cli import levels
 from anvil_mux.cli.byhand import Asker
+from anvil_mux.cli.levels import Unmeasured
 from anvil_mux.cli.tally import Burst, TimedPhase, TimedSwap, phases
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, MuxError
@@ -59,19 +61,49 @@ _Measured = tuple[dict[str, float], int | None]
 """The phases of a swap, and the bytes of GPU memory that were taken."""
 
 
+@dataclass
+class BenchResult:
+    """All that was measured, and what could not be."""
+
+    swaps: list[TimedSwap] = field(default_factory=list)
+    bursts: list[Burst] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """The swaps that were tried in vain, each with the reason."""
+    unmeasured: list[Unmeasured] = field(default_factory=list)
+    """The standby levels that were not tried."""
+
+    def add(self, more: BenchResult) -> None:
+        self.swaps += more.swaps
+        self.bursts += more.bursts
+        self.failed += more.failed
+        self.unmeasured += more.unmeasured
+
+
 # Measuring
 
 
-def measure(
-    config: Config, repeat: int, say: Callable[[str], object], *, burst: int = 0
-) -> tuple[list[TimedSwap], list[Burst], list[str]]:
+def measure_all(
+    configs: Sequence[Config], repeat: int, say: Callable[[str], object], *, burst: int = 0
+) -> BenchResult:
+    """Every project after the other; one that cannot be measured does not cost the figures of the others."""
+    found = BenchResult()
+    for config in configs:
+        try:
+            found.add(measure(config, repeat, say, burst=burst))
+        except MuxError as error:
+            if len(configs) == 1:
+                raise
+            found.failed.append(f"{config.project}: {error.message}")
+    return found
+
+
+def measure(config: Config, repeat: int, say: Callable[[str], object], *, burst: int = 0) -> BenchResult:
     """Every swap, and bursts after it, ``repeat`` times, and what could not be measured.
 
     CannotServe while an anvil-mux serves the project.
     """
-    swaps: list[TimedSwap] = []
-    bursts: list[Burst] = []
-    failed: list[str] = []
+    own = [backend for backend in config.backends if not backend.url]
+    found = BenchResult(unmeasured=levels.unmeasured(own))
     told: list[TimedPhase] = []
 
     def took(backend: Backend, phase: str, seconds: float) -> None:
@@ -84,19 +116,22 @@ def measure(
             for name in host.running():
                 say(f"stopping {name}, which runs already")
                 host.stop(next(backend for backend in config.backends if backend.name == name))
-            for way, members in rings(config):
+            for way, all_members in rings(config):
+                members = [each for each in all_members if not levels.why_not(each, way)]
+                if not members:
+                    continue
                 try:
                     ring = _Ring(config, host, members, way, told=told, say=say)
-                    swaps += ring.run(repeat, burst if way == "stop" else 0)
-                    bursts += ring.bursts
+                    found.swaps += ring.run(repeat, burst if way == "stop" else 0)
+                    found.bursts += ring.bursts
                 except MuxError as error:
                     who = ", ".join(backend.name for backend in members)
-                    failed.append(f"{who} by {way}: {error.message}")
+                    found.failed.append(f"{who} by {way}: {error.message}")
                 if left := ", ".join(host.running()):
-                    raise BackendError(f"{left} could not be stopped: {'; '.join(failed)}")
+                    raise BackendError(f"{left} could not be stopped: {'; '.join(found.failed)}")
         finally:
             host.close()
-    return swaps, bursts, failed
+    return found
 
 
 def rings(config: Config) -> list[tuple[str, list[Backend]]]:
@@ -233,6 +268,7 @@ class _Ring:
                 by_hand_seconds=seconds,
                 bytes=taken,
                 bus=self._buses[after.name],
+                engine=after.engine,
             )
             for (before, after), (took, taken), seconds in zip(pairs, by_mux, by_hand, strict=True)
         ]

@@ -237,8 +237,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="also measure N requests that wait for a swap, beside as many that are sent directly",
     )
-    add("--csv", metavar="FILE", help="write every swap to a file")
-    add("--plot", metavar="FILE", help="draw the phases (needs matplotlib)")
+    add(
+        "--also",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also measure the services of another compose file, a project of its own; may be repeated",
+    )
+    add("--csv", metavar="FILE", help="write every swap to a file, with its phases and its engine")
+    add("--plot", metavar="FILE", help="draw the phases, a panel for each engine (needs matplotlib)")
     add_json(command)
     command.epilog = (
         "Swaps between all backends of the file that cannot stay side by side, by each of their standby "
@@ -620,9 +627,12 @@ def _files_served() -> Sequence[str]:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    from anvil_mux.cli import bench, tally
+    from anvil_mux.cli import bench, levels, tally
 
-    config = configuration(given.files)
+    configs = [configuration(given.files), *(configuration([file]) for file in given.also)]
+    names = [backend.name for config in configs for backend in config.backends]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError([f"{', '.join(twice)}: in more than one file; give each service a name of its own"])
     with ExitStack() as outputs:
         # Whether they can be written is known before the long work begins.
         file = outputs.enter_context(opened(given.csv)) if given.csv else None
@@ -631,21 +641,21 @@ def _bench(given: argparse.Namespace) -> int:
             from anvil_mux.sim import plot
 
             figure = outputs.enter_context(plot.picture(given.plot))
-        swaps, bursts, failed = bench.measure(config, given.repeat, say, burst=given.burst)
-        burst_rows = tally.burst_figures(bursts)
-        rows = tally.figures(swaps)
+        found = bench.measure_all(configs, given.repeat, say, burst=given.burst)
+        rows, burst_rows = tally.figures(found.swaps), tally.burst_figures(found.bursts)
         if file:
-            tally.write_csv(swaps, file)
-        if figure:
-            bars = {f"{row.backend}, {row.way}": row.phases for row in rows}
-            plot.draw_phases(bars, tally.names(rows), [row.by_hand_seconds for row in rows], figure)
+            tally.write_csv(found.swaps, file)
+        if figure and rows:
+            plot.draw_phases(tally.bars(rows, found.unmeasured), tally.names(rows), figure)
     if given.json:
-        print_json([*map(asdict, rows), *map(asdict, burst_rows)])
+        asked = [each.to_json() for each in found.unmeasured if each.named]
+        print_json([*map(asdict, rows), *map(asdict, burst_rows), *asked])
     else:
-        for head, *lines in (tally.table(rows), tally.burst_table(burst_rows)):
+        tables = tally.table(rows), tally.burst_table(burst_rows), levels.table(found.unmeasured)
+        for head, *lines in tables:
             if lines:
                 print_table(head, lines)
-    return max([complain(f"not measured: {why}", FAILED) for why in failed], default=0)
+    return max([complain(f"not measured: {why}", FAILED) for why in found.failed], default=0)
 
 
 def _completion(given: argparse.Namespace) -> int:

@@ -25,8 +25,10 @@ from itertools import chain
 from statistics import median, quantiles
 from typing import NamedTuple, TextIO
 
+from anvil_mux.cli.levels import Unmeasured
 from anvil_mux.errors import BackendError
 from anvil_mux.scheduler.events import Event
+from anvil_mux.sim.plot import PhaseBar
 
 PHASES = ("drain", "save", "evict", "verify", "freeze", "load", "ready", "restore", "probe", "first_token")
 """The phases in the order in which they are shown; others that a mechanism reports follow."""
@@ -66,6 +68,7 @@ class TimedSwap:
     """GPU memory that the backend took back; None: not known."""
     bus: float | None = None
     """Bytes per second that its GPUs could be sent."""
+    engine: str = ""
 
     @property
     def total_seconds(self) -> float:
@@ -74,6 +77,11 @@ class TimedSwap:
     @property
     def own_share_seconds(self) -> float:
         return self.total_seconds - self.by_hand_seconds
+
+    @property
+    def out_seconds(self) -> float:
+        """Seconds from the victim's last lease until its GPUs are free."""
+        return sum(seconds for phase, seconds in self.phases.items() if phase in OUT)
 
     @property
     def in_seconds(self) -> float:
@@ -133,6 +141,7 @@ class SwapFigures:
     bytes: int | None
     bytes_per_second: float | None
     bus_bytes_per_second: float | None
+    engine: str = ""
 
 
 def phases(
@@ -194,6 +203,7 @@ def _figures(group: Sequence[TimedSwap], cold_seconds: float | None) -> SwapFigu
         bytes=None if taken is None else int(taken),
         bytes_per_second=_known(swap.bytes_per_second for swap in group),
         bus_bytes_per_second=first.bus,
+        engine=first.engine,
     )
 
 
@@ -241,9 +251,13 @@ def names(measured: Iterable[TimedSwap | SwapFigures]) -> list[str]:
 
 
 def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
-    """A table for people: seconds, the own share in milliseconds; columns for memory where that is known."""
-    columns = names(rows)
-    head = ["BACKEND", "REPLACES", "WAY", *(name.upper().replace("_", "-") for name in columns)]
+    """A table for people: seconds, the own share in milliseconds.
+
+    Columns for memory where that is known, and one for the engine where there are several.
+    """
+    columns, several = names(rows), len({row.engine for row in rows}) > 1
+    head = ["ENGINE"] if several else []
+    head += ["BACKEND", "REPLACES", "WAY", *(name.upper().replace("_", "-") for name in columns)]
     head += ["TOTAL", "BY-HAND", "OWN-SHARE", "HALF-WITHIN", "COLD/BACK"]
     moved = any(row.bytes_per_second for row in rows)
     lines = [(*head, "GIB", "GIB/S", "BUS") if moved else tuple(head)]
@@ -254,7 +268,7 @@ def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
         cells.append("" if row.cold_start_ratio is None else f"{row.cold_start_ratio:.1f}")
         if moved:
             cells += map(_gib, (row.bytes, row.bytes_per_second, row.bus_bytes_per_second))
-        lines.append((row.backend, row.replaces, row.way, *cells))
+        lines.append((*([row.engine] if several else []), row.backend, row.replaces, row.way, *cells))
     return lines
 
 
@@ -268,13 +282,37 @@ def _gib(amount: float | None) -> str:
 
 
 def write_csv(swaps: Sequence[TimedSwap], file: TextIO) -> None:
-    """A line for each swap."""
+    """A line for each swap, with a column for each phase."""
     columns = names(swaps)
     write = csv.writer(file).writerow
     ends = ("total_seconds", "by_hand_seconds", "own_share_seconds", "bytes")
-    write(("backend", "replaces", "way", "round", *(f"{phase}_seconds" for phase in columns), *ends))
+    more = ("engine", "out_seconds", "back_seconds")
+    write(("backend", "replaces", "way", "round", *(f"{phase}_seconds" for phase in columns), *ends, *more))
     for swap in swaps:
         seconds = [swap.phases.get(phase, 0.0) for phase in columns]
         seconds += [swap.total_seconds, swap.by_hand_seconds, swap.own_share_seconds]
         cells = [f"{each:.6f}" for each in seconds]
-        write((swap.backend, swap.replaces, swap.way, swap.round, *cells, swap.bytes))
+        parts = (f"{swap.out_seconds:.6f}", f"{swap.in_seconds:.6f}")
+        names_it = (swap.backend, swap.replaces, swap.way, swap.round)
+        write((*names_it, *cells, swap.bytes, swap.engine, *parts))
+
+
+def bars(rows: Iterable[SwapFigures], unmeasured: Iterable[Unmeasured]) -> dict[str, list[PhaseBar]]:
+    """Engine -> the bars of a picture: of each backend the cold start first, and its standby levels below."""
+    found: defaultdict[str, list[PhaseBar]] = defaultdict(list)
+    measured = list(rows)
+    order = {name: nth for nth, name in enumerate(dict.fromkeys(row.backend for row in measured))}
+    for row in sorted(measured, key=lambda row: (order[row.backend], row.way != "stop")):
+        found[row.engine].append(
+            PhaseBar(f"{row.backend}, {row.way}", row.phases, row.by_hand_seconds, _bar_note(row))
+        )
+    for each in unmeasured:
+        if each.why and each.engine in found:
+            found[each.engine].append(PhaseBar(each.way, {}, None, f"not possible here: {each.why}"))
+    return dict(found)
+
+
+def _bar_note(row: SwapFigures) -> str:
+    ratio = row.cold_start_ratio
+    beside = f"; a cold start takes {ratio:.0f} times as long" if ratio and row.way != "stop" else ""
+    return f"{row.total_seconds:.3g} s{beside}"

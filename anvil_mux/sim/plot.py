@@ -55,6 +55,8 @@ HATCHED = 1 / 60
 """The least part of the width at which a bar is hatched."""
 SEEN = 1 / 200
 """The least part of the longest bar at which a phase can be seen."""
+MOST_LETTERS = 80
+"""The longest note at the end of a bar."""
 
 
 class CannotDraw(MuxError):
@@ -167,29 +169,62 @@ def picture(path: str | os.PathLike[str]) -> Iterator[Figure]:
             raise CannotDraw(f"{os.fspath(path)} cannot be written: {error.strerror}") from None
 
 
-def draw_phases(
-    bars: Mapping[str, Mapping[str, float]], order: Sequence[str], marks: Sequence[float], figure: Figure
-) -> None:
-    """A bar for each name, of phases that follow each other, with a mark at another total to compare.
+class PhaseBar(NamedTuple):
+    """A bar of phases that follow each other."""
 
-    Phases that nobody could see are left out.
+    name: str
+    phases: Mapping[str, float]
+    mark: float | None
+    """Another total to compare it with; None: there is none."""
+    note: str = ""
+    """Words at its end."""
+
+
+def draw_phases(panels: Mapping[str, Sequence[PhaseBar]], order: Sequence[str], figure: Figure) -> None:
+    """A panel for each title, each on a scale of its own, with its bars from top to bottom.
+
+    Phases that nobody could see in any panel are left out.
     """
-    axes = figure.subplots()
-    figure.set_size_inches(7.0, 1.3 + 0.35 * len(bars))
-    least = SEEN * max(sum(bar.values()) for bar in bars.values())
-    phases = [phase for phase in order if any(bar.get(phase, 0.0) >= least for bar in bars.values())]
-    begins = [0.0] * len(bars)
-    entries: list[Any] = []
-    for phase, colour in zip(phases, (*COLOURS, *[OTHER] * len(phases)), strict=False):
-        seconds = [bar.get(phase, 0.0) for bar in bars.values()]
-        entries.append(axes.barh(list(bars), seconds, left=begins, height=0.6, color=colour))
-        begins = [begin + more for begin, more in zip(begins, seconds, strict=True)]
-    entries += axes.plot(marks, range(len(bars)), color=INK, marker="|", linestyle="", markersize=16)
+    counts = [len(bars) for bars in panels.values()]
+    figure.set_size_inches(8.0, 0.8 + 0.5 * len(panels) + 0.35 * sum(counts))
+    every = figure.subplots(len(panels), squeeze=False, height_ratios=counts)[:, 0]
+    phases = [phase for phase in order if any(_is_seen(phase, bars) for bars in panels.values())]
+    colours = dict(zip(phases, (*COLOURS, *[OTHER] * len(phases)), strict=False))
+    entries: dict[str, Any] = {}
+    for axes, (title, bars) in zip(every, panels.items(), strict=True):
+        entries |= _draw_bars(axes, bars, colours)
+        axes.set_title(title, loc="left", fontweight="bold", color=INK)
+    every[-1].set_xlabel("seconds")
+    labels = [*phases, "by hand"]
+    words = [label.replace("_", " ") for label in labels]
+    columns = _columns(words, figure)
+    drawn = [entries[label] for label in labels]
+    figure.legend(drawn, words, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _is_seen(phase: str, bars: Sequence[PhaseBar]) -> bool:
+    longest = max(sum(bar.phases.values()) for bar in bars)
+    return any(bar.phases.get(phase, 0.0) >= max(SEEN * longest, 1e-9) for bar in bars)
+
+
+def _draw_bars(axes: Axes, bars: Sequence[PhaseBar], colours: Mapping[str, str]) -> dict[str, Any]:
+    """Draw the bars of one panel; the entries of its phases and marks in a legend."""
+    places, ends = range(len(bars)), [0.0] * len(bars)
+    entries: dict[str, Any] = {}
+    for phase, colour in colours.items():
+        seconds = [bar.phases.get(phase, 0.0) for bar in bars]
+        entries[phase] = axes.barh(places, seconds, left=ends, height=0.6, color=colour)
+        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
+    marks = [(bar.mark, place) for place, bar in enumerate(bars) if bar.mark is not None]
+    entries["by hand"] = axes.plot(*zip(*marks, strict=True), "|", color=INK, markersize=16)[0]
+    axes.set_yticks(places, [bar.name for bar in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    labels = [*(phase.replace("_", " ") for phase in phases), "by hand"]
-    columns = _columns(labels, figure)
-    figure.legend(entries, labels, loc="outside lower center", ncols=columns, frameon=False)
+    axes.set_xlim(0.0, 1.35 * max(*ends, *(mark for mark, _ in marks)))
+    for place, bar in enumerate(bars):
+        end = max(ends[place], bar.mark or 0.0)
+        words = bar.note if len(bar.note) <= MOST_LETTERS else f"{bar.note[: MOST_LETTERS - 3]}..."
+        axes.annotate(words, (end, place), (6, 0), textcoords="offset points", va="center", color=INK)
+    return entries
 
 
 def _columns(labels: Sequence[str], figure: Figure) -> int:

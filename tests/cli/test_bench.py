@@ -19,7 +19,7 @@ from anvil_mux.cli import bench
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError
-from anvil_mux.host import gpu, nvml
+from anvil_mux.host import check, gpu, nvml
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.host.reading import Gpus, Reading
 from tests.running import serving
@@ -61,7 +61,7 @@ def test_replicas_and_pinned_models_are_measured_too() -> None:
     ("name", "expected"),
     [
         ("llamacpp", [("freeze", ["one", "two"]), ("stop", ["one", "two"])]),
-        ("vllm", [("sleep", ["vllm"]), ("stop", ["vllm"])]),
+        ("vllm", [("sleep", ["vllm"]), ("freeze", ["vllm"]), ("stop", ["vllm"])]),
     ],
 )
 def test_real_engines_are_measured_in_these_ways(name: str, expected: list[tuple[str, list[str]]]) -> None:
@@ -145,9 +145,13 @@ def test_people_see_how_far_it_is_and_then_a_table(
     words = ["--repeat", "2", "--csv", str(file), "--plot", str(picture)]
     assert main(["bench", "swap", str(compose(tmp_path)), *words]) == 0
     out, err = capsys.readouterr()
-    head, small, large = out.splitlines()
+    head, small, large, *untried = out.splitlines()
     assert head.split()[:3] == ["BACKEND", "REPLACES", "WAY"]
     assert (small.split()[:3], large.split()[:3]) == (["small", "large", "stop"], ["large", "small", "stop"])
+    assert untried[0].split(maxsplit=3) == ["ENGINE", "BACKENDS", "WAY", "NOT MEASURED"]
+    assert [line.split()[:3] for line in untried[1:]] == [
+        ["openai", "small,large", way] for way in ("sleep", "checkpoint", "freeze")
+    ]
     assert "stop, to warm up: small " in err
     assert "stop, round 2 of 2: small " in err
     lines = list(csv.DictReader(file.read_text().splitlines()))
@@ -296,6 +300,45 @@ def test_what_cannot_be_loaded_is_told_and_the_others_are_measured(
     assert [row["backend"] for row in json.loads(out)] == ["small", "large"]
     assert "not measured: broken by stop: " in err
     assert "exited with code 1" in err
+
+
+def test_several_projects_are_measured_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = compose(tmp_path), tmp_path / "other"
+    other.mkdir()
+    second, broken = compose(other), tmp_path / "broken.yaml"
+    second.write_text(second.read_text().replace("small", "little").replace("large", "big"))
+    broken.write_text(
+        "name: x\nx-anvil: {runtime: process}\nservices: {dead: {command: 'false', x-anvil: {}}}"
+    )
+    words = ("--also", broken, "--also", second, "--repeat", "1")
+    rows = measured(capsys, first, *words, code=1)
+    assert [row["backend"] for row in rows] == ["small", "large", "little", "big"]
+    assert {row["engine"] for row in rows} == {"openai"}
+    assert (running(first), running(second)) == ({}, {})
+
+
+def test_backends_of_one_name_in_several_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(compose(tmp_path))
+    assert main(["bench", "swap", file, "--also", file]) == 78
+    assert "large, small: in more than one file" in capsys.readouterr().err
+
+
+def test_a_level_that_this_machine_cannot_take_is_no_failure_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "why_not_checkpoint", lambda gpus, insist: "there is no driver")
+    file = compose(tmp_path)
+    described = yaml.safe_load(file.read_text())
+    described["services"]["small"]["x-anvil"]["evict_to"] = ["checkpoint", "stop"]
+    file.write_text(yaml.safe_dump(described, sort_keys=False))
+    *rows, last = measured(capsys, file, "--repeat", "1")
+    assert [(row["backend"], row["way"]) for row in rows] == [("small", "stop"), ("large", "stop")]
+    assert (last["backends"], last["way"]) == (["small"], "checkpoint")
+    assert "there is no driver" in last["not_possible"]
 
 
 def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(

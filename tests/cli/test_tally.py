@@ -8,9 +8,11 @@ import io
 import pytest
 
 from anvil_mux.cli import tally
+from anvil_mux.cli.levels import Unmeasured
 from anvil_mux.cli.tally import TimedPhase, TimedSwap
 from anvil_mux.errors import BackendError
 from anvil_mux.scheduler.events import Event
+from anvil_mux.sim.plot import PhaseBar
 
 GIB = 1 << 30
 
@@ -142,6 +144,36 @@ def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
         "0.000000",
     )
     assert first["bytes"] == ""
+    assert (second["out_seconds"], second["back_seconds"]) == ("1.000000", "2.000000")
+
+
+def test_the_picture_has_a_panel_for_each_engine_with_the_cold_start_first() -> None:
+    rows = tally.figures([swap(1, "sleep", 1.5, 3.0), swap(1, "stop", 8.0, 8.75)])
+    other = TimedSwap("x", "x", "stop", 1, {"load": 2.0}, 2.5, engine="vllm")
+    untried = [
+        Unmeasured("vllm", ("x",), "checkpoint", "no driver"),
+        Unmeasured("vllm", ("x",), "freeze", ""),
+        Unmeasured("sglang", ("y",), "checkpoint", "no driver"),
+    ]
+    found = tally.bars([*rows, *tally.figures([other])], untried)
+    assert found == {
+        "": [
+            PhaseBar("b, stop", {"evict": 1.0, "load": 8.0}, 8.75, "9 s"),
+            PhaseBar(
+                "b, sleep", {"evict": 1.0, "load": 1.5}, 3.0, "2.5 s; a cold start takes 5 times as long"
+            ),
+        ],
+        "vllm": [
+            PhaseBar("x, stop", {"load": 2.0}, 2.5, "2 s"),
+            PhaseBar("checkpoint", {}, None, "not possible here: no driver"),
+        ],
+    }
+
+
+def test_the_table_names_the_engines_where_there_are_several() -> None:
+    other = TimedSwap("x", "x", "stop", 1, {"load": 2.0}, 2.5, engine="vllm")
+    head, first, second = tally.table(tally.figures([swap(1, "stop", 8.0, 8.75), other]))
+    assert (head[:2], first[:2], second[:2]) == (("ENGINE", "BACKEND"), ("", "b"), ("vllm", "x"))
 
 
 def test_a_burst_is_told_by_its_medians() -> None:

@@ -212,12 +212,18 @@ def test_the_time_is_marked_a_few_times_in_round_numbers(end: float, unit: str, 
 
 def test_phases_stand_in_their_order_and_those_that_nobody_could_see_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "swaps.svg"
-    bars = {"a": {"load": 1.0, "first_token": 0.5}, "b": {"drain": 0.001, "load": 1.0, "ready": 2.0}}
+    bars = [
+        plot.PhaseBar("a", {"load": 1.0, "first_token": 0.5}, 1.4, "1.5 s"),
+        plot.PhaseBar("b", {"drain": 0.001, "load": 1.0, "ready": 2.0}, 3.0),
+        plot.PhaseBar("c", {}, None, f"not possible: {'x' * 100}"),
+    ]
+    panels = {"one": bars, "other": [plot.PhaseBar("d", {"load": 0.1, "probe": 0.0}, 0.1)]}
     with mpl.rc_context({"svg.fonttype": "none"}), plot.picture(file) as figure:
-        plot.draw_phases(bars, ("drain", "load", "ready", "first_token"), [1.4, 3.0], figure)
+        plot.draw_phases(panels, ("drain", "load", "ready", "probe", "first_token"), figure)
     told = re.findall(r"<text[^>]*>([^<]+)</text>", file.read_text())
     assert told[-4:] == ["load", "ready", "first token", "by hand"]
-    assert told.count("a") == told.count("b") == 1
+    assert [told.count(word) for word in ("one", "other", *"abcd", "1.5 s")] == [1] * 7
+    assert any(word.startswith("not possible: x") and word.endswith("x...") for word in told)
 
 
 def test_without_matplotlib_the_advice_is_to_install_it(
