@@ -137,10 +137,11 @@ def lack_of_memory(
 def no_room_to_wait(model: Model, waiting: int, most: int) -> Overloaded | None:
     """Why one more request may not wait for ``model``; ``waiting``: how many do for all, of ``most``."""
     if model.is_queue_full:
-        count = len(model.queue)
-        text = f"overloaded: {count} requests wait for {model.name} already, the most by its own max_queue."
+        text = (
+            f"overloaded: the queue of {model.name} is full: {len(model.queue)} wait, by its own max_queue."
+        )
     elif waiting >= most:
-        text = f"overloaded: {waiting} requests wait for all models together already, the most by max_queue."
+        text = f"overloaded: the queues of all models together are full: {waiting} wait, by max_queue."
     else:
         return None
     return Overloaded(f"{text} Try again.")

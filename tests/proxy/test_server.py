@@ -551,6 +551,31 @@ def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(
     assert second.read().status == 200
 
 
+def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(
+    make_rig: Callable[..., Rig],
+) -> None:
+    busy = Backend("a", "a", gpus=("0",), drain_timeout=math.inf)
+    rig = make_rig(backends=(busy, Backend("b", "org/b", gpus=("0",), max_queue=1)))
+    first, second, third = rig.client(), rig.client(), rig.client()
+    first.post(ASK_A)
+    asked = rig.engine.next()
+    second.post(b'{"model":"org/b"}')
+    rig.events.wait("draining")
+    third.post(b'{"model":"org/b"}')
+    answer = third.read()
+    assert (answer.status, code(answer.body)) == (503, "overloaded")
+    assert b"the queue of org/b is full: 1 wait, by its own max_queue" in answer.body
+    assert answer.header(b"retry-after") == b"5"
+    models = json.loads(rig.client().get(b"/healthz").body)["models"]
+    assert (models["org/b"]["waiting"], models["org/b"]["max_queue"]) == (1, 1)
+    assert "max_queue" not in models["a"]
+    why = json.loads(rig.client().get(b"/why?model=org/b").body)
+    assert (why["verdict"], "by its own max_queue" in why["sentence"]) == ("refused", True)
+    asked.send(JSON_OK)
+    rig.other.next().send(JSON_OK)
+    assert (first.read().status, second.read().status) == (200, 200)
+
+
 def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(policy="debounce", policy_settings={"quiet": 600.0, "max_hold": 600.0}, max_wait=600.0)
     first, second = rig.client(), rig.client()
