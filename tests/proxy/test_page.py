@@ -496,6 +496,12 @@ def test_what_a_gpu_measures_and_what_memory_to_declare_is_told(page: Chromium) 
     assert not page.ask(f"{row('slow')}.innerText.includes('declare')")
 
 
+def test_a_queue_with_a_length_of_its_own_is_shown_with_it(page: Chromium) -> None:
+    page.ask("source.close(), Object.assign(state.models.a, {waiting: 3, max_queue: 8}), show(), null")
+    assert page.ask(f"{row('a')}.innerText.includes('3 of 8')")
+    assert not page.ask(f"{row('slow')}.innerText.includes(' of ')")
+
+
 def test_prompts_on_disk_are_told(page: Chromium) -> None:
     kept = "{prompts: 2, tokens: 12345, size: 3 * 2 ** 19}"
     page.ask(f"source.close(), state.models.a.backends.a.kept_prompts = {kept}, show(), null")
