@@ -314,5 +314,5 @@ def bars(rows: Iterable[SwapFigures], unmeasured: Iterable[Unmeasured]) -> dict[
 
 def _bar_note(row: SwapFigures) -> str:
     ratio = row.cold_start_ratio
-    beside = f"; a cold start takes {ratio:.0f} times as long" if ratio and row.way != "stop" else ""
+    beside = f"; back in 1/{ratio:.0f} of a cold start" if ratio and row.way != "stop" else ""
     return f"{row.total_seconds:.3g} s{beside}"

@@ -159,9 +159,7 @@ def test_the_picture_has_a_panel_for_each_engine_with_the_cold_start_first() -> 
     assert found == {
         "": [
             PhaseBar("b, stop", {"evict": 1.0, "load": 8.0}, 8.75, "9 s"),
-            PhaseBar(
-                "b, sleep", {"evict": 1.0, "load": 1.5}, 3.0, "2.5 s; a cold start takes 5 times as long"
-            ),
+            PhaseBar("b, sleep", {"evict": 1.0, "load": 1.5}, 3.0, "2.5 s; back in 1/5 of a cold start"),
         ],
         "vllm": [
             PhaseBar("x, stop", {"load": 2.0}, 2.5, "2 s"),
