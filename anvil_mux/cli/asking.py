@@ -97,6 +97,8 @@ def ps(given: argparse.Namespace) -> int:
         print(line)
     for name, why in (status.get("problems") or {}).items():
         say(f"warning: {name}: {why}")
+    if lacking := (status.get("notes") or {}).get("rights"):
+        say(f"warning: {lacking}")
     for host in hosts_not_here(status):
         say(f"warning: {host}")
     if line := pause_line(status):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
-from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import HostConfig, HostGpu
 
 DRIVERS = ("/dev/nvidiactl", "/sys/class/drm/card0", "/sys/class/drm/card1")
@@ -74,22 +72,9 @@ def engine_limits(config: HostConfig) -> list[str]:
 
 def missing_rights(config: HostConfig) -> list[str]:
     """A warning for each right that a checkpoint needs, and whoever runs this has not."""
-    backends = [backend for backend in config.backends if "checkpoint" in backend.evict_to]
-    if not backends:
+    if not any("checkpoint" in backend.evict_to for backend in config.backends):
         return []
-    from anvil_mux.host.checkpoint import Rights, owners
-    from anvil_mux.host.containers import user_of
+    from anvil_mux.host import rights
     from anvil_mux.host.local import build_runtime
 
-    rights, runtime = Rights.here(), build_runtime(config)
-    contained = config.runtime == "compose"
-    lacking: dict[str, list[str]] = {}
-    for backend in backends:
-        users: set[int] = set()
-        with suppress(MuxError):  # Docker is away, and the check of images reports it
-            users |= owners(runtime.pids(backend))
-        if not users and contained and (user := user_of(backend, os.environ)) is not None:
-            users = {user}
-        for what in rights.lacks(users, contained=contained):
-            lacking.setdefault(what, []).append(backend.name)
-    return [f"{', '.join(names)}: checkpoint may fail: {what}" for what, names in lacking.items()]
+    return rights.warnings(config, build_runtime(config))

@@ -17,14 +17,13 @@ Invariants:
 
 The memory goes to the process's own host memory, and counts there against a container's limit. Memory shared
 between processes, managed memory, MIG and MPS are beyond the driver; what can be told of that beforehand,
-``why_not`` tells. What the running user lacks, ``Rights.lacks`` tells: NVIDIA says nowhere which rights the
-driver's calls need. Known to work are root with all its capabilities, and the user whose processes they are.
+``why_not`` tells; which rights the running user lacks, rights.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ DRIVER_BRANCH = 570
 """The first with the calls, and the first to take along what engines read of NVML."""
 TRIES, TRY_PAUSE = 3, 0.5
 """Attempts to find the processes, and seconds between two; NVML lists a process a little late."""
-CAP_SYS_PTRACE = 19
 STATE_PAUSE, STATE_LIMIT = 0.25, 180.0
 """Seconds between two looks at a process that is between two states, and until it is given up."""
 
@@ -220,74 +218,6 @@ def _why_not_gpus(seen: Gpus, gpus: Sequence[str], insist: bool) -> str | None:
         if reading.mps:
             return f"GPU {name} is shared through MPS, which the driver cannot checkpoint"
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Rights:
-    """The rights of this process over others, as far as /proc tells."""
-
-    user: int
-    traces: bool
-    """Whether it has the capability CAP_SYS_PTRACE."""
-    scope: int
-    """Yama's ptrace_scope: from 2 on the capability is needed, from 3 on it does not help. 0: no Yama."""
-    sees_host: bool
-    """Whether process ids mean the host's processes."""
-
-    @classmethod
-    def here(cls, proc: Path = Path("/proc")) -> Rights:
-        status = dict(line.split(":", 1) for line in (proc / "self/status").read_text().splitlines())
-        scope = proc / "sys/kernel/yama/ptrace_scope"
-        return cls(
-            user=int(status["Uid"].split()[1]),
-            traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
-            scope=int(scope.read_text()) if scope.exists() else 0,
-            sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
-        )
-
-    def lacks(self, owners: Collection[int], *, contained: bool) -> list[str]:
-        """List what is missing to checkpoint processes of these users, and how to get it, for people.
-
-        ``contained``: they are in containers of their own.
-        """
-        others = sorted(owner for owner in owners if owner != self.user)
-        missing = []
-        if contained and not self.sees_host:
-            missing.append("anvil-mux does not see the host's processes: its container needs `pid: host`")
-        if self.user == 0 and not self.traces:
-            missing.append(
-                "anvil-mux is root without the capability CAP_SYS_PTRACE: its container needs "
-                "`privileged: true` (or `cap_add: [SYS_PTRACE]`), its systemd unit a CapabilityBoundingSet "
-                "that has it"
-            )
-        elif others and not self.traces:
-            missing.append(
-                f"the engine's processes are of user id {others[0]}, and anvil-mux runs as {self.user}: run "
-                f'it as root (sudo; User=root in its unit), or give the service `user: "{self.user}"`'
-            )
-        if self.scope >= 3 or (self.scope == 2 and not self.traces):
-            who = "nobody" if self.scope >= 3 else "nobody without CAP_SYS_PTRACE (root has it)"
-            missing.append(
-                f"kernel.yama.ptrace_scope is {self.scope}, with which {who} may look into other processes: "
-                "set it to 1 (sysctl kernel.yama.ptrace_scope=1; 3 lasts until the next boot)"
-            )
-        return missing
-
-
-def owners(pids: Iterable[int]) -> set[int]:
-    """The users of processes, without those that have ended."""
-    found = set()
-    for pid in pids:
-        with suppress(OSError):
-            found.add(Path("/proc", str(pid)).stat().st_uid)
-    return found
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 def is_frozen(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> bool:

@@ -14,7 +14,7 @@ from anvil_mux.clock import Clock
 from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import ConfigError, MuxError
-from anvil_mux.host import gpu
+from anvil_mux.host import gpu, rights
 from anvil_mux.host.adopt import Adopter, Notes
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.gpu_monitor import GpuMonitor
@@ -117,6 +117,7 @@ class LocalHost:
             checkpointer=checkpointer,
             note=self._notes.note,
             prompts=PromptCache(kept=self._prompts_kept),
+            lacks=self._lacks,
         )
         self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
@@ -191,6 +192,13 @@ class LocalHost:
 
     def problem(self) -> str:
         return self.runtime.problem()
+
+    def missing_rights(self) -> list[str]:
+        """A warning for each right that a checkpoint needs, and this process has not."""
+        return rights.warnings(self._config, self.runtime)
+
+    def _lacks(self, backend: Backend) -> list[str]:
+        return rights.lacks(backend, self.runtime, contained=self._config.runtime == "compose")
 
     # Steps
 

@@ -48,7 +48,7 @@ class Swapper:
     before its eviction, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
     ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
-    ``prompts`` keeps those of engines that are stopped.
+    ``prompts`` keeps those of engines that are stopped. ``lacks`` lists the rights that a checkpoint misses.
     """
 
     def __init__(
@@ -63,8 +63,10 @@ class Swapper:
         checkpointer: Checkpointer | None = None,
         note: Callable[[str, str], object] = lambda backend, way: None,
         prompts: PromptCache | None = None,
+        lacks: Callable[[Backend], list[str]] = lambda backend: [],
     ) -> None:
         self._runtime = runtime
+        self._lacks = lacks
         self._note = note
         self._now = now
         self._tools = Tools(runtime, now, sleep, told, checkpointer)
@@ -141,7 +143,7 @@ class Swapper:
             except Exception as error:
                 died = self.ended(backend)
                 if not died:
-                    why = _reason(error)
+                    why = self._why_not_standby(backend, way, error)
                     log.warning("%s did not go into standby by %s and is stopped: %s", backend.name, how, why)
         if not died:
             self._save_prompts(backend)
@@ -160,12 +162,18 @@ class Swapper:
             try:
                 return self._to_standby(backend, to, way, way.checkpoint, held)
             except Exception as error:
-                log.warning("%s could not be checkpointed and is stopped: %s", backend.name, _reason(error))
+                why = self._why_not_standby(backend, way, error)
+                log.warning("%s could not be checkpointed and is stopped: %s", backend.name, why)
         elif to != "stop":
             log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, how, to)
         if how == "freeze":
             self._save_prompts(backend, thaw=True)
         return self._stop_or_kill(backend, held)
+
+    def _why_not_standby(self, backend: Backend, way: Way, error: Exception) -> str:
+        """The reason why it is not in standby; of a checkpoint also which rights are missing."""
+        lacking = self._lacks(backend) if isinstance(way, Checkpoint) else []
+        return "; ".join([_reason(error), *lacking])
 
     def ended(self, backend: Backend) -> str | None:
         """How it ended, for people; None while it runs, and while that cannot be told."""

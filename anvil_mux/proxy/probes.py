@@ -62,7 +62,7 @@ class Probes:
         text = "ok\n" if ready else "not ready\n"
         if not ready or "verbose" in asked.request.query.split("&"):
             lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
-            notes = (f"[~]{name} {why}\n" for name, note in self._notes.items() if (why := note()))
+            notes = (f"[~]{name} {why}\n" for name, why in self._notes_now().items())
             text = "".join([*lines, *notes]) + text
         return 200 if ready else 503, TEXT, text.encode()
 
@@ -83,6 +83,7 @@ class Probes:
             "version": __version__,
             "uptime_seconds": round(time.time() - self._started, 1),
             "problems": problems,
+            "notes": self._notes_now(),
             "paused": healthz.pause_state(status.pause, self._mux.overview.wall),
             "adopting": self._mux.overview.unseen,
             "waiting": status.waiting,
@@ -117,6 +118,9 @@ class Probes:
         found = {name: check() for name, check in self.checks.items()}
         found["accepting"] = "shutting down" if self.draining else ""
         return found
+
+    def _notes_now(self) -> dict[str, str]:
+        return {name: why for name, note in self._notes.items() if (why := note())}
 
     def scrape(self, asked: Asked) -> Answer:
         content_type, text = self._metrics(asked.request.fields.get(b"accept", b"").decode("latin-1"))

@@ -82,6 +82,8 @@ class Parts:
         local = LocalHost(HostConfig.of(config), given.lock)
         self.config = config = complete(config, local)
         """The configuration that is in effect."""
+        self.missing_rights: list[str] = []
+        """Warnings about what a checkpoint needs here and we lack, as of the start or the last reload."""
         self.hosts = HostsInUse(local, given.cluster, config)
         self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)
         self.pause_file = PauseFile(state_folder(config.project, os.environ), self.say)
@@ -167,7 +169,7 @@ class Parts:
             self.journal,
             metrics=self.journal.scrape,
             checks={self.config.runtime: self._runtime_problem},
-            notes={"cluster": self.hosts.problem},
+            notes={"cluster": self.hosts.problem, "rights": lambda: "; ".join(self.missing_rights)},
             hosts=self.hosts.reports,
             feed=self.feed,
             tail=self._log_tail,
@@ -178,6 +180,13 @@ class Parts:
             usage=self._usage_since,
         )
         self.server = self._bind(given.tls)
+
+    def look_at_rights(self) -> None:
+        """Find what a checkpoint needs here and we lack, and say what is new of that; asks Docker."""
+        before, self.missing_rights = self.missing_rights, self.hosts.local.missing_rights()
+        for warning in self.missing_rights:
+            if warning not in before and self.options.verbosity >= 0:
+                self.say(f"warning: {warning}")
 
     def _circuits(self) -> dict[str, str]:
         """Backend elsewhere -> the state of its circuit."""

@@ -173,6 +173,7 @@ class AnvilMux:
         """Takes over what runs already; called once, while requests come."""
         self.parts.adoption.begin("", self.parts.config.backends)
         self.parts.hosts.await_seen()
+        self.parts.look_at_rights()
 
     # The end
 

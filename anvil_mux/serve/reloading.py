@@ -68,6 +68,7 @@ def reconfigure(parts: Parts, config: Config) -> Change:
         parts.adoption.take_over(added, partial(parts.mux.facts.reconfigure, config))
     for host in parts.hosts.missing():
         parts.mux.facts.host_lost(host)
+    parts.look_at_rights()
     return change
 
 

@@ -371,7 +371,8 @@ def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
     (said,) = [each for each in json.loads(done.stdout)["warnings"] if "user id" in each]
     assert said == (
         "theirs: checkpoint may fail: the engine's processes are of user id 0, and anvil-mux runs as 65534: "
-        'run it as root (sudo; User=root in its unit), or give the service `user: "65534"`'
+        "run it as root with its capabilities (docs/swaps.md has the systemd unit and the container), or "
+        'give the service `user: "65534"`'
     )
     assert "images were not looked for" in done.stderr
 

@@ -7,15 +7,13 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from anvil_mux.errors import BackendError, CheckpointFailed
-from anvil_mux.host import checkpoint
-from anvil_mux.host.checkpoint import Checkpointed, Checkpointer, Rights, is_frozen
+from anvil_mux.host.checkpoint import Checkpointed, Checkpointer, is_frozen
 from anvil_mux.host.driver import Driver, Limits
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
@@ -460,64 +458,6 @@ def test_the_program_needs_persistence_mode(
     assert checkpointer.why_not(["0"]) is None
     gpus.facts["persistence"] = False
     assert checkpointer.why_not(["0"]) == "GPU 0 is not in persistence mode (turn it on: nvidia-smi -pm 1)"
-
-
-MINE = Rights(user=1000, traces=False, scope=0, sees_host=True)
-ROOT = Rights(user=0, traces=True, scope=0, sees_host=True)
-
-
-@pytest.mark.parametrize(
-    ("rights", "owners", "contained", "missing"),
-    [
-        (ROOT, {0, 1000}, True, []),
-        (MINE, {1000}, False, []),
-        (MINE, {1000}, True, []),
-        (MINE, {0, 1000}, True, ["are of user id 0, and anvil-mux runs as 1000: run it as root"]),
-        (MINE, set(), True, []),
-        (replace(MINE, traces=True), {0}, True, []),
-        (replace(ROOT, traces=False), {0}, True, [r"CAP_SYS_PTRACE: its container needs `privileged: true`"]),
-        (replace(ROOT, sees_host=False), {0}, True, ["its container needs `pid: host`"]),
-        (replace(ROOT, sees_host=False), {0}, False, []),
-        (replace(MINE, scope=1), {1000}, False, []),
-        (
-            replace(MINE, scope=2),
-            {1000},
-            False,
-            ["ptrace_scope is 2, with which nobody without CAP_SYS_PTRACE"],
-        ),
-        (replace(ROOT, scope=2), {0}, True, []),
-        (replace(ROOT, scope=3), {0}, True, ["ptrace_scope is 3, with which nobody may"]),
-        (replace(MINE, scope=2, sees_host=False), {0}, True, ["pid: host", "user id 0", "ptrace_scope"]),
-    ],
-)
-def test_what_the_running_user_lacks_is_named_with_how_to_get_it(
-    rights: Rights, owners: set[int], contained: bool, missing: list[str]
-) -> None:
-    found = rights.lacks(owners, contained=contained)
-    assert len(found) == len(missing)
-    for said, pattern in zip(found, missing, strict=True):
-        assert re.search(pattern, said)
-
-
-def test_rights_are_read_from_proc(tmp_path: Path) -> None:
-    (tmp_path / "self").mkdir()
-    status = tmp_path / "self" / "status"
-    status.write_text("Name:\tx\nUid:\t1000\t1001\t1001\t1001\nCapEff:\t0000000000080000\n")
-    assert Rights.here(tmp_path) == Rights(1001, traces=True, scope=0, sees_host=False)
-    status.write_text("Name:\tx\nUid:\t0\t0\t0\t0\nCapEff:\t000001fffff7ffff\n")
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "comm").write_text("kthreadd\n")
-    (tmp_path / "sys/kernel/yama").mkdir(parents=True)
-    (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("2\n")
-    assert Rights.here(tmp_path) == Rights(0, traces=False, scope=2, sees_host=True)
-
-
-def test_the_rights_of_this_process_are_read() -> None:
-    assert Rights.here().user == os.geteuid()
-
-
-def test_the_owners_of_processes_are_told_without_those_that_have_ended() -> None:
-    assert checkpoint.owners([os.getpid(), 2**31 - 1]) == {os.geteuid()}
 
 
 def test_this_machine_is_judged_without_an_error() -> None:

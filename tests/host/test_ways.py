@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import requests
 
+from anvil_mux.cli import main as cli
 from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import control, local, swap
@@ -23,11 +24,13 @@ from anvil_mux.host.driver import Driver
 from anvil_mux.host.freed import PATIENCE
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.host.reading import Gpus
+from anvil_mux.host.rights import Rights
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.host.swap import Swapper
 from anvil_mux.host.ways import sleeps_first
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
+from anvil_mux.serve import reloading
 from anvil_mux.serve.building import Given
 from anvil_mux.serve.options import Options
 from anvil_mux.serve.program import AnvilMux
@@ -795,6 +798,35 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
         assert asked.result().status_code == 200
     assert requests.get(f"{program.url}/readyz", timeout=GUARD).text == "ok\n"
     assert shop.runtime.pids(shop.backend) == [shop.pid]
+    program.stop()
+    program.parts.relay.pool.close()
+
+
+def test_what_a_checkpoint_lacks_is_told_by_who_serves(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop.open()
+    here = Rights(user=os.geteuid() + 1, traces=False, scope=0, sees_host=True)
+    monkeypatch.setattr(Rights, "here", lambda: here)
+    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    program = AnvilMux(shop.config, Options(access_log="off"), Given())
+    program.start()
+    program.adopt()
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "may fail" in line]
+    assert said.startswith(
+        f"anvil-mux: warning: a: checkpoint may fail: the engine's processes are of user id {os.geteuid()}"
+    )
+    told = said.removeprefix("anvil-mux: warning: ")
+    assert requests.get(f"{program.url}/healthz", timeout=GUARD).json()["notes"] == {"rights": told}
+    ready = requests.get(f"{program.url}/readyz?verbose", timeout=GUARD)
+    assert (ready.status_code, f"[~]rights {told}\n" in ready.text) == (200, True)
+    assert cli.main(["ps", "--url", program.url]) == 0
+    assert f"warning: {told}" in capsys.readouterr().err
+    reloading.reconfigure(program.parts, shop.config)
+    assert "may fail" not in capsys.readouterr().err  # it has been said
+    here = replace(here, user=os.geteuid(), traces=True)
+    reloading.reconfigure(program.parts, shop.config)
+    assert requests.get(f"{program.url}/healthz", timeout=GUARD).json()["notes"] == {}
     program.stop()
     program.parts.relay.pool.close()
 

@@ -1,0 +1,118 @@
+"""The rights that a checkpoint needs and this process has not, as far as /proc, Docker and the file tell.
+
+NVIDIA says nowhere which rights the driver's calls need. Known to work are root with all its capabilities,
+and the user whose processes they are. So what is told here is a warning before a checkpoint, and the likely
+cause after one that failed. docs/swaps.md has the deployments that lack nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import MuxError
+from anvil_mux.host.runtime import Runtime
+from anvil_mux.host.seam import HostConfig
+
+CAP_SYS_PTRACE = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """The rights of this process over others, as far as /proc tells."""
+
+    user: int
+    traces: bool
+    """Whether it has the capability CAP_SYS_PTRACE."""
+    scope: int
+    """Yama's ptrace_scope: from 2 on the capability is needed, from 3 on it does not help. 0: no Yama."""
+    sees_host: bool
+    """Whether process ids mean the host's processes."""
+
+    @classmethod
+    def here(cls, proc: Path = Path("/proc")) -> Rights:
+        status = dict(line.split(":", 1) for line in (proc / "self/status").read_text().splitlines())
+        scope = proc / "sys/kernel/yama/ptrace_scope"
+        return cls(
+            user=int(status["Uid"].split()[1]),
+            traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
+            scope=int(scope.read_text()) if scope.exists() else 0,
+            sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
+        )
+
+    def lacks(self, owners: Collection[int], *, contained: bool) -> list[str]:
+        """List what is missing to checkpoint processes of these users, and how to get it, for people.
+
+        ``contained``: they are in containers of their own.
+        """
+        others = sorted(owner for owner in owners if owner != self.user)
+        missing = []
+        if contained and not self.sees_host:
+            missing.append("anvil-mux does not see the host's processes: its container needs `pid: host`")
+        if self.user == 0 and not self.traces:
+            missing.append(
+                "anvil-mux is root without the capability CAP_SYS_PTRACE: its container needs "
+                "`privileged: true` (or `cap_add: [SYS_PTRACE]`), its systemd unit a CapabilityBoundingSet "
+                "that has it"
+            )
+        elif others and not self.traces:
+            missing.append(
+                f"the engine's processes are of user id {others[0]}, and anvil-mux runs as {self.user}: run "
+                "it as root with its capabilities (docs/swaps.md has the systemd unit and the container), or "
+                f'give the service `user: "{self.user}"`'
+            )
+        if self.scope >= 3 or (self.scope == 2 and not self.traces):
+            who = "nobody" if self.scope >= 3 else "nobody without CAP_SYS_PTRACE (root has it)"
+            missing.append(
+                f"kernel.yama.ptrace_scope is {self.scope}, with which {who} may look into other processes: "
+                "set it to 1 (sysctl kernel.yama.ptrace_scope=1; 3 lasts until the next boot)"
+            )
+        return missing
+
+
+def warnings(config: HostConfig, runtime: Runtime) -> list[str]:
+    """A warning for each right that a checkpoint of these backends needs, and this process has not."""
+    lacking: dict[str, list[str]] = {}
+    for backend in config.backends:
+        if "checkpoint" in backend.evict_to:
+            for what in lacks(backend, runtime, contained=config.runtime == "compose"):
+                lacking.setdefault(what, []).append(backend.name)
+    return [f"{', '.join(names)}: checkpoint may fail: {what}" for what, names in lacking.items()]
+
+
+def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights | None = None) -> list[str]:
+    """List what is missing to checkpoint a backend: for the processes that run, else for what the file says.
+
+    ``contained``: it is a container. ``rights``: None: those of this process.
+    """
+    rights = rights or Rights.here()
+    users: set[int] = set()
+    if rights.sees_host or not contained:  # else the ids mean other processes here, or none
+        with suppress(MuxError):  # Docker is away, which others report
+            users = owners(runtime.pids(backend))
+    if not users and contained:
+        from anvil_mux.host.containers import user_of
+
+        user = user_of(backend, os.environ)
+        users = set() if user is None else {user}
+    return rights.lacks(users, contained=contained)
+
+
+def owners(pids: Iterable[int]) -> set[int]:
+    """The users of processes, without those that have ended."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            found.add(Path("/proc", str(pid)).stat().st_uid)
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,139 @@
+"""The rights that a checkpoint needs, and who has them."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.errors import BackendError
+from anvil_mux.host import rights
+from anvil_mux.host.rights import Rights
+from anvil_mux.host.runtime import Runtime
+from anvil_mux.host.seam import HostConfig
+from anvil_mux.host.swap import Swapper
+from tests.host.test_swap import Notes
+
+MINE = Rights(user=1000, traces=False, scope=0, sees_host=True)
+ROOT = Rights(user=0, traces=True, scope=0, sees_host=True)
+
+
+@pytest.mark.parametrize(
+    ("here", "owners", "contained", "missing"),
+    [
+        (ROOT, {0, 1000}, True, []),
+        (MINE, {1000}, False, []),
+        (MINE, {1000}, True, []),
+        (
+            MINE,
+            {0, 1000},
+            True,
+            ["are of user id 0, and anvil-mux runs as 1000: run it as root with its capabilities"],
+        ),
+        (MINE, set(), True, []),
+        (replace(MINE, traces=True), {0}, True, []),
+        (replace(ROOT, traces=False), {0}, True, [r"CAP_SYS_PTRACE: its container needs `privileged: true`"]),
+        (replace(ROOT, sees_host=False), {0}, True, ["its container needs `pid: host`"]),
+        (replace(ROOT, sees_host=False), {0}, False, []),
+        (replace(MINE, scope=1), {1000}, False, []),
+        (
+            replace(MINE, scope=2),
+            {1000},
+            False,
+            ["ptrace_scope is 2, with which nobody without CAP_SYS_PTRACE"],
+        ),
+        (replace(ROOT, scope=2), {0}, True, []),
+        (replace(ROOT, scope=3), {0}, True, ["ptrace_scope is 3, with which nobody may"]),
+        (replace(MINE, scope=2, sees_host=False), {0}, True, ["pid: host", "user id 0", "ptrace_scope"]),
+    ],
+)
+def test_what_the_running_user_lacks_is_named_with_how_to_get_it(
+    here: Rights, owners: set[int], contained: bool, missing: list[str]
+) -> None:
+    found = here.lacks(owners, contained=contained)
+    assert len(found) == len(missing)
+    for said, pattern in zip(found, missing, strict=True):
+        assert re.search(pattern, said)
+
+
+def test_rights_are_read_from_proc(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    status = tmp_path / "self" / "status"
+    status.write_text("Name:\tx\nUid:\t1000\t1001\t1001\t1001\nCapEff:\t0000000000080000\n")
+    assert Rights.here(tmp_path) == Rights(1001, traces=True, scope=0, sees_host=False)
+    status.write_text("Name:\tx\nUid:\t0\t0\t0\t0\nCapEff:\t000001fffff7ffff\n")
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "comm").write_text("kthreadd\n")
+    (tmp_path / "sys/kernel/yama").mkdir(parents=True)
+    (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("2\n")
+    assert Rights.here(tmp_path) == Rights(0, traces=False, scope=2, sees_host=True)
+
+
+def test_the_rights_of_this_process_are_read() -> None:
+    assert Rights.here().user == os.geteuid()
+
+
+def test_the_owners_of_processes_are_told_without_those_that_have_ended() -> None:
+    assert rights.owners([os.getpid(), 2**31 - 1]) == {os.geteuid()}
+
+
+ME, OTHER = os.geteuid(), 4711
+PARKED = Backend("a", "a", ("0",), evict_to=("checkpoint", "stop"))
+
+
+class Ran(Notes):
+    """A runtime whose services are the processes of this test."""
+
+    def pids(self, backend: Backend) -> list[int]:
+        self._note("pids")
+        return [os.getpid()]
+
+
+def lacks(runtime: Notes, here: Rights, user: str = "", *, contained: bool = True) -> list[str]:
+    backend = replace(PARKED, service=Service(user=user))
+    return rights.lacks(backend, cast(Runtime, runtime), contained=contained, rights=here)
+
+
+def test_the_processes_that_run_are_asked_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
+    here = replace(MINE, user=OTHER)
+    (said,) = lacks(Ran(), here, user=str(OTHER))
+    assert f"user id {ME}, and anvil-mux runs as {OTHER}" in said
+    assert lacks(Notes(), here, user=str(OTHER)) == []
+    away = Ran()
+    away.fails["pids"] = BackendError("Docker is away")
+    assert "user id 0, and" in lacks(away, here)[0]
+
+
+def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
+    runtime, here = Ran(), replace(MINE, user=OTHER, sees_host=False)
+    assert ["pid: host" in each for each in lacks(runtime, here, user=str(OTHER))] == [True]
+    assert runtime.calls == []
+    assert "user id" in lacks(runtime, here, contained=False)[0]  # our own children, in whatever namespace
+
+
+def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rights, "here", lambda: replace(MINE, user=OTHER))
+    second, never = replace(PARKED, name="b"), replace(PARKED, name="c", evict_to=("freeze", "stop"))
+    runtime = Ran()
+    (said,) = rights.warnings(HostConfig((PARKED, second, never), runtime="process"), cast(Runtime, runtime))
+    assert said.startswith(f"a, b: checkpoint may fail: the engine's processes are of user id {ME}, and")
+
+
+@pytest.mark.parametrize(("how", "said"), [("checkpoint", "; the right to do so"), ("freeze", "")])
+def test_a_checkpoint_that_fails_tells_what_was_missing(
+    how: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Notes()
+    runtime.fails["pause"] = BackendError("not permitted")
+    swapper = Swapper(runtime, lacks=lambda backend: ["the right to do so"])
+    assert swapper.evict(PARKED, how).how == "stop"
+    assert f"by {how} and is stopped: " in caplog.text
+    assert caplog.records[0].getMessage().endswith(said)
+    assert ("right" in caplog.text) is bool(said)
