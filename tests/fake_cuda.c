@@ -7,6 +7,8 @@
  *   RESULT STATE   and leaves the process in this state
  *   hang           it never returns
  *
+ * With ENFORCED it attaches to the process for a moment before it acts on it, which the kernel may refuse.
+ *
  * ACTION is lock, checkpoint, restore, unlock or state; init.fault is read by cuInit. Every call is written to
  * the file "calls", with the time-out of a lock.
  */
@@ -14,10 +16,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 enum { RUNNING, LOCKED, CHECKPOINTED };
-enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, ILLEGAL_STATE = 401 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, ILLEGAL_STATE = 401, NOT_PERMITTED = 800 };
 
 struct lock_args {
     unsigned int timeout_ms, reserved0;
@@ -74,6 +78,19 @@ static int fault(const char *name, int pid, int *result) {
     return 1;
 }
 
+/* 0 where the kernel does not let us at the process. */
+static int attach(int pid) {
+#ifdef ENFORCED
+    if (ptrace(PTRACE_SEIZE, pid, 0, 0)) return 0;
+    ptrace(PTRACE_INTERRUPT, pid, 0, 0);
+    waitpid(pid, NULL, __WALL);
+    ptrace(PTRACE_DETACH, pid, 0, 0);
+#else
+    (void)pid;
+#endif
+    return 1;
+}
+
 static int act(int pid, const char *action, const char *extra, int from, int to) {
     char text[128];
     int result;
@@ -85,6 +102,7 @@ static int act(int pid, const char *action, const char *extra, int from, int to)
     int state = read_state(pid);
     if (state < 0) return INVALID_VALUE;
     if (state != from) return ILLEGAL_STATE;
+    if (!attach(pid)) return NOT_PERMITTED;
     write_state(pid, to);
     return SUCCESS;
 }
@@ -99,7 +117,10 @@ int cuInit(unsigned int flags) {
 }
 
 int cuGetErrorName(int error, const char **name) {
-    *name = error == 600 ? "CUDA_ERROR_NOT_READY" : error == ILLEGAL_STATE ? "CUDA_ERROR_ILLEGAL_STATE" : NULL;
+    *name = error == 600             ? "CUDA_ERROR_NOT_READY"
+            : error == ILLEGAL_STATE ? "CUDA_ERROR_ILLEGAL_STATE"
+            : error == NOT_PERMITTED ? "CUDA_ERROR_NOT_PERMITTED"
+                                     : NULL;
     return *name ? SUCCESS : INVALID_VALUE;
 }
 

@@ -65,8 +65,8 @@ class FakeCuda:
         return file.read_text().splitlines() if file.exists() else []
 
 
-def build_library(folder: Path, *, old: bool = False) -> Path:
-    """libcuda's stand-in; ``old`` lacks the calls, as drivers before 570 do."""
+def build_library(folder: Path, *, old: bool = False, enforced: bool = False) -> Path:
+    """libcuda's stand-in; ``old`` lacks the calls, as drivers before 570 do, ``enforced`` needs rights."""
     assert COMPILER is not None
     made = folder / ("libold.so" if old else "libfake.so")
     flags = [
@@ -77,6 +77,7 @@ def build_library(folder: Path, *, old: bool = False) -> Path:
         "-shared",
         "-fPIC",
         *(["-DOLD", "-Wno-unused-function"] if old else []),
+        *(["-DENFORCED"] if enforced else []),
     ]
     subprocess.run([COMPILER, *flags, "-o", str(made), str(HERE / "fake_cuda.c")], check=True)
     return made

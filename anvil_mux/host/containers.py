@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,6 +42,8 @@ COMPOSED = "compose.yaml"
 """The file in the state folder with the services that are described anew for this host or its GPUs."""
 PODMAN_CDI = (5, 4)
 """The release of Podman from which on it has GPUs for what Compose makes, if they are asked for by CDI."""
+SOCKET_SECONDS = 5.0
+"""Seconds that a busy engine may take to accept a connection of which nothing is asked."""
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
 
@@ -371,6 +374,24 @@ def user_of(backend: Backend, env: Mapping[str, str]) -> int | None:
     if user in ("", "root", "0"):
         return root
     return int(user) if user.isdecimal() and not root else None
+
+
+def names_our_processes(env: Mapping[str, str]) -> bool | None:
+    """Whether the engine's process ids mean the same here; None: that is not known.
+
+    The kernel tells the process behind a socket by the id that it has here, and by 0 where it has none.
+    """
+    try:
+        path = find_endpoint(env).path
+        if not path:
+            return None
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(SOCKET_SECONDS)
+            asked.connect(path)
+            pid, _, _ = struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except (OSError, MuxError):
+        return None
+    return bool(pid)
 
 
 def _log_begins(container: Container, told: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
@@ -31,7 +31,7 @@ class Rights:
     scope: int
     """Yama's ptrace_scope: from 2 on the capability is needed, from 3 on it does not help. 0: no Yama."""
     sees_host: bool
-    """Whether process ids mean the host's processes."""
+    """Whether process ids mean the host's processes, or those of the machine that runs the containers."""
 
     @classmethod
     def here(cls, proc: Path = Path("/proc")) -> Rights:
@@ -90,14 +90,17 @@ def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights
     ``contained``: it is a container. ``rights``: None: those of this process.
     """
     rights = rights or Rights.here()
+    if contained:
+        from anvil_mux.host import containers
+
+        seen = containers.names_our_processes(os.environ)
+        rights = rights if seen is None else replace(rights, sees_host=seen)
     users: set[int] = set()
     if rights.sees_host or not contained:  # else the ids mean other processes here, or none
         with suppress(MuxError):  # Docker is away, which others report
             users = owners(runtime.pids(backend))
     if not users and contained:
-        from anvil_mux.host.containers import user_of
-
-        user = user_of(backend, os.environ)
+        user = containers.user_of(backend, os.environ)
         users = set() if user is None else {user}
     return rights.lacks(users, contained=contained)
 

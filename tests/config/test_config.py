@@ -1007,6 +1007,20 @@ def test_beside_its_engines_anvil_mux_leaves_itself_alone() -> None:
         load([file], compose=None, environ={"PWD": "/srv/mux"})
 
 
+def test_the_container_that_checkpoints_has_what_it_takes() -> None:
+    file = SHIPPED[0].parent.parent / "contrib" / "compose-checkpoint.yaml"
+    found = load([file], compose=None, environ={"PWD": "/srv/mux"})
+    assert [each.name for each in found.backends] == ["qwen3-8b", "gemma-3-12b"]
+    assert {each.evict_to for each in found.backends} == {("checkpoint", "stop")}
+    assert (found.host, found.warnings) == ("127.0.0.1", ())
+    mux = yaml.safe_load(file.read_text())["services"]["anvil-mux"]
+    assert (mux["user"], mux["privileged"], mux["pid"]) == ("root", True, "host")
+    assert mux["gpus"] == [
+        {"driver": "nvidia", "count": "all", "capabilities": ["gpu", "compute", "utility"]}
+    ]
+    assert mux["command"] == ["serve", file.name]
+
+
 def has_compose() -> bool:
     if not shutil.which("docker"):
         return False

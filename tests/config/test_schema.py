@@ -25,7 +25,7 @@ SHIPPED = ROOT / "compose" / "anvil-mux.schema.json"
 SCHEMA: dict[str, Any] = json.loads(SHIPPED.read_text())
 ELSEWHERE: Registry[Any] = Registry().with_resource(COMPOSE, DRAFT7.create_resource({"type": "object"}))
 VALIDATOR = Draft7Validator(SCHEMA, registry=ELSEWHERE)
-FILES = [*sorted((ROOT / "compose").glob("*.yaml")), ROOT / "contrib" / "compose.yaml"]
+FILES = [*sorted((ROOT / "compose").glob("*.yaml")), *(ROOT / "contrib").glob("compose*.yaml")]
 ROWS = [("x-anvil", *row) for row in SETTINGS.items()]
 ROWS += [("services", *row) for row in SERVICE_SETTINGS.items()]
 

@@ -17,7 +17,13 @@ from anvil_mux.command import Done
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
-from anvil_mux.host.containers import ContainerRuntime, engine_limits, missing_images, user_of
+from anvil_mux.host.containers import (
+    ContainerRuntime,
+    engine_limits,
+    missing_images,
+    names_our_processes,
+    user_of,
+)
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import HostConfig
 from tests.host.conftest import runtime_at
@@ -599,6 +605,12 @@ def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id:
     os.chown(address, 1234, 1234)
     told = user_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"})
     assert told == id
+
+
+def test_an_engine_behind_a_socket_of_this_machine_names_our_processes(docker: Docker) -> None:
+    assert names_our_processes({"DOCKER_HOST": docker.host}) is True
+    assert names_our_processes({"DOCKER_HOST": f"{docker.host}.gone"}) is None
+    assert names_our_processes({"DOCKER_HOST": "tcp://x:1"}) is None
 
 
 # Services that are described anew for this host or its GPUs

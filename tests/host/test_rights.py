@@ -12,7 +12,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import rights
+from anvil_mux.host import containers, rights
 from anvil_mux.host.rights import Rights
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
@@ -116,6 +116,15 @@ def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch: pytest
     assert ["pid: host" in each for each in lacks(runtime, here, user=str(OTHER))] == [True]
     assert runtime.calls == []
     assert "user id" in lacks(runtime, here, contained=False)[0]  # our own children, in whatever namespace
+
+
+@pytest.mark.parametrize(("named", "said"), [(True, []), (False, ["pid: host"]), (None, ["pid: host"])])
+def test_the_socket_of_the_engine_tells_better_whose_ids_are_ours(
+    named: bool | None, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "names_our_processes", lambda env: named)
+    found = lacks(Ran(), replace(MINE, user=ME, traces=True, sees_host=False))
+    assert [each for each in said if each in "".join(found)] == said == [said[0] for _ in found]
 
 
 def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
