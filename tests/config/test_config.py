@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import yaml
 
 from anvil_mux.cluster.local import HOSTS
 from anvil_mux.command import Done
