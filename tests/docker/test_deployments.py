@@ -1,7 +1,8 @@
 """Checkpoints by an anvil-mux in a container, deployed as the files in contrib/ say, and almost so.
 
 Real are the containers and who may do what to whose processes; the kernel judges that, when the stand-in for
-the CUDA driver attaches to an engine. NVML is a stand-in as well. The image is this machine's own /usr.
+the CUDA driver attaches to an engine. NVML is a stand-in as well. Where ANVIL_MUX_IMAGE
+names no image that the Dockerfile has made, it is this machine's own /usr.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tests.running import Running
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = str(Path(sys.prefix).resolve() / "bin" / "python")
+IMAGE = os.environ.get("ANVIL_MUX_IMAGE", "")
+COMMAND = ["anvil-mux"] if IMAGE else [PYTHON, "-m", "anvil_mux"]
 OURS = "10001"
 """The user of the image, by its id: Dockerfile."""
 GIB = 1 << 30
@@ -78,43 +81,48 @@ def cuda(tmp_path: Path) -> FakeCuda:
 def deploy(llamacpp_compose: MakeStack, tmp_path: Path, cuda: FakeCuda) -> Callable[..., Stack]:
     def make(mux: dict[str, Any], engines: dict[str, Any]) -> Stack:
         tmp_path.chmod(0o755)
-        (tmp_path / "state").mkdir()
-        (tmp_path / "state").chmod(0o777)
         evicted = {"x-anvil": {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}, **engines}
         top = {"x-anvil": {"host_memory": "64GiB"}}
         stack = llamacpp_compose(tmp_path, models=2, top=top, services={"model-1": evicted})
         socket = stack.engine.host.removeprefix("unix://")
-        system = ("/usr", "/lib", "/lib64", "/bin", "/etc", str(ROOT), str(Path(PYTHON).parents[1]))
-        folders = [f"{each}:{each}:ro" for each in system if os.path.exists(each)]
+        environ = {"PYTHONPATH": "/cuda", "LD_LIBRARY_PATH": "/cuda", "FAKE_CUDA": "/cuda"}
         service = {
-            "image": "anvil-mux-test/llamacpp",
-            "entrypoint": [PYTHON, "-m", "anvil_mux"],
+            "image": IMAGE,
             "command": ["serve", str(stack.file), "--port", "0"],
-            "environment": {
-                "PYTHONPATH": f"{ROOT}:/cuda",
-                "LD_LIBRARY_PATH": "/cuda",
-                "FAKE_CUDA": "/cuda",
-                "NVIDIA_VISIBLE_DEVICES": "all",
-                "DOCKER_CONFIG": "/docker",
-                "XDG_STATE_HOME": "/state",
-                "HOME": "/state",
-            },
+            "environment": {**environ, "NVIDIA_VISIBLE_DEVICES": "all"},
             "group_add": [str(os.stat(socket).st_gid)],
             "volumes": [
-                *folders,
                 f"{tmp_path}:{tmp_path}:ro",
-                f"{tmp_path}/state:/state",
                 f"{cuda.folder}:/cuda",
                 f"{socket}:/var/run/docker.sock",
-                f"{compose_plugin()}:/docker/cli-plugins/docker-compose:ro",
+                "state:/var/lib/anvil-mux",
             ],
         }
+        if not IMAGE:
+            borrow(service, tmp_path / "state")
         described = yaml.safe_load(stack.file.read_text())
         described["services"]["anvil-mux"] = {**service, **mux}
+        described["volumes"] = {"state": {}}
         stack.file.write_text(yaml.safe_dump(described))
         return stack
 
     return make
+
+
+def borrow(service: dict[str, Any], state: Path) -> None:
+    """Let a service have this machine's programs, instead of an image with them."""
+    state.mkdir()
+    state.chmod(0o777)
+    system = ("/usr", "/lib", "/lib64", "/bin", "/etc", str(ROOT), str(Path(PYTHON).parents[1]))
+    service["image"] = "anvil-mux-test/llamacpp"
+    service["entrypoint"] = [*COMMAND]
+    service["environment"]["PYTHONPATH"] += f":{ROOT}"
+    service["environment"] |= {"DOCKER_CONFIG": "/docker", "XDG_STATE_HOME": "/state", "HOME": "/state"}
+    service["volumes"] += [
+        *(f"{each}:{each}:ro" for each in system if os.path.exists(each)),
+        f"{state}:/state",
+        f"{compose_plugin()}:/docker/cli-plugins/docker-compose:ro",
+    ]
 
 
 def compose_plugin() -> str:
@@ -157,7 +165,7 @@ def lacking(text: str) -> list[str]:
 def check(stack: Stack) -> str:
     """What `check` says in the container, while the engine runs."""
     done = subprocess.run(
-        ["docker", "exec", stack.container("anvil-mux"), PYTHON, "-m", "anvil_mux", "check", str(stack.file)],
+        ["docker", "exec", stack.container("anvil-mux"), *COMMAND, "check", str(stack.file)],
         env=stack.engine.env,
         capture_output=True,
         text=True,
@@ -169,7 +177,9 @@ def check(stack: Stack) -> str:
 
 BACK = ("checkpoint", "restore", "unlock")
 BESIDE = shipped("compose.yaml")
-ROOT_WITHOUT = {**BESIDE, "user": "root", "pid": "host"}
+STATE = "DAC_OVERRIDE"
+"""The capability by which root writes into the state folder of the image, which is another user's."""
+ROOT_WITHOUT = {**BESIDE, "user": "root", "pid": "host", "cap_add": [STATE]}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +187,7 @@ ROOT_WITHOUT = {**BESIDE, "user": "root", "pid": "host"}
     [
         pytest.param(shipped("compose-checkpoint.yaml"), {}, id="as contrib/compose-checkpoint.yaml has it"),
         pytest.param({**BESIDE, "pid": "host"}, {"user": OURS}, id="the engines' user, without capabilities"),
-        pytest.param({**ROOT_WITHOUT, "cap_add": ["SYS_PTRACE"]}, {}, id="root with one capability"),
+        pytest.param({**ROOT_WITHOUT, "cap_add": [STATE, "SYS_PTRACE"]}, {}, id="root with SYS_PTRACE"),
     ],
 )
 def test_a_deployed_anvil_mux_checkpoints_a_container_and_restores_it(
