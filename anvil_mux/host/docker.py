@@ -162,8 +162,9 @@ class ContainerEngine:
             body = self._ask("GET", _path(f"/containers/{id}/top", ps_args=wanted))
         except (Missing, Conflict):
             return []
-        rows = json.loads(body)["Processes"] if body else []
-        return [int(word) for row in rows for word in row[:1] if word.isdecimal()]
+        rows = json.loads(body)["Processes"] if body else None
+        # Null: Docker within a container may not find the control group, and then lists nothing.
+        return [int(word) for row in rows or () for word in row[:1] if word.isdecimal()]
 
     # The engine itself
 

@@ -8,9 +8,12 @@ cause after one that failed. docs/swaps.md has the deployments that lack nothing
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
@@ -19,6 +22,15 @@ from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
 
 CAP_SYS_PTRACE = 19
+DYNAMIC_USERS = range(61184, 65520)
+"""The users that systemd makes for as long as a unit runs (DynamicUser)."""
+
+ASK_FOR_PTRACE = """
+import ctypes, errno, sys
+ctypes.CDLL(None, use_errno=True).ptrace(7, 0, None, None)  # "go on", to a process that there cannot be
+sys.exit(ctypes.get_errno() != errno.ESRCH)
+"""
+CHILD_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,8 @@ class Rights:
     """Yama's ptrace_scope: from 2 on the capability is needed, from 3 on it does not help. 0: no Yama."""
     sees_host: bool
     """Whether process ids mean the host's processes, or those of the machine that runs the containers."""
+    filtered: bool = False
+    """Whether a filter of system calls keeps ptrace from it."""
 
     @classmethod
     def here(cls, proc: Path = Path("/proc")) -> Rights:
@@ -42,6 +56,7 @@ class Rights:
             traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
             scope=int(scope.read_text()) if scope.exists() else 0,
             sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
+            filtered=status.get("Seccomp", "0").strip() != "0" and not _reaches_ptrace(),
         )
 
     def lacks(self, owners: Collection[int], *, contained: bool) -> list[str]:
@@ -60,16 +75,26 @@ class Rights:
                 "that has it"
             )
         elif others and not self.traces:
+            user = (
+                f'`user: "{self.user}"`'
+                if self.user not in DYNAMIC_USERS
+                else "and the systemd unit one user"
+            )
             missing.append(
                 f"the engine's processes are of user id {others[0]}, and anvil-mux runs as {self.user}: run "
                 "it as root with its capabilities (docs/swaps.md has the systemd unit and the container), or "
-                f'give the service `user: "{self.user}"`'
+                f"give the service {user}"
             )
         if self.scope >= 3 or (self.scope == 2 and not self.traces):
             who = "nobody" if self.scope >= 3 else "nobody without CAP_SYS_PTRACE (root has it)"
             missing.append(
                 f"kernel.yama.ptrace_scope is {self.scope}, with which {who} may look into other processes: "
                 "set it to 1 (sysctl kernel.yama.ptrace_scope=1; 3 lasts until the next boot)"
+            )
+        if self.filtered:
+            missing.append(
+                "a filter of system calls keeps ptrace from anvil-mux, which the driver may need: "
+                "`SystemCallFilter=` in its unit, with nothing behind it, lifts that (docs/swaps.md)"
             )
         return missing
 
@@ -103,6 +128,15 @@ def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights
         user = containers.user_of(backend, os.environ)
         users = set() if user is None else {user}
     return rights.lacks(users, contained=contained)
+
+
+@cache
+def _reaches_ptrace() -> bool:
+    """Whether the kernel answers ptrace; asked by a child, since a filter may end whoever calls it."""
+    command = [sys.executable, "-c", ASK_FOR_PTRACE]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return not subprocess.run(command, capture_output=True, timeout=CHILD_SECONDS).returncode
+    return True  # it is not known
 
 
 def owners(pids: Iterable[int]) -> set[int]:

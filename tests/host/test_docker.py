@@ -93,6 +93,15 @@ def test_processes_are_asked_for_by_their_ids_on_the_host(
     assert engine.processes("c1") == [4711, 4712]
 
 
+def test_a_list_of_processes_that_is_null_has_none(
+    engine: ContainerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = b'{"Titles": ["PID"], "Processes": null}'
+    monkeypatch.setattr(engine, "_ask", lambda method, path: answer)
+    monkeypatch.setattr(engine, "_learn", lambda: None)
+    assert engine.processes("c1") == []
+
+
 @pytest.mark.parametrize("name", ["llama:1", "registry:5000/team/llama@sha256:0a"])
 def test_an_image_is_there_or_not(docker: Docker, engine: ContainerEngine, name: str):
     assert engine.has_image(name) is (name == "llama:1")
