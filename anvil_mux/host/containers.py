@@ -359,21 +359,24 @@ def _lacks(backend: Backend, about: About) -> Iterator[str]:
         yield f"Podman {about.podman} takes no GPU of CDI from Compose; {newer} does, with Compose 2.30"
 
 
-def user_of(backend: Backend, env: Mapping[str, str]) -> int | None:
-    """The user id that its processes will have on this host; None: it is not known before it runs.
+def owner_of(backend: Backend, env: Mapping[str, str]) -> tuple[int, int] | None:
+    """The ids of the user and group that its processes will have on this host; None: they are not known yet.
 
     Where neither the compose file nor, most likely, the image says another it is root: of a rootless engine
-    that is whoever runs the engine.
+    that is whoever runs the engine. A user by its id has root's group, unless the image has another for it.
     """
-    user = backend.service.user.partition(":")[0]
+    user, _, group = backend.service.user.partition(":")
     try:
         path = find_endpoint(env).path
-        root = os.stat(path).st_uid if path else 0
+        seen = os.stat(path) if path else None
     except (OSError, MuxError):
-        root = 0
+        seen = None
+    rootless = seen is not None and seen.st_uid != 0
     if user in ("", "root", "0"):
-        return root
-    return int(user) if user.isdecimal() and not root else None
+        return (seen.st_uid, seen.st_gid) if seen and rootless else (0, 0)
+    if rootless or not user.isdecimal() or not (group or "0").isdecimal():
+        return None
+    return int(user), int(group or "0")
 
 
 def names_our_processes(env: Mapping[str, str]) -> bool | None:

@@ -21,6 +21,8 @@ from anvil_mux.errors import MuxError
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
 
+Owner = tuple[int, int]
+"""The ids of a user and a group: the kernel lets a process at another only if both are its own."""
 CAP_SYS_PTRACE = 19
 DYNAMIC_USERS = range(61184, 65520)
 """The users that systemd makes for as long as a unit runs (DynamicUser)."""
@@ -38,6 +40,7 @@ class Rights:
     """The rights of this process over others, as far as /proc tells."""
 
     user: int
+    group: int
     traces: bool
     """Whether it has the capability CAP_SYS_PTRACE."""
     scope: int
@@ -53,18 +56,19 @@ class Rights:
         scope = proc / "sys/kernel/yama/ptrace_scope"
         return cls(
             user=int(status["Uid"].split()[1]),
+            group=int(status["Gid"].split()[1]),
             traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
             scope=int(scope.read_text()) if scope.exists() else 0,
             sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
             filtered=status.get("Seccomp", "0").strip() != "0" and not _reaches_ptrace(),
         )
 
-    def lacks(self, owners: Collection[int], *, contained: bool) -> list[str]:
-        """List what is missing to checkpoint processes of these users, and how to get it, for people.
+    def lacks(self, owners: Collection[Owner], *, contained: bool) -> list[str]:
+        """List what is missing to checkpoint processes of these owners, and how to get it, for people.
 
         ``contained``: they are in containers of their own.
         """
-        others = sorted(owner for owner in owners if owner != self.user)
+        others = sorted(owner for owner in owners if owner != (self.user, self.group))
         missing = []
         if contained and not self.sees_host:
             missing.append("anvil-mux does not see the host's processes: its container needs `pid: host`")
@@ -75,13 +79,10 @@ class Rights:
                 "that has it"
             )
         elif others and not self.traces:
-            user = (
-                f'`user: "{self.user}"`'
-                if self.user not in DYNAMIC_USERS
-                else "and the systemd unit one user"
-            )
+            us, them = f"{self.user}:{self.group}", ":".join(map(str, others[0]))
+            user = f'`user: "{us}"`' if self.user not in DYNAMIC_USERS else "and the systemd unit one user"
             missing.append(
-                f"the engine's processes are of user id {others[0]}, and anvil-mux runs as {self.user}: run "
+                f"the engine's processes are of user and group {them}, and anvil-mux runs as {us}: run "
                 "it as root with its capabilities (docs/swaps.md has the systemd unit and the container), or "
                 f"give the service {user}"
             )
@@ -120,13 +121,13 @@ def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights
 
         seen = containers.names_our_processes(os.environ)
         rights = rights if seen is None else replace(rights, sees_host=seen)
-    users: set[int] = set()
+    users: set[Owner] = set()
     if rights.sees_host or not contained:  # else the ids mean other processes here, or none
         with suppress(MuxError):  # Docker is away, which others report
             users = owners(runtime.pids(backend))
     if not users and contained:
-        user = containers.user_of(backend, os.environ)
-        users = set() if user is None else {user}
+        owner = containers.owner_of(backend, os.environ)
+        users = set() if owner is None else {owner}
     return rights.lacks(users, contained=contained)
 
 
@@ -139,12 +140,13 @@ def _reaches_ptrace() -> bool:
     return True  # it is not known
 
 
-def owners(pids: Iterable[int]) -> set[int]:
-    """The users of processes, without those that have ended."""
+def owners(pids: Iterable[int]) -> set[Owner]:
+    """The owners of processes, without those that have ended."""
     found = set()
     for pid in pids:
         with suppress(OSError):
-            found.add(Path("/proc", str(pid)).stat().st_uid)
+            seen = Path("/proc", str(pid)).stat()
+            found.add((seen.st_uid, seen.st_gid))
     return found
 
 

@@ -360,7 +360,7 @@ def public() -> Iterator[Path]:
 def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
     rest = {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}
     service = {"image": "x", "ports": ["127.0.0.1::80"], "x-anvil": rest}
-    services = {"theirs": service, "ours": {**service, "user": "65534"}}
+    services = {"theirs": service, "ours": {**service, "user": "65534:65534"}}
     file = public / "compose.yaml"
     file.write_text(yaml.safe_dump({"x-anvil": {"project": PROJECT}, "services": services}))
     command = [sys.executable, "-c", AS_NOBODY, str(file)]
@@ -368,11 +368,12 @@ def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if "ModuleNotFoundError" in done.stderr or "PermissionError" in done.stderr:
         pytest.skip("not everybody may read this repository")
-    (said,) = [each for each in json.loads(done.stdout)["warnings"] if "user id" in each]
+    (said,) = [each for each in json.loads(done.stdout)["warnings"] if "user and group" in each]
     assert said == (
-        "theirs: checkpoint may fail: the engine's processes are of user id 0, and anvil-mux runs as 65534: "
+        "theirs: checkpoint may fail: the engine's processes are of user and group 0:0, and anvil-mux runs "
+        "as 65534:65534: "
         "run it as root with its capabilities (docs/swaps.md has the systemd unit and the container), or "
-        'give the service `user: "65534"`'
+        'give the service `user: "65534:65534"`'
     )
     assert "images were not looked for" in done.stderr
 

@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = str(Path(sys.prefix).resolve() / "bin" / "python")
 IMAGE = os.environ.get("ANVIL_MUX_IMAGE", "")
 COMMAND = ["anvil-mux"] if IMAGE else [PYTHON, "-m", "anvil_mux"]
-OURS = "10001"
-"""The user of the image, by its id: Dockerfile."""
+OURS = "10001:10001"
+"""The user and group of the image: Dockerfile."""
 GIB = 1 << 30
 
 pytestmark = [
@@ -211,14 +211,18 @@ def test_a_deployed_anvil_mux_checkpoints_a_container_and_restores_it(
     ("mux", "words"),
     [
         pytest.param(BESIDE, ["needs `pid: host`", f"anvil-mux runs as {OURS}"], id="compose.yaml"),
-        pytest.param({**BESIDE, "pid": "host"}, [f"user id 0, and anvil-mux runs as {OURS}"], id="not root"),
+        pytest.param({**BESIDE, "pid": "host"}, [f"group 0:0, and anvil-mux runs as {OURS}"], id="not root"),
+        pytest.param(
+            {**BESIDE, "pid": "host", "engine": "10001"}, ["group 10001:0, and"], id="another group"
+        ),
         pytest.param(ROOT_WITHOUT, ["root without the capability CAP_SYS_PTRACE"], id="root without"),
     ],
 )
 def test_what_a_checkpoint_lacks_is_foretold_and_is_why_it_fails(
     deploy: Callable[..., Stack], cuda: FakeCuda, mux: dict[str, Any], words: list[str]
 ) -> None:
-    stack = deploy(mux, {})
+    engine = {"user": user} if (user := mux.get("engine")) else {}
+    stack = deploy({key: value for key, value in mux.items() if key != "engine"}, engine)
     with running(stack) as anvil:
         foretold = [anvil.tells(f"warning: model-1: checkpoint may fail: .*{word}.*")[0] for word in words]
         assert anvil.chat("model-1")[0] == 200

@@ -22,7 +22,7 @@ from anvil_mux.host.containers import (
     engine_limits,
     missing_images,
     names_our_processes,
-    user_of,
+    owner_of,
 )
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import HostConfig
@@ -590,11 +590,15 @@ def test_what_an_engine_cannot_do_is_listed(
 
 
 @pytest.mark.parametrize(
-    ("user", "id"), [("", 0), ("root:x", 0), ("0", 0), ("1000:1000", 1000), ("somebody", None)]
+    ("user", "owner"),
+    [
+        *(("", (0, 0)), ("root:x", (0, 0)), ("0", (0, 0))),
+        *(("1000:100", (1000, 100)), ("1000", (1000, 0)), ("1000:staff", None), ("somebody", None)),
+    ],
 )
-def test_the_user_of_a_service_is_foretold(user: str, id: int | None) -> None:
-    told = user_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"})
-    assert told == id
+def test_the_owner_of_a_service_is_foretold(user: str, owner: tuple[int, int] | None) -> None:
+    told = owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"})
+    assert told == owner
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -603,8 +607,8 @@ def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id:
     address = tmp_path / "docker.sock"
     address.touch()
     os.chown(address, 1234, 1234)
-    told = user_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"})
-    assert told == id
+    told = owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"})
+    assert told == (id and (id, id))
 
 
 def test_an_engine_behind_a_socket_of_this_machine_names_our_processes(docker: Docker) -> None:

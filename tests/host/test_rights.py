@@ -22,8 +22,8 @@ from anvil_mux.host.seam import HostConfig
 from anvil_mux.host.swap import Swapper
 from tests.host.test_swap import Notes
 
-MINE = Rights(user=1000, traces=False, scope=0, sees_host=True)
-ROOT = Rights(user=0, traces=True, scope=0, sees_host=True)
+MINE = Rights(user=1000, group=1000, traces=False, scope=0, sees_host=True)
+ROOT = Rights(user=0, group=0, traces=True, scope=0, sees_host=True)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ ROOT = Rights(user=0, traces=True, scope=0, sees_host=True)
             MINE,
             {0, 1000},
             True,
-            ["are of user id 0, and anvil-mux runs as 1000: run it as root with its capabilities"],
+            ["are of user and group 0:0, and anvil-mux runs as 1000:1000: run it"],
         ),
         (
             replace(MINE, user=63215),
             {0},
             True,
-            [r"runs as 63215: .* or give the service and the systemd unit one user$"],
+            [r"runs as 63215:1000: .* or give the service and the systemd unit one user$"],
         ),
         (MINE, set(), True, []),
         (replace(MINE, traces=True), {0}, True, []),
@@ -59,13 +59,13 @@ ROOT = Rights(user=0, traces=True, scope=0, sees_host=True)
         (replace(ROOT, scope=2), {0}, True, []),
         (replace(ROOT, scope=3), {0}, True, ["ptrace_scope is 3, with which nobody may"]),
         (replace(MINE, filtered=True), {1000}, False, ["system calls keeps ptrace from anvil-mux"]),
-        (replace(MINE, scope=2, sees_host=False), {0}, True, ["pid: host", "user id 0", "ptrace_scope"]),
+        (replace(MINE, scope=2, sees_host=False), {0}, True, ["pid: host", "group 0:0", "ptrace_scope"]),
     ],
 )
 def test_what_the_running_user_lacks_is_named_with_how_to_get_it(
     here: Rights, owners: set[int], contained: bool, missing: list[str]
 ) -> None:
-    found = here.lacks(owners, contained=contained)
+    found = here.lacks({(owner, owner) for owner in owners}, contained=contained)
     assert len(found) == len(missing)
     for said, pattern in zip(found, missing, strict=True):
         assert re.search(pattern, said)
@@ -74,18 +74,20 @@ def test_what_the_running_user_lacks_is_named_with_how_to_get_it(
 def test_rights_are_read_from_proc(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
     status = tmp_path / "self" / "status"
-    status.write_text("Name:\tx\nUid:\t1000\t1001\t1001\t1001\nCapEff:\t0000000000080000\n")
-    assert Rights.here(tmp_path) == Rights(1001, traces=True, scope=0, sees_host=False)
-    status.write_text("Name:\tx\nUid:\t0\t0\t0\t0\nCapEff:\t000001fffff7ffff\n")
+    status.write_text(
+        "Name:\tx\nUid:\t1000\t1001\t1001\t1001\nGid:\t100\t101\t101\t101\nCapEff:\t0000000000080000\n"
+    )
+    assert Rights.here(tmp_path) == Rights(1001, 101, traces=True, scope=0, sees_host=False)
+    status.write_text("Name:\tx\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapEff:\t000001fffff7ffff\n")
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "comm").write_text("kthreadd\n")
     (tmp_path / "sys/kernel/yama").mkdir(parents=True)
     (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("2\n")
-    assert Rights.here(tmp_path) == Rights(0, traces=False, scope=2, sees_host=True)
+    assert Rights.here(tmp_path) == Rights(0, 0, traces=False, scope=2, sees_host=True)
 
 
 def test_the_rights_of_this_process_are_read() -> None:
-    assert Rights.here().user == os.geteuid()
+    assert (Rights.here().user, Rights.here().group) == (os.geteuid(), os.getegid())
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,9 @@ def test_a_filter_of_system_calls_is_asked_where_there_is_one(
     seccomp: int, answers: bool, filtered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "status").write_text(f"Uid:\t0\t0\t0\t0\nCapEff:\t0\nSeccomp:\t{seccomp}\n")
+    (tmp_path / "self" / "status").write_text(
+        f"Uid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapEff:\t0\nSeccomp:\t{seccomp}\n"
+    )
     monkeypatch.setattr(rights, "_reaches_ptrace", lambda: answers)
     assert Rights.here(tmp_path).filtered is filtered
 
@@ -124,10 +128,10 @@ def test_a_real_filter_of_system_calls_is_seen(how: str) -> None:
 
 
 def test_the_owners_of_processes_are_told_without_those_that_have_ended() -> None:
-    assert rights.owners([os.getpid(), 2**31 - 1]) == {os.geteuid()}
+    assert rights.owners([os.getpid(), 2**31 - 1]) == {(os.geteuid(), os.getegid())}
 
 
-ME, OTHER = os.geteuid(), 4711
+ME, GROUP, OTHER = os.geteuid(), os.getegid(), 4711
 PARKED = Backend("a", "a", ("0",), evict_to=("checkpoint", "stop"))
 
 
@@ -146,21 +150,30 @@ def lacks(runtime: Notes, here: Rights, user: str = "", *, contained: bool = Tru
 
 def test_the_processes_that_run_are_asked_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
-    here = replace(MINE, user=OTHER)
-    (said,) = lacks(Ran(), here, user=str(OTHER))
-    assert f"user id {ME}, and anvil-mux runs as {OTHER}" in said
-    assert lacks(Notes(), here, user=str(OTHER)) == []
+    here = replace(MINE, user=OTHER, group=OTHER)
+    (said,) = lacks(Ran(), here, user=f"{OTHER}:{OTHER}")
+    assert f"group {ME}:{GROUP}, and anvil-mux runs as {OTHER}:{OTHER}" in said
+    assert lacks(Notes(), here, user=f"{OTHER}:{OTHER}") == []
     away = Ran()
     away.fails["pids"] = BackendError("Docker is away")
-    assert "user id 0, and" in lacks(away, here)[0]
+    assert "group 0:0, and" in lacks(away, here)[0]
+
+
+def test_the_group_has_to_be_the_same_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
+    (said,) = lacks(Notes(), MINE, user="1000")
+    assert "of user and group 1000:0, and anvil-mux runs as 1000:1000" in said
+    assert 'give the service `user: "1000:1000"`' in said
 
 
 def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://x:1")
-    runtime, here = Ran(), replace(MINE, user=OTHER, sees_host=False)
-    assert ["pid: host" in each for each in lacks(runtime, here, user=str(OTHER))] == [True]
+    runtime, here = Ran(), replace(MINE, user=OTHER, group=OTHER, sees_host=False)
+    assert ["pid: host" in each for each in lacks(runtime, here, user=f"{OTHER}:{OTHER}")] == [True]
     assert runtime.calls == []
-    assert "user id" in lacks(runtime, here, contained=False)[0]  # our own children, in whatever namespace
+    assert (
+        "user and group" in lacks(runtime, here, contained=False)[0]
+    )  # our own children, in whatever namespace
 
 
 @pytest.mark.parametrize(("named", "said"), [(True, []), (False, ["pid: host"]), (None, ["pid: host"])])
@@ -177,7 +190,9 @@ def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch: pytest.MonkeyP
     second, never = replace(PARKED, name="b"), replace(PARKED, name="c", evict_to=("freeze", "stop"))
     runtime = Ran()
     (said,) = rights.warnings(HostConfig((PARKED, second, never), runtime="process"), cast(Runtime, runtime))
-    assert said.startswith(f"a, b: checkpoint may fail: the engine's processes are of user id {ME}, and")
+    assert said.startswith(
+        f"a, b: checkpoint may fail: the engine's processes are of user and group {ME}:{GROUP}, and"
+    )
 
 
 @pytest.mark.parametrize(("how", "said"), [("checkpoint", "; the right to do so"), ("freeze", "")])

@@ -806,15 +806,16 @@ def test_what_a_checkpoint_lacks_is_told_by_who_serves(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shop.open()
-    here = Rights(user=os.geteuid() + 1, traces=False, scope=0, sees_host=True)
+    here = Rights(user=os.geteuid() + 1, group=os.getegid(), traces=False, scope=0, sees_host=True)
     monkeypatch.setattr(Rights, "here", lambda: here)
     monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
     program = AnvilMux(shop.config, Options(access_log="off"), Given())
     program.start()
     program.adopt()
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "may fail" in line]
+    them = f"{os.geteuid()}:{os.getegid()}"
     assert said.startswith(
-        f"anvil-mux: warning: a: checkpoint may fail: the engine's processes are of user id {os.geteuid()}"
+        f"anvil-mux: warning: a: checkpoint may fail: the engine's processes are of user and group {them},"
     )
     told = said.removeprefix("anvil-mux: warning: ")
     assert requests.get(f"{program.url}/healthz", timeout=GUARD).json()["notes"] == {"rights": told}
