@@ -1,0 +1,199 @@
+"""contrib/anvil-mux.service under a real systemd, the first process of a container with this machine's /usr.
+
+Engines are local processes of the service. NVML and the CUDA driver are stand-ins; the driver's attaches to
+the engine, which the kernel, and the service's filter of system calls, may refuse.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docker.conftest import Engine
+from tests.docker.test_deployments import CAPABILITIES, GIB, PYTHON, ROOT, lost_here
+from tests.fake_cuda import COMPILER, FakeCuda, build_library
+from tests.host.test_gpu_swap import PYNVML
+from tests.running import seen
+from tests.serve.test_reload import ENGINE
+
+SYSTEMD = "/usr/lib/systemd/systemd"
+BOOT = """\
+mount --make-rprivate / && umount --recursive /sys/fs/cgroup
+mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit 1
+tr -d - < /proc/sys/kernel/random/uuid > /etc/machine-id
+echo docker:x:990: >> /etc/group
+exec /usr/lib/systemd/systemd --unit=multi-user.target
+"""
+NO_DOCKER = "[Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/true\n"
+WITH_STAND_INS = (
+    "[Service]\nReadWritePaths=/cuda\n"
+    "Environment=PYTHONPATH=/cuda LD_LIBRARY_PATH=/cuda FAKE_CUDA=/cuda NVIDIA_VISIBLE_DEVICES=all\n"
+)
+URL = "http://127.0.0.1:9292"
+
+pytestmark = [
+    pytest.mark.skipif(not os.path.exists(SYSTEMD), reason="systemd is not installed"),
+    pytest.mark.skipif(COMPILER is None, reason="the stand-in for the CUDA driver needs a C compiler"),
+]
+
+
+class Machine:
+    """A container whose first process is systemd; ``etc`` and ``cuda`` are folders of its own here."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.name = f"anvil-test-systemd-{secrets.token_hex(4)}"
+        self._env = engine.env
+        self.etc, self.dropins, cuda = folder / "etc", folder / "dropins", folder / "cuda"
+        for each in (self.etc, self.dropins, cuda, folder / "bin"):
+            each.mkdir()
+        build_library(cuda, enforced=True).rename(cuda / "libcuda.so.1")
+        (cuda / "pynvml.py").write_text(PYNVML)
+        cuda.chmod(0o777)
+        self.cuda = FakeCuda(cuda)
+        program = folder / "bin" / "anvil-mux"
+        program.write_text('#!/bin/sh\ncd /src && exec /venv/bin/python -m anvil_mux "$@"\n')
+        program.chmod(0o755)
+        (folder / "docker.service").write_text(NO_DOCKER)
+        (self.dropins / "stand-ins.conf").write_text(WITH_STAND_INS)
+        mounts = {each: each for each in ("/usr", "/lib", "/lib64", "/bin", "/sbin")}
+        mounts |= {
+            str(ROOT): "/src",
+            str(Path(PYTHON).parents[1]): "/venv",
+            str(folder / "bin"): "/opt/anvil-mux/bin",
+        }
+        units = {ROOT / "contrib" / "anvil-mux.service": "anvil-mux", folder / "docker.service": "docker"}
+        mounts |= {str(file): f"/etc/systemd/system/{name}.service" for file, name in units.items()}
+        mounts |= {
+            str(self.dropins): "/etc/systemd/system/anvil-mux.service.d",
+            str(self.etc): "/etc/anvil-mux",
+        }
+        capabilities = [each for each in CAPABILITIES.split() if each not in lost_here()]
+        self._docker(
+            *("run", "--detach", "--name", self.name, "--cgroupns", "private", "--network", "none"),
+            *("--security-opt", "seccomp=unconfined", "--security-opt", "systempaths=unconfined"),
+            *("--security-opt", "apparmor=unconfined", "--env", "container=docker"),
+            *("--tmpfs", "/run", "--tmpfs", "/tmp:exec", "--volume", f"{cuda}:/cuda"),
+            *(word for each in capabilities for word in ("--cap-add", each)),
+            *(word for here, there in mounts.items() for word in ("--volume", f"{here}:{there}:ro")),
+            *("anvil-mux-test/llamacpp", "sh", "-c", BOOT),
+        )
+
+    def boot(self) -> None:
+        """Return when it has; skip the test where it does not."""
+        ask = ("systemctl", "is-system-running")
+        end = re.compile(r"^(running|degraded)$|is not running", re.M)
+        found = end.search(seen(lambda: self.do(*ask, code=None), end.search))
+        if not found or not found[1]:
+            pytest.skip(f"systemd does not run in a container here: {self._docker('logs', self.name)}")
+
+    def do(self, *command: str, code: int | None = 0) -> str:
+        """Run a command there; what it printed."""
+        return self._docker("exec", self.name, *command, code=code)
+
+    def drop_in(self, text: str) -> None:
+        (self.dropins / "test.conf").write_text(f"[Service]\n{text}\n")
+        self.do("systemctl", "daemon-reload")
+        self.do("systemctl", "restart", "anvil-mux")
+
+    def load(self, model: str) -> None:
+        self.do("/opt/anvil-mux/bin/anvil-mux", "load", model, "--url", URL)
+
+    def engine(self, model: str) -> int:
+        """The process of an engine, 0 if there is none."""
+        return int(self.do("pgrep", "--full", f"engine.py {model}", code=None).split("\n")[0] or 0)
+
+    def begin_cuda(self, pid: int) -> None:
+        self.cuda.process(pid)
+        (self.cuda.folder / f"{pid}.used").write_text(str(3 * GIB))
+        for file in self.cuda.folder.glob(f"{pid}*"):
+            file.chmod(0o666)
+
+    def journal(self) -> str:
+        return self.do("journalctl", "--unit", "anvil-mux", "--no-pager")
+
+    def close(self) -> None:
+        self._docker("rm", "--force", "--volumes", self.name)
+
+    def _docker(self, *command: str, code: int | None = 0) -> str:
+        done = subprocess.run(
+            ["docker", *command],
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        assert code is None or done.returncode == code, done.stdout
+        return done.stdout
+
+
+@pytest.fixture
+def machine(engine: Engine, tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(engine, tmp_path)
+    try:
+        machine.boot()
+        yield machine
+    finally:
+        machine.close()
+
+
+def write(machine: Machine) -> None:
+    engine = ["/usr/bin/python3", "/etc/anvil-mux/engine.py"]
+    services = {
+        name: {
+            "command": [*engine, name, "hello", "/etc/anvil-mux/engine.py"],
+            "x-anvil": {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]},
+        }
+        for name in ("model-1", "model-2")
+    }
+    (machine.etc / "engine.py").write_text(ENGINE)
+    top = {
+        "runtime": "process",
+        "listen": "127.0.0.1:9292",
+        "host_memory": "64GiB",
+        "project": "under-systemd",
+    }
+    (machine.etc / "compose.yaml").write_text(yaml.safe_dump({"x-anvil": top, "services": services}))
+
+
+def test_the_shipped_unit_under_a_real_systemd(machine: Machine) -> None:
+    write(machine)
+    verified = machine.do("systemd-analyze", "verify", "anvil-mux.service", code=None)
+    assert "anvil-mux" not in verified
+    machine.do("systemctl", "start", "anvil-mux")
+    assert "resident: none; 0 requests running, 0 waiting" in machine.do("systemctl", "status", "anvil-mux")
+    lacks = "a filter of system calls keeps ptrace from anvil-mux"
+    assert f"model-1, model-2: checkpoint may fail: {lacks}" in machine.journal()
+    machine.load("model-1")
+    first = machine.engine("model-1")
+    machine.begin_cuda(first)
+    machine.load("model-2")
+    assert re.search(f"model-1 did not go into standby by checkpoint .*{lacks}", machine.journal())
+    assert machine.engine("model-1") == 0
+    machine.do("systemctl", "reload", "anvil-mux")
+    assert seen(machine.journal, lambda said: "configuration reloaded: nothing is different" in said)
+
+    machine.drop_in("SystemCallFilter=\nKillMode=process")
+    machine.load("model-1")
+    pid = machine.engine("model-1")
+    machine.begin_cuda(pid)
+    machine.load("model-2")
+    machine.load("model-1")
+    assert machine.engine("model-1") == pid
+    steps = ("checkpoint", "restore", "unlock")
+    assert machine.cuda.calls()[-4:] == [f"lock {pid} 10000", *(f"{each} {pid}" for each in steps)]
+    machine.do("systemctl", "restart", "anvil-mux")
+    assert machine.engine("model-1") == pid
+    assert "resident: model-1" in machine.do("systemctl", "status", "anvil-mux")
+    before = machine.do("systemctl", "show", "--property", "MainPID", "--value", "anvil-mux").strip()
+    machine.do("kill", "-9", before)
+    again = re.compile(rf"Main PID: (?!{before} ).*resident: model-1", re.S)
+    assert again.search(seen(lambda: machine.do("systemctl", "status", "anvil-mux", code=None), again.search))
+    assert machine.engine("model-1") == pid
