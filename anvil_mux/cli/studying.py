@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anvil_mux.sim import study
+    from anvil_mux.config.profile import Profile
+    from anvil_mux.sim import contest, study
     from anvil_mux.sim.fleet import SimulatedEngine
+    from anvil_mux.sim.objectives import Objectives
 from anvil_mux.cli.arguments import add_json, configuration, read_counts, read_positive, read_value
 from anvil_mux.cli.output import FAILED, PROGRESS_SECONDS, complain, opened, print_json, print_table, say
 
@@ -91,6 +94,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE[,..]",
         help="with --routing: what a replica can do, as kv_tokens=100000; the others of docs/routing.md",
     )
+    add(
+        "--engine-profile",
+        type=_engine_profile,
+        metavar="FILE",
+        help="with --routing: replicas as fast as `anvil-mux profile` measured an engine; policies know it",
+    )
+    add(
+        "--slo",
+        type=_slo,
+        metavar="KEY=SECONDS[,..]",
+        help="with --routing: tell which part of the requests keeps these; with a profile by default "
+        "ttft=6,tpot=0.05",
+    )
     add("--csv", metavar="FILE", help="with --routing: write every run to a file")
     add_json(command)
     command.set_defaults(refuse=command.error)
@@ -99,7 +115,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "evictions and loads together (SWAPPING), and waits. BUSY is the part of the makespan in which "
         "something was in service. Exit code 1: an invariant is broken. With --routing they are in ms: to "
         "the first byte (TTFT), to the last (E2E), between tokens (TPOT); HIT is the part of the input that "
-        "was cached, BALANCE the most requests of a replica over the least."
+        "was cached, BALANCE the most requests of a replica over the least. SLO-TTFT, SLO-TPOT and SLO are "
+        "the parts of all requests that kept an objective, and both; REFUSED kept none, and has no latency."
     )
 
 
@@ -119,6 +136,27 @@ def _engine(settings: str) -> SimulatedEngine:
     from anvil_mux.sim import contest
 
     return read_value(contest.read_engine, settings)
+
+
+def _engine_profile(file: str) -> Profile:
+    return read_value(_read_profile, file)
+
+
+def _read_profile(file: str) -> Profile:
+    from anvil_mux.config import profile
+
+    try:
+        return profile.read(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} {error}") from None
+
+
+def _slo(text: str) -> Objectives:
+    from anvil_mux.sim import objectives
+
+    return read_value(objectives.read, text)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -161,9 +199,9 @@ def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
         given.refuse("say what to run: --profile NAME, --trace FILE or --log EVENTS")
     if given.check and not given.log:
         given.refuse("--check is for what --log names; simulations are always checked")
-    for name in ("replicas", "sessions", "engine", "csv"):
+    for name in ("replicas", "sessions", "engine", "engine_profile", "slo", "csv"):
         if getattr(given, name):
-            given.refuse(f"--{name} is for --routing")
+            given.refuse(f"--{name.replace('_', '-')} is for --routing")
 
 
 def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
@@ -176,14 +214,16 @@ def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]
 
 def _simulate_routing(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import DEFAULT_ROUTING
-    from anvil_mux.sim import contest, fleet, plot
+    from anvil_mux.sim import contest, objectives, plot
 
     if given.profile or given.log or given.check or given.eviction or not given.trace:
         given.refuse("--routing replays prompts: it takes --trace, and no --profile, --log or --eviction")
     own = configuration(given.files).routing_policies if given.files else {}
     policies = _policies(given, lambda names: contest.choose_policies(names, own))
-    engine, replicas = given.engine or fleet.SimulatedEngine(), given.replicas or 8
-    drawn = list(contest.draw(given.trace, given.sessions or (), range(given.seeds), replicas, engine))
+    kept = given.slo
+    if given.engine_profile or any(contest.predicts(policy, own) for policy in policies):
+        kept = kept or objectives.Objectives()
+    drawn = list(_scenarios(given))
     with ExitStack() as outputs:
         # Whether they can be written is known before the long work begins.
         file = outputs.enter_context(opened(given.csv)) if given.csv else None
@@ -192,7 +232,7 @@ def _simulate_routing(given: argparse.Namespace) -> int:
         results = []
         for field in drawn:
             for policy in policies:
-                results.append(contest.run(field, policy, own))
+                results.append(contest.run(field, policy, own, kept))
                 tell(len(results))
         if file:
             contest.write_csv(results, file)
@@ -201,8 +241,18 @@ def _simulate_routing(given: argparse.Namespace) -> int:
     if given.json:
         print_json([result.row() for result in results])
     else:
-        print_table(contest.HEAD, contest.table(results))
+        print_table((*contest.HEAD, *(contest.KEPT if kept else ())), contest.table(results))
     return 0
+
+
+def _scenarios(given: argparse.Namespace) -> Iterator[contest.Scenario]:
+    from anvil_mux.sim import contest, fleet, profiled
+
+    engine, profile = given.engine or fleet.SimulatedEngine(), given.engine_profile
+    if profile:
+        engine = profiled.fitted(profile, engine)
+    replicas, sessions = given.replicas or 8, given.sessions or ()
+    return contest.draw(given.trace, sessions, range(given.seeds), replicas, engine, profile=profile)
 
 
 def _progress(what: str) -> Callable[[int], None]:

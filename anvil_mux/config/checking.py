@@ -22,7 +22,7 @@ from anvil_mux.config.config import (
 )
 from anvil_mux.config.interpolate import KeyPath
 from anvil_mux.config.names import Names
-from anvil_mux.config.plugins import Plugins
+from anvil_mux.config.plugins import Plugins, RoutingNeeds
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.settings import gib
 
@@ -104,6 +104,10 @@ class Checks:
         default = self._values.get("routing", DEFAULT_ROUTING)
         if default not in known:
             self._problems.of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
+        used = dict.fromkeys(backend.routing or default for backend in self._backends)
+        for name in [name for name in used if name in needs and needs[name].mode == "full"]:
+            if self._value("routing_mode") != "full":
+                self._problems.of_setting("routing", _asks_for_full(name, shipped))
         models: dict[str, tuple[str, str]] = {}
         for backend in self._backends:
             key = self._key(backend, "x-anvil", "routing")
@@ -113,7 +117,7 @@ class Checks:
             first, other = models.setdefault(backend.model, (backend.name, name))
             if other != name:
                 self._problems.add(key, f"is {name}, but {first}, a replica of the same model, has {other}")
-            for need in sorted(needs.get(name, ())):
+            for need in sorted(needs[name].settings[backend.infer_type] if name in needs else ()):
                 if not getattr(backend, need):
                     self._problems.add(self._key(backend), f"needs {need}, because routing is {name}")
 
@@ -127,8 +131,8 @@ class Checks:
                         f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
                     )
 
-    def _needs(self, name: str, written: object, shipped: Container[str]) -> Set[str]:
-        """The settings that a policy of the file's own needs of a service; its problems are noted."""
+    def _needs(self, name: str, written: object, shipped: Container[str]) -> RoutingNeeds:
+        """Read the needs of a policy of the file's own; its problems are noted."""
         key = ("x-anvil", "routing", "policies", name)
         if name in shipped:
             self._problems.add(key, "is the name of a policy that is shipped; call it otherwise")
@@ -332,6 +336,15 @@ class Checks:
             return True
         common = set(one.gpu_names) & set(other.gpu_names)
         return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
+
+
+def _asks_for_full(policy: str, shipped: Container[str]) -> str:
+    lite = f"{policy}_lite"
+    other = f", or take {lite}" if lite in shipped else ""
+    return (
+        f"{policy} goes by what engines report: write routing: {{default: {policy}, mode: full}}{other}; "
+        "in the mode lite only what is sent is known"
+    )
 
 
 def _room(gpu: Gpu) -> int | None:

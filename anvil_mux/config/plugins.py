@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from anvil_mux.config.settings import Problem
 
 Settings = Mapping[str, object]
+
+
+class RoutingNeeds(NamedTuple):
+    """The needs of a routing policy."""
+
+    settings: Mapping[str, Set[str]]
+    """Infer type of a service -> the settings that it must have."""
+    mode: str = ""
+    """The mode that the policy is written for; "": either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +30,7 @@ class Plugins:
 
     policy: Callable[[str, Settings], object]
     eviction: Callable[[str, Settings], object]
-    shipped_routing: Callable[[], Mapping[str, Set[str]]]
-    """Name of a routing policy that is shipped -> the settings that it needs every service to have."""
-    read_routing: Callable[[str, object], tuple[Set[str], Sequence[Problem]]]
-    """Says which settings a routing policy of the file's own needs, and all that is wrong with it."""
+    shipped_routing: Callable[[], Mapping[str, RoutingNeeds]]
+    """Name of a routing policy that is shipped -> its needs."""
+    read_routing: Callable[[str, object], tuple[RoutingNeeds, Sequence[Problem]]]
+    """Says what a routing policy of the file's own needs, and all that is wrong with it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,6 +44,17 @@ class Profile(NamedTuple):
         steps = whole * (_on(self.ttft, self.chunk) + beside) if whole else 0.0
         return steps + (_on(self.ttft, rest) + beside if rest else 0.0)
 
+    def computed_tokens(self, milliseconds: float, batch: float, batch_tokens: float) -> float:
+        """Predict how many tokens of prompts are computed after so long, beside the answers under way.
+
+        The inverse of ``first_token``: of what was not measured nothing is computed.
+        """
+        beside = self.next_token(batch, batch_tokens / batch) if batch else 0.0
+        step = _on(self.ttft, self.chunk) + beside
+        whole = max(milliseconds, 0.0) // step if 0 < step < math.inf else 0.0
+        rest = milliseconds - (whole * step if whole else 0.0) - beside
+        return whole * self.chunk + min(_reach(self.ttft, rest), self.chunk)
+
     def next_token(self, batch: float, tokens_each: float) -> float:
         """Predict each further token while ``batch`` requests of so many tokens each are answered."""
         sizes = [size for size, _ in self.tpot]
@@ -69,6 +80,18 @@ def _on(line: Line, x: float) -> float:
     if math.isinf(y0):
         return y0
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _reach(line: Line, y: float) -> float:
+    """How far to the right ``line`` is at most ``y`` high."""
+    right = bisect_right(line, y, key=lambda point: point[1])
+    if right == 0:
+        return 0.0
+    x0, y0 = line[right - 1]
+    if right == len(line):
+        return x0
+    x1, y1 = line[right]
+    return x0 + (x1 - x0) * (y - y0) / (y1 - y0)
 
 
 def read(text: str) -> Profile:

@@ -285,7 +285,7 @@ class Multiplexer:
     def first_byte(self, ticket: Ticket) -> bool:
         """See Lease.first_byte."""
         with self._lock:
-            return self._scheduler.first_byte(ticket)
+            return self._scheduler.first_byte(ticket, self._clock.now())
 
     # Its life
 

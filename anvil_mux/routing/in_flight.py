@@ -6,6 +6,11 @@ until the end. What engines say at the end of an answer (tokens, and how many of
 how long a token is taken to be, and how much a replica's cache to hold. What caches hold of which nobody says
 is learned over all of a model's replicas together: they mostly run the same engine on the same GPU.
 
+With a profile of a replica, and a policy that says ``predict_prefill``, the prefill that is charged falls
+with time, before any byte comes: prompts are taken to be computed in their order, as fast as the profile
+says. Each first byte of a stream says anew how far the engine is; one that is not streamed comes with the end
+of its answer, so it takes back only its own part.
+
 A request in two stages is charged to both replicas at once: its input to the one that computes it, until that
 has answered, and to the other, which is given it, as if all of it were cached there and answered already.
 
@@ -112,6 +117,10 @@ class _Charge:
     def missing(self) -> int:
         return max(self.work.tokens - self.hit, 0)
 
+    @property
+    def uncomputed(self) -> int:
+        return 0 if self.answering else self.missing
+
 
 @dataclass(slots=True)
 class _Account:
@@ -126,6 +135,10 @@ class _Account:
     kv_tokens: int = 0
     """How many tokens its cache is thought to hold."""
     surprises: int = 0
+    computing_since: float = 0.0
+    """The moment since which its engine computes the prompts that it has not answered yet."""
+    computed_before: float = 0.0
+    """Tokens of those prompts that were predicted to be computed by then."""
     others: Report = NOTHING
     """The requests of all other anvil-mux there, together."""
     load: EngineLoad | None = None
@@ -197,7 +210,7 @@ class InFlightTracker:
             name: Report(
                 num_requests=len(each.entries),
                 num_waiting_requests=len(each.entries) - each.decode_batch,
-                prefill_tokens=each.prefill_tokens,
+                prefill_tokens=self._uncomputed(each, now),
                 decode_tokens=each.decode_tokens,
                 num_tokens=each.num_tokens,
                 load=each.load,
@@ -229,10 +242,10 @@ class InFlightTracker:
     ) -> list[Replica]:
         """The replicas as a choice for ``work`` sees them; those that ``failed`` cannot be chosen."""
         hits = self.prefixes.hits(work.blocks, among) if work.blocks else {}
-        replicas = [self._replica(name, work, hits.get(name, 0)) for name in among]
+        replicas = [self._replica(name, work, hits.get(name, 0), now) for name in among]
         if self._full:
             replicas = [self._observed(replica, now) for replica in replicas]
-        replicas += [self._replica(name, work, 0)._replace(schedulable=False) for name in failed]
+        replicas += [self._replica(name, work, 0, now)._replace(schedulable=False) for name in failed]
         return replicas
 
     def _observed(self, ours: Replica, now: float) -> Replica:
@@ -245,7 +258,8 @@ class InFlightTracker:
         if account.load is None:
             return ours
         running, waiting, usage = account.load
-        known = account.ended + sum([entry.since <= since for entry in account.entries.values()])
+        later = [entry for entry in account.entries.values() if entry.since > since]
+        known = account.ended + len(account.entries) - len(later)
         foreign = max(running + (waiting or 0) - known - account.others.num_requests, 0)
         answered = min(foreign, running)
         return ours._replace(
@@ -253,11 +267,16 @@ class InFlightTracker:
             num_waiting_requests=ours.num_waiting_requests + foreign - answered,
             decode_batch=ours.decode_batch + answered,
             kv_usage=usage,
+            unreported_tokens=sum([entry.work.tokens - entry.uncomputed for entry in later]),
         )
 
-    def _replica(self, name: str, work: Work, blocks: int) -> Replica:
+    def _replica(self, name: str, work: Work, blocks: int, now: float | None = None) -> Replica:
+        """The replica at a moment; without one its prefill is as it was charged."""
         account = self._accounts[name]
         member = account.member
+        prefill_tokens = account.prefill_tokens
+        if prefill_tokens and now is not None and self.routing.predict_prefill:
+            prefill_tokens = self._uncomputed(account, now)
         others = account.others
         total = len(account.entries) + others.num_requests
         waiting = len(account.entries) - account.decode_batch + others.num_waiting_requests
@@ -270,7 +289,7 @@ class InFlightTracker:
             failure_domain=member.failure_domain,
             num_requests=total,
             num_waiting_requests=waiting,
-            prefill_tokens=account.prefill_tokens + others.prefill_tokens,
+            prefill_tokens=prefill_tokens + others.prefill_tokens,
             decode_tokens=account.decode_tokens + others.decode_tokens,
             decode_batch=total - waiting,
             num_tokens=account.num_tokens + others.num_tokens,
@@ -283,6 +302,29 @@ class InFlightTracker:
             usual_tokens=self._memory.usual_tokens,
             fleet_prefill_tokens=self._prefill_tokens,
         )
+
+    def _uncomputed(self, account: _Account, now: float) -> int:
+        """The input that a replica has still to compute, by its profile if the policy wants that."""
+        profile = account.member.profile
+        if not account.prefill_tokens or not profile or not self.routing.predict_prefill:
+            return account.prefill_tokens
+        return max(account.prefill_tokens - int(self._computed(account, profile, now)), 0)
+
+    def _computed(self, account: _Account, profile: Profile, now: float) -> float:
+        elapsed = (now - account.computing_since) * 1e3
+        batch, tokens = account.decode_batch, account.decode_tokens
+        return account.computed_before + profile.computed_tokens(elapsed, batch, tokens)
+
+    def _predict_without(self, account: _Account, entry: _Charge, now: float, *, exact: bool) -> None:
+        """Predict from now on what is computed of the other prompts. ``exact``: none of them is by now."""
+        profile = account.member.profile
+        if profile and self.routing.predict_prefill:
+            left = 0.0 if exact else self._computed(account, profile, now) - entry.missing
+            account.computed_before, account.computing_since = max(left, 0.0), now
+
+    def _next(self, account: _Account) -> _Charge | None:
+        """The first of the requests that a replica does not answer yet."""
+        return next((entry for entry in account.entries.values() if not entry.answering), None)
 
     def waiting(self, backend: str) -> list[Hashable]:
         """The requests that a replica does not answer yet, in the order in which they came.
@@ -373,6 +415,8 @@ class InFlightTracker:
         account = self._accounts[choice.backend]
         entry = _Charge(work, choice.hit_tokens, now)
         account.entries[key] = entry
+        if not account.prefill_tokens:
+            account.computing_since, account.computed_before = now, 0.0
         self._add_prefill(account, entry.missing)
         if work.infer_type == "decode":
             self._begin_decode(account, entry)
@@ -385,10 +429,11 @@ class InFlightTracker:
         account.prefill_tokens += tokens
         self._prefill_tokens += tokens
 
-    def first_byte(self, key: Hashable) -> None:
+    def first_byte(self, key: Hashable, now: float = 0.0) -> None:
         """Note the first byte of an answer: its prefill is done."""
         account, entry = self._find(key)
         if account and entry and not entry.answering:
+            self._predict_without(account, entry, now, exact=entry.work.stream)
             self._add_prefill(account, -entry.missing)
             self._begin_decode(account, entry)
 
@@ -398,12 +443,18 @@ class InFlightTracker:
         account.decode_batch += 1
 
     def ended(
-        self, key: Hashable, cached_tokens: int | None = None, prompt_tokens: int | None = None
+        self,
+        key: Hashable,
+        cached_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+        now: float = 0.0,
     ) -> None:
         """Note the end of a request, whatever it was; the tokens are those of its input, by its engine."""
         account, entry = self._find(key)
         if account is None or entry is None:
             return
+        if self.routing.predict_prefill and entry is self._next(account):
+            self._predict_without(account, entry, now, exact=False)
         del account.entries[key], self._where[key]
         account.ended += account.heard is not None and entry.since <= account.heard
         account.num_tokens -= entry.work.tokens

@@ -3,8 +3,8 @@
 A policy is a mapping: ``filters`` (a list of steps), ``selector`` (one step), and ``metrics``: names of its
 own for metrics with settings, or a list of metrics to be shown when a choice is explained. A step is its
 name, or ``{name: {setting: value}}``. Under the keys neutral, prefill and decode a policy may hold a pipeline
-for each infer type instead. What may stand where is read off the arguments of the steps in routing.py: there
-is no second table.
+for each infer type instead. What holds for all of a policy stands beside them (switches.py). What may stand
+where is read off the arguments of the steps in routing.py: there is no second table.
 
 The policies that are shipped (routing.yaml) are read by the same functions.
 """
@@ -23,12 +23,15 @@ import yaml
 
 from anvil_mux.config.config import INFER_TYPES, ROUTING_NAME
 from anvil_mux.config.settings import Problem, nearest, show
-from anvil_mux.routing import routing
+from anvil_mux.routing import routing, switches
 from anvil_mux.routing.routing import Filter, Metric, Pipeline, Routing, Selector, Sweep
 
 Path = tuple[str, ...]
 
 PARTS = ("metrics", "filters", "selector")
+
+PREDICT_PREFILL = False
+"""Whether what replicas with a profile have to compute falls with time, where a policy does not say."""
 
 
 def text() -> str:
@@ -57,27 +60,31 @@ def build(name: str, own: Mapping[str, object] | None = None) -> Routing:
 
 def compile(name: str, written: object) -> tuple[Routing, list[Problem]]:
     """The policy as far as it could be read, and all that is wrong with it."""
-    reading = _PolicyReader()
+    steps, mode, predict, problems = switches.read(written, shipped())
+    reading = _PolicyReader(mode, problems)
     pipelines: dict[str, Pipeline] = {}
-    if not isinstance(written, Mapping) or not written:
+    if not isinstance(steps, Mapping) or not steps:
         reading.problem((), f"must hold metrics, filters and a selector, not {show(written)}")
-    elif set(written) & set(INFER_TYPES):
-        for key, value in written.items():
+    elif set(steps) & set(INFER_TYPES):
+        for key, value in steps.items():
             if key in INFER_TYPES:
                 pipelines[key] = reading.pipeline(value, (key,))
             else:
                 reading.problem((str(key),), f"stands beside infer types; {nearest(str(key), INFER_TYPES)}")
     else:
-        pipelines = dict.fromkeys(INFER_TYPES, reading.pipeline(written, ()))
-    return Routing(name, pipelines, frozenset(reading.needs)), reading.problems
+        pipelines = dict.fromkeys(INFER_TYPES, reading.pipeline(steps, ()))
+    return Routing(name, pipelines, mode, PREDICT_PREFILL if predict is None else predict), reading.problems
 
 
 @dataclass
 class _PolicyReader:
     """One policy being read."""
 
-    problems: list[Problem] = field(default_factory=list)
+    mode: str
+    """The mode that the policy is written for; "": either."""
+    problems: list[Problem]
     needs: set[str] = field(default_factory=set)
+    """Settings of a service without which the pipeline cannot work."""
     named: dict[str, Metric | None] = field(default_factory=dict)
     """Metrics by the pipeline's own names; None: there was a problem with it."""
     used: dict[Metric, None] = field(default_factory=dict)
@@ -86,7 +93,7 @@ class _PolicyReader:
         self.problems.append((path, text))
 
     def pipeline(self, written: object, path: Path) -> Pipeline:
-        self.named, self.used = {}, {}
+        self.named, self.used, self.needs = {}, {}, set()
         selector = Selector("none", partial(routing.round_robin))
         if not isinstance(written, Mapping):
             self.problem(path, f"must hold metrics, filters and a selector, not {show(written)}")
@@ -100,7 +107,7 @@ class _PolicyReader:
             selector = self._selector(written["selector"], (*path, "selector")) or selector
         else:
             self.problem(path, f"has no selector; known: {', '.join(routing.SELECTORS)}")
-        return Pipeline(selector, filters, sweeps, tuple(self.used))
+        return Pipeline(selector, filters, sweeps, tuple(self.used), frozenset(self.needs))
 
     # The parts
 
@@ -138,6 +145,9 @@ class _PolicyReader:
         if step is None:
             return None
         name, function, given = step
+        if self.mode == "lite" and name not in routing.LITE | routing.MADE_OF_OTHERS:
+            lite = " or ".join(sorted(routing.LITE))
+            self.problem(path, f"is {name}, which the mode lite of this policy does not know: use {lite}")
         if need := routing.NEEDS.get(name):
             self.needs.add(need)
         metric = Metric(name, _bound(function, given), name in routing.HIGHER)

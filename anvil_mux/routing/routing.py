@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from anvil_mux.config.config import EITHER
+from anvil_mux.config.config import EITHER, STAGES
 from anvil_mux.config.profile import Profile
 
 MAX_SESSIONS = 10_000
@@ -81,6 +81,8 @@ class Replica(NamedTuple):
     """How fast it was measured to be."""
     kv_usage: float | None = None
     """How full its cache is, by its engine's figures; None: not reported."""
+    unreported_tokens: int = 0
+    """Tokens of requests that were sent to it after those figures, without what is in ``prefill_tokens``."""
     heat: float = 1.0
     """The part of the latest requests that it had, times the number of replicas."""
     usual_tokens: float = 0.0
@@ -206,8 +208,10 @@ def prefix_miss_tokens(work: Work, replica: Replica) -> float:
     return max(work.tokens - replica.hit_tokens, 0)
 
 
-def cache_aware_all_prefills_tokens_num(work: Work, replica: Replica) -> float:
+def cache_aware_all_prefills_tokens_num(work: Work, replica: Replica, *, min_tokens: int = 1) -> float:
     """Input tokens that it would have to compute, were this request its own (least prefill work left)."""
+    if work.tokens < min_tokens:
+        return replica.prefill_tokens + work.tokens
     return replica.prefill_tokens + max(work.tokens - replica.hit_tokens, 0)
 
 
@@ -225,8 +229,9 @@ def kv_cache_usage_ratio_projected(work: Work, replica: Replica) -> float:
     """How full its cache would be with all that it has taken on."""
     if not replica.kv_tokens:
         return math.inf
-    counted = replica.num_tokens / replica.kv_tokens
-    return counted if replica.kv_usage is None else max(counted, replica.kv_usage)
+    if replica.kv_usage is None:  # then what several requests share counts for each of them
+        return replica.num_tokens / replica.kv_tokens
+    return replica.kv_usage + (replica.prefill_tokens + replica.unreported_tokens) / replica.kv_tokens
 
 
 def predicted_ttft(work: Work, replica: Replica) -> float:
@@ -314,6 +319,11 @@ NEEDS = {
 }
 """Metric -> the setting of a service without which it says nothing."""
 
+LITE = frozenset(["num_requests", "num_tokens"])
+"""The metrics of a policy that is written for the mode lite: what Llumnix's router can know in it."""
+MADE_OF_OTHERS = frozenset(["bucket", "weighted_sum"])
+"""Metrics that say what those say of which they are made."""
+
 
 # Filters of one replica: whether it stays.
 
@@ -369,13 +379,6 @@ def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = 
     return gone
 
 
-def failover_migration_source(
-    replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance"
-) -> Set[str]:
-    """Removes all that are in no failed failure domain: requests are to be taken away from those left."""
-    return {replica.backend for replica in replicas} - failover(replicas, failed, domain=domain)
-
-
 def _sharing(
     replicas: Sequence[Replica], gone: Set[str], what: Literal["node", "failure_domain"]
 ) -> Set[str]:
@@ -384,10 +387,7 @@ def _sharing(
     return {replica.backend for replica in replicas if getattr(replica, what) in names}
 
 
-SWEEPS: dict[str, Callable[..., Set[str]]] = {
-    "failover": failover,
-    "failover_migration_source": failover_migration_source,
-}
+SWEEPS: dict[str, Callable[..., Set[str]]] = {"failover": failover}
 
 
 # Selectors: one of those that are left, and why.
@@ -541,10 +541,12 @@ class Pipeline:
     sweeps: tuple[Sweep, ...] = ()
     metrics: tuple[Metric, ...] = ()
     """All that it uses or names, for whoever explains a choice."""
+    needs: frozenset[str] = frozenset()
+    """Settings of a service without which it cannot work."""
 
     def removed(self, work: Work, replicas: Sequence[Replica], *, fallback: bool = False) -> dict[str, str]:
-        """Backend -> the first step that removes it."""
-        removed: dict[str, str] = {}
+        """Backend -> the first step that removes it; what has failed is removed whatever the steps are."""
+        removed = {each.backend: "schedulability" for each in replicas if not each.schedulable}
         failed = set()
         for each in self.filters:
             if fallback and each.skipped:
@@ -566,8 +568,17 @@ class Routing:
 
     name: str
     pipelines: Mapping[str, Pipeline]
-    needs: frozenset[str] = frozenset()
-    """Settings of a service without which it cannot work."""
+    mode: str = ""
+    """The mode that it is written for; "": either."""
+    predict_prefill: bool = False
+    """Whether what a replica has to compute falls with time, by its profile, before a first byte comes."""
+
+    def needs(self, infer_type: str) -> frozenset[str]:
+        """The settings that a service of this infer type must have; it may always get whole requests."""
+        if not self.pipelines:
+            return frozenset()
+        stages = STAGES if infer_type == EITHER else (infer_type,)
+        return self.pipeline("neutral").needs.union(*[self.pipeline(stage).needs for stage in stages])
 
     def pipeline(self, infer_type: str) -> Pipeline:
         """The pipeline for the stage that is to be placed; by default that of neutral, or the first."""

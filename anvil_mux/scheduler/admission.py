@@ -72,7 +72,7 @@ class Admission:
         model = self._state.models[idle.model]
         if model.replicas:
             self.send_anew(
-                model.replicas.take_back(model.ready, idle), Cause("moved", backend=idle.name), now
+                model.replicas.take_back(model.ready, idle, now), Cause("moved", backend=idle.name), now
             )
 
     def leave_silent(self, slot: Slot, now: float) -> None:

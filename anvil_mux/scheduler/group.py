@@ -159,7 +159,7 @@ class GpuGroup:
             slot.answered, slot.crashes = now, 0
         replicas = model.replicas if ticket.choice else None
         if replicas:
-            replicas.in_flight.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
+            replicas.in_flight.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1], now=now)
         if state.emit_leases:
             size, cause = len(slot.holders), None if whole else INCOMPLETE
             state.emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))

@@ -101,19 +101,19 @@ class Replicas:
             return {"neutral": self._explain(work, "neutral", writes, now)}
         return {"prefill": self._explain(work, "prefill", others, now), "decode": decode}
 
-    def take_back(self, ready: list[Slot], idle: Slot) -> Iterator[tuple[Ticket, Slot]]:
+    def take_back(self, ready: list[Slot], idle: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
         """Take back the requests that wait behind others and would be better off at ``idle``."""
-        return self._uncharged(self.in_flight.better_off(idle.name, _like(idle, ready)))
+        return self._uncharged(self.in_flight.better_off(idle.name, _like(idle, ready)), now)
 
     def take_from(self, ready: list[Slot], silent: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
         """Take back the requests that wait at a stale replica and may go to another."""
-        return self._uncharged(self.in_flight.left_waiting(silent.name, _like(silent, ready), now))
+        return self._uncharged(self.in_flight.left_waiting(silent.name, _like(silent, ready), now), now)
 
-    def _uncharged(self, tickets: Iterable[Hashable]) -> Iterator[tuple[Ticket, Slot]]:
+    def _uncharged(self, tickets: Iterable[Hashable], now: float) -> Iterator[tuple[Ticket, Slot]]:
         for ticket in tickets:
             assert isinstance(ticket, Ticket)
             assert ticket.backend is not None
-            self.in_flight.ended(ticket)
+            self.in_flight.ended(ticket, now=now)
             yield ticket, self._by_name[ticket.backend]
 
     def _stages(self, ready: list[Slot], *, staged: bool) -> dict[str, list[Slot]]:

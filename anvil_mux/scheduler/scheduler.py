@@ -101,11 +101,11 @@ class Scheduler:
         group.admission.give_up(ticket, now, error)
         return self._settling.settle([group], now)
 
-    def first_byte(self, ticket: Ticket) -> bool:
+    def first_byte(self, ticket: Ticket, now: float) -> bool:
         """The first byte of an answer came; False: too late, the request is sent to another replica."""
         model = self.layout.models.get(ticket.model)
         if model and model.replicas:
-            model.replicas.in_flight.first_byte(ticket)
+            model.replicas.in_flight.first_byte(ticket, now)
         return not ticket.severed
 
     # Facts from steps

@@ -16,17 +16,21 @@ from statistics import fmean
 from typing import Any, TextIO
 
 from anvil_mux.config.config import DEFAULT_ROUTING
+from anvil_mux.config.profile import Profile
 from anvil_mux.errors import MuxError
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
-from anvil_mux.sim import prompts
+from anvil_mux.sim import objectives, profiled, prompts
 from anvil_mux.sim.figures import quantile
 from anvil_mux.sim.fleet import PromptOutcome, SimulatedEngine, simulate
+from anvil_mux.sim.objectives import Attainment, Objectives
 from anvil_mux.sim.prompts import Prompt, Trace
 
 ROUTER_BLOCK_TOKENS = 512
 """The block size of the router; an engine's blocks are as small as the trace has them."""
+WHOLE = "neutral"
+"""The infer type of all simulated replicas."""
 CLASSES = {"warm": 5_000, "med": 20_000, "heavy": 50_000, "heavy_plus": math.inf}
 """Input-length class -> below so many tokens."""
 
@@ -47,11 +51,16 @@ class Scenario:
     block_tokens: int
     replicas: int
     engine: SimulatedEngine
+    profile: Profile | None = None
+    """The profile of its engines that every policy may use; None: those that need one get what fits."""
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Latencies of one run in ms: to the first byte (ttft), to the last (e2e), from token to token (tpot)."""
+    """Latencies of one run in ms: to the first byte (ttft), to the last (e2e), from token to token (tpot).
+
+    What was refused has none.
+    """
 
     requests: int
     ttft_mean_ms: float
@@ -76,6 +85,8 @@ class Result:
     policy: str
     answers: Sequence[PromptOutcome]
     latencies: Latencies
+    attainment: Attainment | None = None
+    """How many kept the objectives; None: there are none."""
 
     def row(self) -> dict[str, Any]:
         field = self.field
@@ -86,7 +97,8 @@ class Result:
             "sessions": field.sessions,
             "replicas": field.replicas,
         }
-        return {**named, **run, **asdict(self.latencies), "classes": classes(self.answers)}
+        kept = self.attainment._asdict() if self.attainment else {}
+        return {**named, **run, **asdict(self.latencies), **kept, "classes": classes(self.answers)}
 
 
 class InFlightRouter:
@@ -94,44 +106,47 @@ class InFlightRouter:
 
     def __init__(self, policy: str, field: Scenario, own: Mapping[str, object] | None = None) -> None:
         names = [f"replica-{number}" for number in range(field.replicas)]
-        members = [Member(name, kv_tokens=field.engine.kv_tokens) for name in names]
-        self._in_flight = InFlightTracker(pipeline.build(policy, own), members)
+        made = pipeline.build(policy, own)
+        profile = field.profile or (
+            profiled.measured(field.engine) if "profile" in made.needs(WHOLE) else None
+        )
+        members = [Member(name, kv_tokens=field.engine.kv_tokens, profile=profile) for name in names]
+        self._in_flight = InFlightTracker(made, members)
         self._names = names
         self._numbers = {name: number for number, name in enumerate(names)}
         self._every = max(ROUTER_BLOCK_TOKENS // field.block_tokens, 1)
         self._block_tokens = field.block_tokens * self._every
 
-    def choose(self, key: int, prompt: Prompt, now: float) -> int:
+    def choose(self, key: int, prompt: Prompt, now: float) -> int | None:
         blocks = prompt.blocks[self._every - 1 :: self._every]
-        work = Work(prompt.tokens, blocks, self._block_tokens, prompt.session)
-        choice = self._in_flight.choose(key, work, self._names)
-        assert choice, "all replicas are up"
-        return self._numbers[choice.backend]
+        work = Work(prompt.tokens, blocks, self._block_tokens, prompt.session, stream=True)
+        choice = self._in_flight.choose(key, work, self._names, now=now)
+        return self._numbers[choice.backend] if choice else None
 
     def first_byte(self, key: int, now: float) -> None:
-        self._in_flight.first_byte(key)
+        self._in_flight.first_byte(key, now)
 
     def ended(self, key: int, now: float, cached_tokens: int) -> None:
-        self._in_flight.ended(key)
+        self._in_flight.ended(key, now=now)
 
 
 # What to run
 
 
 def choose_policies(names: str, own: Mapping[str, object] | None = None) -> tuple[str, ...]:
-    """The policies of a list with commas; ``all``: those that need nothing that only real engines have."""
+    """The policies of a list with commas; ``all``: those that refuse nobody for a prediction."""
     known = {**pipeline.shipped(), **(own or {})}
     if names == "all":
-        return tuple([name for name in known if not _missing(name, own)])
+        return tuple([name for name in known if not predicts(name, own)])
     chosen = tuple(dict.fromkeys(names.split(",")))
     for name in chosen:
-        if missing := _missing(name, own):
-            raise ValueError(f"{name} needs {', '.join(missing)}, which simulated replicas do not have")
+        predicts(name, own)  # or is unknown
     return chosen
 
 
-def _missing(policy: str, own: Mapping[str, object] | None) -> list[str]:
-    return sorted(pipeline.build(policy, own).needs - {"kv_tokens"})
+def predicts(policy: str, own: Mapping[str, object] | None = None) -> bool:
+    """Whether a policy needs a profile of the engines."""
+    return "profile" in pipeline.build(policy, own).needs(WHOLE)
 
 
 def read_engine(settings: str) -> SimulatedEngine:
@@ -157,6 +172,7 @@ def draw(
     seeds: Iterable[int],
     replicas: int,
     engine: SimulatedEngine,
+    profile: Profile | None = None,
 ) -> Iterator[Scenario]:
     """A scenario for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
     for name in traces:
@@ -172,6 +188,7 @@ def draw(
                     block_tokens=trace.block_tokens,
                     replicas=replicas,
                     engine=engine,
+                    profile=profile,
                 )
 
 
@@ -185,13 +202,24 @@ def _drawn(trace: Trace, seed: int, sessions: int) -> list[Prompt]:
 # Running it
 
 
-def run(field: Scenario, policy: str, own: Mapping[str, object] | None = None) -> Result:
+def run(
+    field: Scenario,
+    policy: str,
+    own: Mapping[str, object] | None = None,
+    kept: Objectives | None = None,
+) -> Result:
+    """Run one scenario under one policy. ``kept``: the objectives by which it is judged."""
     router = InFlightRouter(policy, field, own)
     answers = simulate(field.prompts, router, field.replicas, field.block_tokens, field.engine)
-    return Result(field, policy, answers, latencies(answers, field.replicas))
+    attainment = objectives.attained(answers, kept) if kept else None
+    return Result(field, policy, answers, latencies(answers, field.replicas), attainment)
 
 
 def latencies(answers: Sequence[PromptOutcome], replicas: int) -> Latencies:
+    requests = len(answers)
+    answers = [answer for answer in answers if not answer.is_refused]
+    if not answers:
+        return Latencies(requests, *[0.0] * (len(fields(Latencies)) - 1))
     firsts = sorted([_first_ms(answer) for answer in answers])
     lasts = sorted([(answer.finished - answer.arrived) * 1e3 for answer in answers])
     paces = sorted([_pace_ms(answer) for answer in answers if answer.prompt.output > 1])
@@ -199,7 +227,7 @@ def latencies(answers: Sequence[PromptOutcome], replicas: int) -> Latencies:
     shares = Counter([answer.replica for answer in answers])
     least = min([shares[replica] for replica in range(replicas)])
     return Latencies(
-        requests=len(answers),
+        requests=requests,
         ttft_mean_ms=fmean(firsts),
         ttft_p50_ms=quantile(firsts, 0.50),
         ttft_p90_ms=quantile(firsts, 0.90),
@@ -216,7 +244,7 @@ def latencies(answers: Sequence[PromptOutcome], replicas: int) -> Latencies:
 def classes(answers: Iterable[PromptOutcome]) -> dict[str, dict[str, float]]:
     """Input-length class -> how many requests it has, and their time to the first byte."""
     grouped: dict[str, list[float]] = {name: [] for name in CLASSES}
-    for answer in answers:
+    for answer in [answer for answer in answers if not answer.is_refused]:
         name = next(name for name, below in CLASSES.items() if answer.prompt.tokens < below)
         grouped[name].append(_first_ms(answer))
     return {name: _class(sorted(firsts)) for name, firsts in grouped.items()}
@@ -241,14 +269,16 @@ HEAD = (
     "TRACE", "SESSIONS", "POLICY", "RUNS", "TTFT", "P50", "P90", "P99", "E2E", "E2E-P90", "E2E-P99",
     "TPOT-P90", "HIT", "BALANCE", "TTFT-VS-DEFAULT",
 )  # fmt: skip
+KEPT = ("SLO-TTFT", "SLO-TPOT", "SLO", "REFUSED")
+"""The further columns where there are objectives."""
 
 
 def table(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
     """A row for each trace, number of sessions and policy: means over the seeds."""
-    groups: dict[tuple[str, int], dict[str, list[Latencies]]] = {}
+    groups: dict[tuple[str, int], dict[str, list[Result]]] = {}
     for one in results:
         group = groups.setdefault((one.field.trace, one.field.sessions), {})
-        group.setdefault(one.policy, []).append(one.latencies)
+        group.setdefault(one.policy, []).append(one)
     for (trace, sessions), policies in groups.items():
         default = policies.get(DEFAULT_ROUTING)
         for policy, runs in policies.items():
@@ -258,8 +288,9 @@ def table(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
                 str(sessions or ""),
                 policy + mark,
                 str(len(runs)),
-                *_means(runs),
+                *_means([run.latencies for run in runs]),
                 _against(runs, default),
+                *_kept([run.attainment for run in runs if run.attainment]),
             )
 
 
@@ -269,12 +300,18 @@ def _means(runs: Sequence[Latencies]) -> Iterator[str]:
         yield f"{mean:.0f}" if each.name.endswith("_ms") else f"{mean:.3f}"
 
 
-def _against(runs: Sequence[Latencies], default: Sequence[Latencies] | None) -> str:
+def _kept(runs: Sequence[Attainment]) -> Iterator[str]:
+    for column in zip(*runs, strict=True):
+        yield f"{fmean(column):.3f}" if isinstance(column[0], float) else f"{fmean(column):.0f}"
+
+
+def _against(runs: Sequence[Result], default: Sequence[Result] | None) -> str:
     """How much longer its mean time to the first byte is, and in how many runs it is longer."""
     if default is None or runs is default:
         return ""
-    longer = sum([run.ttft_mean_ms > other.ttft_mean_ms for run, other in zip(runs, default, strict=True)])
-    ratio = fmean(run.ttft_mean_ms for run in runs) / fmean(run.ttft_mean_ms for run in default)
+    means, others = ([run.latencies.ttft_mean_ms for run in each] for each in (runs, default))
+    longer = sum([mean > other for mean, other in zip(means, others, strict=True)])
+    ratio = fmean(means) / fmean(others)
     return f"{ratio - 1:+.0%}, longer in {longer} of {len(runs)}"
 
 

@@ -43,11 +43,20 @@ class PromptOutcome(NamedTuple):
     cached_tokens: int
     """Input tokens that were not computed, because their blocks were there."""
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the router let no replica take it: it never had a first byte."""
+        return self.replica == REFUSED
+
+
+REFUSED = -1
+"""The number of the replica of a request that was refused."""
+
 
 class Router(Protocol):
     """A router that chooses replicas by number, and is told how its requests fare, each by a key."""
 
-    def choose(self, key: int, prompt: Prompt, now: float) -> int: ...
+    def choose(self, key: int, prompt: Prompt, now: float) -> int | None: ...
     def first_byte(self, key: int, now: float) -> None: ...
     def ended(self, key: int, now: float, cached_tokens: int) -> None: ...
 
@@ -348,7 +357,13 @@ class _Fleet:
 
     def _arrive(self, now: float, prompt: Prompt) -> None:
         job = _PlacedPrompt(next(self._keys), prompt, now)
-        job.replica = self._router.choose(job.key, prompt, now)
+        choice = self._router.choose(job.key, prompt, now)
+        if choice is None:
+            job.replica, job.first_byte = REFUSED, math.inf
+            self._note(math.inf, job)
+            self._follow(now, prompt.session)
+            return
+        job.replica = choice
         ingress = self._engine.ingress_seconds + prompt.tokens * self._engine.ingress_token_seconds
         self._at(now + ingress, self._come, job)
 
@@ -377,16 +392,23 @@ class _Fleet:
 
     def _finish(self, now: float, job: _PlacedPrompt) -> None:
         self._router.ended(job.key, now, job.cached)
+        self._note(now, job)
+        self._follow(now, job.prompt.session)
+
+    def _note(self, finished: float, job: _PlacedPrompt) -> None:
         answer = PromptOutcome(
             prompt=job.prompt,
             replica=job.replica,
             arrived=job.arrived,
             first_byte=job.first_byte,
-            finished=now,
+            finished=finished,
             cached_tokens=job.cached,
         )
         self._answers.append((job.key, answer))
-        rest = self._rest.get(job.prompt.session)
+
+    def _follow(self, now: float, session: str) -> None:
+        """Have the next request of a session come."""
+        rest = self._rest.get(session)
         if rest:
             following = rest.popleft()
             self._at(max(now, following.at), self._arrive, following)

@@ -40,6 +40,20 @@ def test_answers_under_way_slow_each_chunk_down() -> None:
     assert MADE.first_token(2500, 4, 400) == pytest.approx(300.0 + 50.0 + 2 * 16.0)
 
 
+@pytest.mark.parametrize("batch", [0, 1, 4])
+@pytest.mark.parametrize("tokens", [1, 500, 1700, 2000, 4500])
+def test_what_is_computed_after_the_time_to_a_first_token_is_the_prompt(tokens: int, batch: int) -> None:
+    times = MADE.first_token(tokens, batch, batch * 100)
+    assert MADE.computed_tokens(times, batch, batch * 100) == pytest.approx(tokens)
+
+
+def test_beyond_what_was_measured_nothing_is_computed() -> None:
+    assert MADE.computed_tokens(0.0, 0, 0) == MADE.computed_tokens(-5.0, 0, 0) == 0
+    assert MADE.computed_tokens(9000.0, 5, 500) == 0
+    short = MADE._replace(chunk=8192)  # nobody knows how long so many take at once
+    assert short.computed_tokens(9000.0, 0, 0) == 2000
+
+
 @pytest.mark.parametrize(
     ("batch", "each", "expected"),
     [

@@ -1223,6 +1223,59 @@ def test_what_is_wrong_with_routing_is_told_with_its_line(
     assert any(f":{line}: " in each and text in each for each in caught.value.problems), caught.value.problems
 
 
+BALANCED = """
+    x-anvil: {routing: HOW}
+    services:
+      a: {image: x, x-anvil: {model: m, gpus: ["0"]}}
+      b: {image: x, x-anvil: {model: m, gpus: ["1"]}}
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "load_balance",
+        "{default: load_balance, mode: lite}",
+        "{default: aware, policies: {aware: {like: load_balance, cache_aware: true}}}",
+    ],
+)
+def test_a_policy_that_goes_by_what_engines_report_is_refused_in_the_mode_lite(
+    tmp_path: Path, how: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plain(tmp_path, BALANCED.replace("HOW", how))
+    [problem] = caught.value.problems
+    policy = "aware" if "aware" in how else "load_balance"
+    assert (
+        f"{policy} goes by what engines report: write routing: {{default: {policy}, mode: full}}" in problem
+    )
+    assert ("or take load_balance_lite" in problem) is (policy == "load_balance")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "load_balance_lite",
+        "{default: load_balance, mode: full}",
+        "{default: aware, mode: full, policies: {aware: {like: load_balance, cache_aware: true}}}",
+    ],
+)
+def test_a_replica_that_takes_whole_requests_needs_nothing_of_the_stages(tmp_path: Path, how: str) -> None:
+    assert plain(tmp_path, BALANCED.replace("HOW", how)).backends
+
+
+def test_a_replica_for_answers_needs_what_places_them(tmp_path: Path) -> None:
+    staged = BALANCED.replace("HOW", "{default: load_balance, mode: full}")
+    for name, stage in (("a", "prefill"), ("b", "decode")):
+        staged = staged.replace(
+            f"{name}: {{image: x, x-anvil: {{", f"{name}: {{image: x, x-anvil: {{infer_type: {stage}, "
+        )
+    with pytest.raises(ConfigError) as caught:
+        plain(tmp_path, staged)
+    [problem] = caught.value.problems
+    assert "services.b: needs kv_tokens, because routing is load_balance" in problem
+
+
 def test_what_a_variable_leaves_empty_in_routing_says_nothing(tmp_path: Path) -> None:
     top = "x-anvil: {routing: {default: '${A:-}', mode: '${A:-}', store: '${A:-}', policies: }}"
     found = plain(tmp_path, f"{top}\nservices: {{a: {{image: x, x-anvil: {{}}}}}}")

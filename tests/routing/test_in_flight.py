@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import pytest
+
+from anvil_mux.config.profile import Profile
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member
 from anvil_mux.routing.routing import Replica, Work, kv_cache_usage_ratio_projected
@@ -168,6 +171,14 @@ def test_what_is_cached_is_bounded_by_what_the_engine_holds() -> None:
     assert state(made)["a"].hit_tokens == 1024
 
 
+@pytest.mark.parametrize("policy", pipeline.shipped())
+def test_a_replica_that_failed_is_chosen_by_no_policy(policy: str) -> None:
+    made = in_flight(policy)
+    for key in range(20):
+        choice = made.choose(key, SHORT, ("b", "c"), failed=("a",))
+        assert choice is None or choice.backend != "a"
+
+
 def test_replicas_that_failed_are_seen_and_not_chosen() -> None:
     made = in_flight("least_prefill_work")
     choice = made.choose(1, SHORT, ("b", "c"), failed=("a",))
@@ -300,6 +311,80 @@ def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
     assert room(made) == 8192
 
 
+# Prefill that is predicted
+
+RATE = Profile(((0, 0.0), (1000, 1000.0)), ((1, ((0, 500.0), (9999, 500.0))),), 1000)
+"""A token each millisecond; beside one answer 1,000 tokens take half a second longer."""
+
+
+def predicting(*, on: bool = True, profile: Profile | None = RATE) -> InFlightTracker:
+    written = {"like": "least_prefill_work", "predict_prefill": on}
+    policy, problems = pipeline.compile("mine", written)
+    assert problems == []
+    return InFlightTracker(policy, [Member(name, profile=profile) for name in NAMES])
+
+
+def charged(made: InFlightTracker, *moments: float) -> list[int]:
+    """What the replica a has to compute at each of the moments."""
+    return [made.view(SHORT, ("a",), now=now)[0].prefill_tokens for now in moments]
+
+
+def test_the_charge_of_a_prompt_falls_as_fast_as_the_profile_says() -> None:
+    made = predicting()
+    made.choose(1, Work(3000, stream=True), ("a",), now=10.0)
+    assert charged(made, 10.0, 10.25, 11.5, 12.999, 13.0, 99.0) == [3000, 2750, 1500, 1, 0, 0]
+    made.first_byte(1, 11.0)
+    assert charged(made, 11.0, 12.0) == [0, 0]
+
+
+def test_without_the_setting_or_a_profile_it_stays_until_the_first_byte() -> None:
+    for made in (predicting(on=False), predicting(profile=None)):
+        made.choose(1, Work(3000), ("a",), now=10.0)
+        assert charged(made, 10.0, 12.0) == [3000, 3000]
+        made.first_byte(1, 12.0)
+        assert charged(made, 12.0) == [0]
+
+
+def test_a_first_byte_says_how_far_the_engine_is() -> None:
+    made = predicting()
+    for key, tokens in enumerate((1000, 2000)):
+        made.choose(key, Work(tokens, stream=True), ("a",), now=0.0)
+    assert charged(made, 1.5) == [1500]
+    made.first_byte(0, 1.6)  # late: the other one is begun only now
+    # beside an answer 1,000 tokens take 1.5 s
+    assert charged(made, 1.6, 3.1) == [2000, 1000]
+
+
+def test_a_first_byte_that_comes_with_the_end_of_its_answer_takes_back_its_own_part_only() -> None:
+    made = predicting()
+    for key, tokens in enumerate((1000, 2000)):
+        made.choose(key, Work(tokens), ("a",), now=0.0)
+    made.first_byte(0, 2.5)
+    assert charged(made, 2.5) == [500]
+    made.ended(0, now=2.5)
+    assert charged(made, 2.75) == [250]
+
+
+def test_a_prompt_that_leaves_takes_its_part_with_it() -> None:
+    made = predicting()
+    for key, tokens in enumerate((1000, 2000, 500)):
+        made.choose(key, Work(tokens, stream=True), ("a",), now=0.0)
+    made.ended(2, now=0.4)  # the last one: of the first two 400 are computed
+    assert charged(made, 0.4) == [2600]
+    made.ended(0, now=0.4)  # the first one
+    assert charged(made, 0.4, 0.9) == [2000, 1500]
+    made.ended(1, now=1.0)
+    assert charged(made, 1.0) == [0]
+    made.choose("new", Work(700, stream=True), ("a",), now=50.0)
+    assert charged(made, 50.0) == [700]
+
+
+def test_others_are_told_what_is_left_to_compute() -> None:
+    made = predicting()
+    made.choose(1, Work(3000, stream=True), ("a",), now=0.0)
+    assert made.reports(1.0)["a"].prefill_tokens == 2000
+
+
 # The mode full
 
 
@@ -316,7 +401,13 @@ def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
     seen = made.view(SHORT, ("a",), now=4.0)[0]
     assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (6, 3, 3)
     assert (seen.age_seconds, seen.prefill_tokens) == (2.0, 200)
-    assert kv_cache_usage_ratio_projected(SHORT, seen) == 0.7
+    # 0.7 are in use; 100 tokens of each of ours are to be computed, also of the one that came after that.
+    assert kv_cache_usage_ratio_projected(SHORT, seen) == pytest.approx(0.9)
+    made.first_byte(1)
+    made.first_byte(2)
+    seen = made.view(SHORT, ("a",), now=4.0)[0]
+    assert (seen.prefill_tokens, seen.unreported_tokens) == (0, 100)
+    assert kv_cache_usage_ratio_projected(SHORT, seen) == pytest.approx(0.8)
 
 
 def test_what_an_engine_says_of_our_own_requests_is_no_news() -> None:

@@ -66,6 +66,8 @@ def order(policy: str, work: Work = WORK) -> list[str]:
         ("sticky", ["idle", "cold", "warm", "busy"]),
         ("flood", ["busy", "warm", "cold", "idle"]),
         ("load_balance", ["cold", "idle", "warm", "busy"]),
+        ("load_balance_lite", ["idle", "warm", "busy", "cold"]),
+        ("load_balance_counted", ["cold", "idle", "warm", "busy"]),
         ("slo", ["warm", "idle", "cold", "busy"]),  # 65, 100, 105, 410 ms
     ],
 )
@@ -348,7 +350,6 @@ UNITS = (
 )
 def test_a_failure_takes_its_domain_with_it(domain: routing.Domain, gone: str) -> None:
     assert routing.failover(UNITS, {"a"}, domain=domain) == set(gone)
-    assert routing.failover_migration_source(UNITS, {"a"}, domain=domain) == set("abcdef") - set(gone)
 
 
 def test_those_without_a_node_do_not_share_one() -> None:
@@ -586,8 +587,10 @@ def test_numbers_and_flags_may_come_from_variables_as_text() -> None:
 
 def test_a_policy_says_which_settings_of_a_service_it_needs() -> None:
     usage = {"metric": {"metric": "kv_cache_usage_ratio_projected", "threshold": 0.9}}
-    assert made(GOOD | {"filters": [usage]}).needs == {"kv_tokens"}
-    assert made(GOOD).needs == frozenset()
+    policy = made({"neutral": GOOD, "decode": GOOD | {"filters": [usage]}})
+    needs = {kind: set(policy.needs(kind)) for kind in ("neutral", "prefill", "decode", "either")}
+    assert needs == {"neutral": set(), "prefill": set(), "decode": {"kv_tokens"}, "either": {"kv_tokens"}}
+    assert made(GOOD | {"filters": [usage]}).needs("prefill") == {"kv_tokens"}
 
 
 @pytest.mark.parametrize("registry", [routing.METRICS, routing.FILTERS, routing.SWEEPS, routing.SELECTORS])

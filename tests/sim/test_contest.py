@@ -11,9 +11,10 @@ from statistics import fmean
 import pytest
 
 from anvil_mux.config.config import DEFAULT_ROUTING
-from anvil_mux.sim import contest
+from anvil_mux.sim import contest, objectives
 from anvil_mux.sim.contest import Scenario, draw, run
-from anvil_mux.sim.fleet import PromptOutcome, SimulatedEngine
+from anvil_mux.sim.fleet import REFUSED, PromptOutcome, SimulatedEngine
+from anvil_mux.sim.objectives import Attainment, Objectives
 from anvil_mux.sim.prompts import Prompt
 
 
@@ -144,15 +145,58 @@ def test_csv_has_a_line_for_each_run_and_columns_for_the_classes() -> None:
     assert int(lines[0]["warm.requests"]) + int(lines[0]["med.requests"]) <= int(lines[0]["requests"])
 
 
+def test_attainment_is_read_off_what_became_of_each_request() -> None:
+    refused = PromptOutcome(Prompt(0.0, 100, 11), REFUSED, 10.0, math.inf, math.inf, 0)
+    quick, late, slow = answer(1.0), answer(2.5), answer(1.0)._replace(finished=17.0)
+    one_token = answer(2.0, output=1)
+    found = objectives.attained([quick, late, slow, one_token, refused], Objectives(ttft=2.0, tpot=0.2))
+    assert found == Attainment(slo_ttft=0.6, slo_tpot=0.6, slo=0.4, refused=1)
+
+
+def test_a_refused_request_has_no_latency_and_its_session_goes_on() -> None:
+    prompts = [Prompt(0.0, 900_000, 10, session="s"), Prompt(1.0, 1000, 10, session="s")]
+    field = Scenario("two", 0, 1, prompts, 64, 2, SimulatedEngine(kv_tokens=1_000_000))
+    result = run(field, "slo", kept=Objectives())
+    assert [each.is_refused for each in result.answers] == [True, False]
+    assert result.latencies.requests == 2
+    assert result.latencies.ttft_mean_ms < 200
+    assert result.attainment == Attainment(0.5, 0.5, 0.5, 1)
+    assert sum(each["requests"] for each in contest.classes(result.answers).values()) == 1
+    alone = run(Scenario("one", 0, 1, prompts[:1], 64, 2, field.engine), "slo", kept=Objectives())
+    assert alone.latencies.ttft_mean_ms == 0.0
+
+
+def test_the_table_has_columns_for_objectives_where_there_are_any() -> None:
+    [field] = fields("claude_code_le64k", 20)
+    kept = Objectives(ttft=0.5)
+    rows = list(contest.table([run(field, policy, kept=kept) for policy in ("sticky", "round_robin")]))
+    assert all(len(row) == len((*contest.HEAD, *contest.KEPT)) for row in rows)
+    parts = [float(row[len(contest.HEAD)]) for row in rows]
+    assert 0 < parts[1] < parts[0] < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("ttf=6", "unknown objective 'ttf'; known: ttft, tpot"),
+        ("ttft=soon", "ttft must be seconds, not 'soon'"),
+        ("ttft=6,tpot=0", "tpot must be more than 0 seconds, not 0"),
+    ],
+)
+def test_what_is_no_objective_is_told(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        objectives.read(text)
+    assert objectives.read("tpot=0.1") == Objectives(6.0, 0.1)
+
+
 # What may be asked for
 
 
-def test_all_leaves_out_what_needs_a_measured_engine() -> None:
+def test_all_leaves_out_what_refuses_requests_for_a_prediction() -> None:
     chosen = contest.choose_policies("all", {"mine": {"selector": "round_robin"}})
     assert {"round_robin", "least_delay", "unified", "mine"} <= set(chosen)
     assert "slo" not in chosen
-    with pytest.raises(ValueError, match="slo needs profile, which simulated replicas do not have"):
-        contest.choose_policies("slo")
+    assert contest.choose_policies("slo") == ("slo",)
     with pytest.raises(ValueError, match="unknown routing policy nothing"):
         contest.choose_policies("round_robin,nothing")
 
