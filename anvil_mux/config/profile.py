@@ -44,16 +44,21 @@ class Profile(NamedTuple):
         steps = whole * (_on(self.ttft, self.chunk) + beside) if whole else 0.0
         return steps + (_on(self.ttft, rest) + beside if rest else 0.0)
 
-    def computed_tokens(self, milliseconds: float, batch: float, batch_tokens: float) -> float:
-        """Predict how many tokens of prompts are computed after so long, beside the answers under way.
+    def prefill(self, cached: float, tokens: float, beside: float = 0.0) -> float:
+        """Predict how long a prompt is computed of which ``cached`` tokens are there.
 
-        The inverse of ``first_token``: of what was not measured nothing is computed.
+        ``beside``: what answers under way take of each chunk. A prompt longer than was measured is endless.
         """
-        beside = self.next_token(batch, batch_tokens / batch) if batch else 0.0
-        step = _on(self.ttft, self.chunk) + beside
-        whole = max(milliseconds, 0.0) // step if 0 < step < math.inf else 0.0
-        rest = milliseconds - (whole * step if whole else 0.0) - beside
-        return whole * self.chunk + min(_reach(self.ttft, rest), self.chunk)
+        if tokens > self.ttft[-1][0]:
+            return math.inf
+        return _on(self.ttft, tokens) - _on(self.ttft, cached) + (tokens - cached) * beside / self.chunk
+
+    def computed(self, cached: float, milliseconds: float, beside: float = 0.0) -> float:
+        """Predict how many tokens of such a prompt are computed after so long: the inverse of ``prefill``."""
+        if math.isinf(beside) or cached > self.ttft[-1][0]:
+            return 0.0
+        line = [(x, y + x * beside / self.chunk) for x, y in self.ttft] if beside else self.ttft
+        return _reach(line, _on(line, cached) + max(milliseconds, 0.0)) - cached
 
     def next_token(self, batch: float, tokens_each: float) -> float:
         """Predict each further token while ``batch`` requests of so many tokens each are answered."""
@@ -68,7 +73,7 @@ class Profile(NamedTuple):
         return _on(((left[0], _on(left[1], tokens_each)), (sizes[right], _on(line, tokens_each))), batch)
 
 
-def _on(line: Line, x: float) -> float:
+def _on(line: Sequence[tuple[float, float]], x: float) -> float:
     """The height of ``line`` at ``x``; infinity beyond its end."""
     right = bisect_left(line, (x,))
     if right == len(line):
@@ -82,7 +87,7 @@ def _on(line: Line, x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def _reach(line: Line, y: float) -> float:
+def _reach(line: Sequence[tuple[float, float]], y: float) -> float:
     """How far to the right ``line`` is at most ``y`` high."""
     right = bisect_right(line, y, key=lambda point: point[1])
     if right == 0:

@@ -9,7 +9,7 @@ is learned over all of a model's replicas together: they mostly run the same eng
 With a profile of a replica, and a policy that says ``predict_prefill``, the prefill that is charged falls
 with time, before any byte comes: prompts are taken to be computed in their order, as fast as the profile
 says. Each first byte of a stream says anew how far the engine is; one that is not streamed comes with the end
-of its answer, so it takes back only its own part.
+of its answer, when others may be computed already.
 
 A request in two stages is charged to both replicas at once: its input to the one that computes it, until that
 has answered, and to the other, which is given it, as if all of it were cached there and answered already.
@@ -137,8 +137,6 @@ class _Account:
     surprises: int = 0
     computing_since: float = 0.0
     """The moment since which its engine computes the prompts that it has not answered yet."""
-    computed_before: float = 0.0
-    """Tokens of those prompts that were predicted to be computed by then."""
     others: Report = NOTHING
     """The requests of all other anvil-mux there, together."""
     load: EngineLoad | None = None
@@ -242,10 +240,11 @@ class InFlightTracker:
     ) -> list[Replica]:
         """The replicas as a choice for ``work`` sees them; those that ``failed`` cannot be chosen."""
         hits = self.prefixes.hits(work.blocks, among) if work.blocks else {}
-        replicas = [self._replica(name, work, hits.get(name, 0), now) for name in among]
+        at = now if self.routing.predict_prefill else None
+        replicas = [self._replica(name, work, hits.get(name, 0), at) for name in among]
         if self._full:
             replicas = [self._observed(replica, now) for replica in replicas]
-        replicas += [self._replica(name, work, 0, now)._replace(schedulable=False) for name in failed]
+        replicas += [self._replica(name, work, 0)._replace(schedulable=False) for name in failed]
         return replicas
 
     def _observed(self, ours: Replica, now: float) -> Replica:
@@ -270,13 +269,11 @@ class InFlightTracker:
             unreported_tokens=sum([entry.work.tokens - entry.uncomputed for entry in later]),
         )
 
-    def _replica(self, name: str, work: Work, blocks: int, now: float | None = None) -> Replica:
-        """The replica at a moment; without one its prefill is as it was charged."""
+    def _replica(self, name: str, work: Work, blocks: int, at: float | None = None) -> Replica:
+        """The replica; ``at``: the moment at which its prefill is predicted."""
         account = self._accounts[name]
         member = account.member
-        prefill_tokens = account.prefill_tokens
-        if prefill_tokens and now is not None and self.routing.predict_prefill:
-            prefill_tokens = self._uncomputed(account, now)
+        prefill_tokens = account.prefill_tokens if at is None else self._uncomputed(account, at)
         others = account.others
         total = len(account.entries) + others.num_requests
         waiting = len(account.entries) - account.decode_batch + others.num_waiting_requests
@@ -311,20 +308,25 @@ class InFlightTracker:
         return max(account.prefill_tokens - int(self._computed(account, profile, now)), 0)
 
     def _computed(self, account: _Account, profile: Profile, now: float) -> float:
-        elapsed = (now - account.computing_since) * 1e3
-        batch, tokens = account.decode_batch, account.decode_tokens
-        return account.computed_before + profile.computed_tokens(elapsed, batch, tokens)
+        """The input that a replica has computed by now of what it is charged with, by its profile."""
+        beside, computed = _beside(account, profile), 0.0
+        left = (now - account.computing_since) * 1e3
+        for entry in account.entries.values():
+            if entry.uncomputed:
+                tokens = entry.work.tokens
+                computed += min(profile.computed(entry.hit, left, beside), entry.missing)
+                left -= profile.prefill(entry.hit, tokens, beside)
+                if left <= 0:
+                    break
+        return computed
 
     def _predict_without(self, account: _Account, entry: _Charge, now: float, *, exact: bool) -> None:
-        """Predict from now on what is computed of the other prompts. ``exact``: none of them is by now."""
+        """Predict anew what is computed of the other prompts. ``exact``: they are begun only now."""
         profile = account.member.profile
         if profile and self.routing.predict_prefill:
-            left = 0.0 if exact else self._computed(account, profile, now) - entry.missing
-            account.computed_before, account.computing_since = max(left, 0.0), now
-
-    def _next(self, account: _Account) -> _Charge | None:
-        """The first of the requests that a replica does not answer yet."""
-        return next((entry for entry in account.entries.values() if not entry.answering), None)
+            seconds = profile.prefill(entry.hit, entry.work.tokens, _beside(account, profile)) / 1e3
+            begun = account.computing_since + (seconds if entry.missing else 0.0)
+            account.computing_since = now if exact else min(begun, now)
 
     def waiting(self, backend: str) -> list[Hashable]:
         """The requests that a replica does not answer yet, in the order in which they came.
@@ -416,7 +418,7 @@ class InFlightTracker:
         entry = _Charge(work, choice.hit_tokens, now)
         account.entries[key] = entry
         if not account.prefill_tokens:
-            account.computing_since, account.computed_before = now, 0.0
+            account.computing_since = now
         self._add_prefill(account, entry.missing)
         if work.infer_type == "decode":
             self._begin_decode(account, entry)
@@ -453,7 +455,7 @@ class InFlightTracker:
         account, entry = self._find(key)
         if account is None or entry is None:
             return
-        if self.routing.predict_prefill and entry is self._next(account):
+        if self.routing.predict_prefill and entry is _next(account):
             self._predict_without(account, entry, now, exact=False)
         del account.entries[key], self._where[key]
         account.ended += account.heard is not None and entry.since <= account.heard
@@ -523,6 +525,17 @@ class InFlightTracker:
             return None, None
         account = self._accounts[backend]
         return account, account.entries[key]
+
+
+def _next(account: _Account) -> _Charge | None:
+    """The first of the prompts that a replica has to compute."""
+    return next((entry for entry in account.entries.values() if entry.uncomputed), None)
+
+
+def _beside(account: _Account, profile: Profile) -> float:
+    """Milliseconds that the answers under way take of each step, by the profile."""
+    batch = account.decode_batch
+    return profile.next_token(batch, account.decode_tokens / batch) if batch else 0.0
 
 
 def told(said: EngineFigures | None) -> dict[str, Any] | None:

@@ -545,8 +545,8 @@ class Pipeline:
     """Settings of a service without which it cannot work."""
 
     def removed(self, work: Work, replicas: Sequence[Replica], *, fallback: bool = False) -> dict[str, str]:
-        """Backend -> the first step that removes it; what has failed is removed whatever the steps are."""
-        removed = {each.backend: "schedulability" for each in replicas if not each.schedulable}
+        """Backend -> the first step that removes it."""
+        removed: dict[str, str] = {}
         failed = set()
         for each in self.filters:
             if fallback and each.skipped:
@@ -601,6 +601,12 @@ def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: Ro
     if not left:
         return None
     chosen, reason = pipeline.selector.pick(work, left, SelectionContext(replicas, memory))
+    if not chosen.schedulable:  # no step of the policy looks for that
+        removed |= {each.backend: "schedulability" for each in left if not each.schedulable}
+        left = [replica for replica in left if replica.schedulable]
+        if not left:
+            return None
+        chosen, reason = pipeline.selector.pick(work, left, SelectionContext(replicas, memory))
     name = pipeline.selector.name
     others = [(r.backend, removed.get(r.backend, name)) for r in replicas if r.backend != chosen.backend]
     return Choice(

@@ -310,6 +310,8 @@ def _against(runs: Sequence[Result], default: Sequence[Result] | None) -> str:
     if default is None or runs is default:
         return ""
     means, others = ([run.latencies.ttft_mean_ms for run in each] for each in (runs, default))
+    if not any(means) or not any(others):  # all of it was refused
+        return ""
     longer = sum([mean > other for mean, other in zip(means, others, strict=True)])
     ratio = fmean(means) / fmean(others)
     return f"{ratio - 1:+.0%}, longer in {longer} of {len(runs)}"

@@ -17,7 +17,7 @@ from itertools import combinations
 from anvil_mux.config.profile import CHUNK, Profile
 from anvil_mux.sim.fleet import SimulatedEngine
 
-PROMPTS = (128, 512, 2048, 8192)
+PROMPTS = (128, 512, 2048, 8192, 32_768, 65_536, 131_072)
 BATCHES = (1, 2, 4, 8, 16, 64, 256)
 LENGTHS = (128, 2048, 8192, 32_768, 131_072, 262_144)
 
@@ -28,7 +28,7 @@ Row = tuple[tuple[float, ...], float]
 def measured(engine: SimulatedEngine) -> Profile:
     """The profile of a simulated engine."""
     chunk = min(CHUNK, engine.step_tokens)
-    prompts = [tokens for tokens in PROMPTS if tokens < chunk] + [chunk]
+    prompts = sorted({*PROMPTS, chunk})
     ttft = [(float(tokens), _first_token(engine, tokens) * 1e3) for tokens in (0, *prompts)]
     tpot = [
         (
@@ -44,7 +44,8 @@ def _first_token(engine: SimulatedEngine, tokens: int) -> float:
     if not tokens:
         return 0.0
     ingress = engine.ingress_seconds + tokens * engine.ingress_token_seconds
-    return ingress + engine.step_seconds + engine.prefill_seconds(0, tokens)
+    steps = -(-tokens // engine.step_tokens)
+    return ingress + steps * engine.step_seconds + engine.prefill_seconds(0, tokens)
 
 
 def fitted(profile: Profile, engine: SimulatedEngine | None = None) -> SimulatedEngine:

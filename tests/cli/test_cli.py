@@ -631,6 +631,39 @@ def test_simulate_routing_takes_the_policies_of_a_compose_file(
     assert mine["ttft_mean_ms"] == shipped["ttft_mean_ms"]
 
 
+PROFILED = {
+    "metadata": {"max_num_batched_tokens": 8192},
+    "ttft": {"results": [{"tokens_num": 8192, "p50": 600}, {"tokens_num": 65_536, "p50": 15_000}]},
+    "tpot": {
+        "results": [
+            {"batch_size": 1, "tokens_per_request": 8192, "p50": 8},
+            {"batch_size": 64, "tokens_per_request": 8192, "p50": 40},
+        ]
+    },
+}
+
+
+def test_simulate_routing_tells_who_keeps_objectives(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--routing", "--trace", "claude_code_le64k", "--sessions", "20", "--policy", "sticky"]
+    [plain] = simulated(capsys, *words)
+    assert "slo" not in plain
+    [strict] = simulated(capsys, *words, "--slo", "ttft=1,tpot=0.05")
+    assert strict["ttft_p50_ms"] == plain["ttft_p50_ms"] < 1000
+    assert 0.5 < strict["slo"] <= strict["slo_ttft"] < 1
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(PROFILED))
+    words[-1] = "sticky,slo"
+    measured, predicting = simulated(capsys, *words, "--engine-profile", str(file))
+    assert measured["ttft_p50_ms"] != plain["ttft_p50_ms"]
+    assert (measured["refused"], predicting["refused"] > 0) == (0, True)  # longer ones were not measured
+    file.write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["simulate", *words, "--engine-profile", str(file)])
+    assert f"argument --engine-profile: {file} must hold ttft.results" in capsys.readouterr().err
+
+
 def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "routing.svg"
@@ -661,6 +694,8 @@ def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
         (["--routing", "--trace", "x", "--policy", "lru"], "argument --policy: unknown routing policy lru"),
         (["--routing", "--trace", "x", "--engine", "gpu=1"], "unknown setting 'gpu' of an engine"),
         (["--profile", "single", "--replicas", "2"], "--replicas is for --routing"),
+        (["--profile", "single", "--slo", "ttft=6"], "--slo is for --routing"),
+        (["--routing", "--trace", "x", "--slo", "e2e=6"], "argument --slo: unknown objective 'e2e'"),
         (["--profile", "single", "--policy", "nothing"], "argument --policy: "),
     ],
 )

@@ -40,18 +40,25 @@ def test_answers_under_way_slow_each_chunk_down() -> None:
     assert MADE.first_token(2500, 4, 400) == pytest.approx(300.0 + 50.0 + 2 * 16.0)
 
 
-@pytest.mark.parametrize("batch", [0, 1, 4])
-@pytest.mark.parametrize("tokens", [1, 500, 1700, 2000, 4500])
-def test_what_is_computed_after_the_time_to_a_first_token_is_the_prompt(tokens: int, batch: int) -> None:
-    times = MADE.first_token(tokens, batch, batch * 100)
-    assert MADE.computed_tokens(times, batch, batch * 100) == pytest.approx(tokens)
+@pytest.mark.parametrize("beside", [0.0, 30.0])
+@pytest.mark.parametrize("cached", [0, 300, 1000])
+@pytest.mark.parametrize("tokens", [1000, 1700, 2000])
+def test_what_is_computed_in_the_time_of_a_prompt_is_the_prompt(
+    tokens: int, cached: int, beside: float
+) -> None:
+    assert cached + MADE.computed(cached, MADE.prefill(cached, tokens, beside), beside) == tokens
 
 
-def test_beyond_what_was_measured_nothing_is_computed() -> None:
-    assert MADE.computed_tokens(0.0, 0, 0) == MADE.computed_tokens(-5.0, 0, 0) == 0
-    assert MADE.computed_tokens(9000.0, 5, 500) == 0
-    short = MADE._replace(chunk=8192)  # nobody knows how long so many take at once
-    assert short.computed_tokens(9000.0, 0, 0) == 2000
+def test_a_prompt_whose_beginning_is_cached_takes_what_it_takes_longer_than_that() -> None:
+    assert MADE.prefill(1000, 2000) == 200.0
+    assert MADE.prefill(1000, 2000, beside=16.0) == 200.0 + 16.0 / 2
+    assert MADE.computed(1000, 100.0) == 500
+
+
+def test_of_prompts_longer_than_was_measured_nothing_is_predicted() -> None:
+    assert MADE.prefill(1900, 2001) == math.inf
+    assert MADE.computed(2001, 500.0) == MADE.computed(0, 500.0, math.inf) == MADE.computed(0, -5.0) == 0
+    assert MADE.computed(0, 9000.0) == 2000
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
 
 # Prefill that is predicted
 
-RATE = Profile(((0, 0.0), (1000, 1000.0)), ((1, ((0, 500.0), (9999, 500.0))),), 1000)
+RATE = Profile(((0, 0.0), (9999, 9999.0)), ((1, ((0, 500.0), (9999, 500.0))),), 1000)
 """A token each millisecond; beside one answer 1,000 tokens take half a second longer."""
 
 
@@ -359,8 +359,8 @@ def test_a_first_byte_that_comes_with_the_end_of_its_answer_takes_back_its_own_p
     made = predicting()
     for key, tokens in enumerate((1000, 2000)):
         made.choose(key, Work(tokens), ("a",), now=0.0)
-    made.first_byte(0, 2.5)
-    assert charged(made, 2.5) == [500]
+    made.first_byte(0, 2.5)  # the other one was begun after 1 s; beside an answer 1,000 tokens take 1.5 s
+    assert charged(made, 2.5) == [1000]
     made.ended(0, now=2.5)
     assert charged(made, 2.75) == [250]
 
@@ -377,6 +377,25 @@ def test_a_prompt_that_leaves_takes_its_part_with_it() -> None:
     assert charged(made, 1.0) == [0]
     made.choose("new", Work(700, stream=True), ("a",), now=50.0)
     assert charged(made, 50.0) == [700]
+
+
+def test_what_is_cached_of_a_prompt_is_not_computed_and_its_end_takes_longer() -> None:
+    made = predicting(profile=RATE._replace(ttft=((0, 0.0), (1024, 1000.0), (2048, 3000.0))))
+    made.choose(1, Work(1024, (1, 2)), ("a",), now=0.0)
+    made.ended(1, now=1.0)
+    made.choose(2, LONG._replace(stream=True), ("a",), now=5.0)
+    assert charged(made, 5.0, 6.0, 7.0) == [1024, 512, 0]
+
+
+def test_of_a_prompt_longer_than_was_measured_no_more_than_that_is_predicted() -> None:
+    made = predicting()
+    for key, tokens in enumerate((1000, 20_000, 1000)):
+        made.choose(key, Work(tokens, stream=True), ("a",), now=0.0)
+    assert charged(made, 1.0, 5.0) == [21_000, 17_000]
+    made.first_byte(0, 1.0)
+    made.ended(0, now=1.0)
+    made.ended(1, now=9.0)
+    assert charged(made, 9.0, 9.5) == [1000, 500]
 
 
 def test_others_are_told_what_is_left_to_compute() -> None:
