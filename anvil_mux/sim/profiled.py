@@ -21,7 +21,7 @@ PROMPTS = (128, 512, 2048, 8192, 32_768, 65_536, 131_072)
 BATCHES = (1, 2, 4, 8, 16, 64, 256)
 LENGTHS = (128, 2048, 8192, 32_768, 131_072, 262_144)
 
-Row = tuple[tuple[float, ...], float]
+Measurement = tuple[tuple[float, ...], float]
 """One measurement: how often each parameter counts, and the seconds."""
 
 
@@ -74,7 +74,7 @@ def fitted(profile: Profile, engine: SimulatedEngine | None = None) -> Simulated
     )
 
 
-def _least_squares(rows: Sequence[Row]) -> list[float]:
+def _least_squares(rows: Sequence[Measurement]) -> list[float]:
     """The parameters, none below 0, that come nearest to what was measured, relative to that."""
     scaled = [([value / seconds for value in counts], 1.0) for counts, seconds in rows if seconds > 0]
     best, least = [0.0, 0.0, 0.0], float(len(scaled))
