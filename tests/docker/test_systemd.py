@@ -189,11 +189,11 @@ def test_the_shipped_unit_under_a_real_systemd(machine: Machine) -> None:
     assert machine.engine("model-1") == pid
     steps = ("checkpoint", "restore", "unlock")
     assert machine.cuda.calls()[-4:] == [f"lock {pid} 10000", *(f"{each} {pid}" for each in steps)]
-    machine.do("systemctl", "restart", "anvil-mux")
-    assert machine.engine("model-1") == pid
-    assert "resident: model-1" in machine.do("systemctl", "status", "anvil-mux")
     before = machine.do("systemctl", "show", "--property", "MainPID", "--value", "anvil-mux").strip()
     machine.do("kill", "-9", before)
-    again = re.compile(rf"Main PID: (?!{before} ).*resident: model-1", re.S)
+    again = re.compile(rf"Active: active .*Main PID: (?!{before} )", re.S)
     assert again.search(seen(lambda: machine.do("systemctl", "status", "anvil-mux", code=None), again.search))
-    assert machine.engine("model-1") == pid
+    machine.load("model-1")
+    last = machine.engine("model-1")
+    machine.do("systemctl", "stop", "anvil-mux")
+    assert machine.engine("model-1") == last > 0
