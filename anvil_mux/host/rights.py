@@ -21,7 +21,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
 
-Owner = tuple[int, int]
+ProcessOwner = tuple[int, int]
 """The ids of a user and a group: the kernel lets a process at another only if both are its own."""
 CAP_SYS_PTRACE = 19
 DYNAMIC_USERS = range(61184, 65520)
@@ -63,7 +63,7 @@ class Rights:
             filtered=status.get("Seccomp", "0").strip() != "0" and not _reaches_ptrace(),
         )
 
-    def lacks(self, owners: Collection[Owner], *, contained: bool) -> list[str]:
+    def lacks(self, owners: Collection[ProcessOwner], *, contained: bool) -> list[str]:
         """List what is missing to checkpoint processes of these owners, and how to get it, for people.
 
         ``contained``: they are in containers of their own.
@@ -121,7 +121,7 @@ def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights
 
         seen = containers.names_our_processes(os.environ)
         rights = rights if seen is None else replace(rights, sees_host=seen)
-    users: set[Owner] = set()
+    users: set[ProcessOwner] = set()
     if rights.sees_host or not contained:  # else the ids mean other processes here, or none
         with suppress(MuxError):  # Docker is away, which others report
             users = owners(runtime.pids(backend))
@@ -140,7 +140,7 @@ def _reaches_ptrace() -> bool:
     return True  # it is not known
 
 
-def owners(pids: Iterable[int]) -> set[Owner]:
+def owners(pids: Iterable[int]) -> set[ProcessOwner]:
     """The owners of processes, without those that have ended."""
     found = set()
     for pid in pids:
