@@ -27,6 +27,7 @@ ORDER = (
     "cluster",
     "serve",
     "importing",
+    "replay",
     "cli",
     "__main__",
 )

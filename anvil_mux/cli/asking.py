@@ -219,7 +219,7 @@ def print_log(given: argparse.Namespace, service: str, lines: Iterable[str], *, 
 def profile(given: argparse.Namespace) -> int:
     from anvil_mux.cli import profiler
 
-    engine = profiler.Profiler(_url(given), given.model, os.environ.get("ANVIL_API_KEY", ""))
+    engine = profiler.Profiler(address(given), given.model, os.environ.get("ANVIL_API_KEY", ""))
     found = profiler.measure(
         engine,
         say,
@@ -247,24 +247,24 @@ def _done(given: argparse.Namespace, what: str) -> int:
 def ask_mux(given: argparse.Namespace, method: str, path: str, body: object = None, **how: Any) -> Any:
     from anvil_mux.serve import remote
 
-    return remote.ask(_url(given), method, path, body, **how)
+    return remote.ask(address(given), method, path, body, **how)
 
 
-def _url(given: argparse.Namespace) -> str:
+def address(given: argparse.Namespace) -> str:
     """The address: as given, of the one that serves the file at hand, by that file, or the default."""
     from anvil_mux.config.composefile import find_files
     from anvil_mux.serve import remote
     from anvil_mux.state import state_folder
 
-    url = given.url or os.environ.get("ANVIL_URL")
+    url, files_given = given.url or os.environ.get("ANVIL_URL"), getattr(given, "files", ())
     if not url:
         home = state_folder("", os.environ)
         try:
-            files: Sequence[str | Path] = given.files or find_files(Path.cwd())
+            files: Sequence[str | Path] = files_given or find_files(Path.cwd())
         except ConfigError:
             files = ()
         found = remote.places(home)
-        url = remote.choose(found, files) or _configured_url(given.files) or remote.DEFAULT_URL
+        url = remote.choose(found, files) or _configured_url(files_given) or remote.DEFAULT_URL
     return with_scheme(url)
 
 
@@ -368,7 +368,7 @@ def _number(value: float | None) -> str:
 def events(given: argparse.Namespace) -> int:
     from anvil_mux.serve import remote
 
-    for kind, data in remote.events(_url(given)):
+    for kind, data in remote.events(address(given)):
         for event in data["events"] if kind == "snapshot" else (data,) if kind == "event" else ():
             if given.model in ("", event["model"]):
                 print(json.dumps(event) if given.json else event_line(event), flush=True)
@@ -385,7 +385,7 @@ def top(given: argparse.Namespace) -> int:
     from anvil_mux.serve import remote
 
     picture, live = TopScreen(), sys.stdout.isatty()
-    for kind, data in remote.events(_url(given)):
+    for kind, data in remote.events(address(given)):
         picture.take(kind, data)
         if given.json:
             print(json.dumps({"kind": kind, **data}), flush=True)

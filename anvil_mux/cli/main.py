@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anvil_mux import __version__
-from anvil_mux.cli import asking, hosts, importing, pausing, requests, studying, usage
+from anvil_mux.cli import asking, hosts, importing, pausing, replaying, requests, studying, usage
 from anvil_mux.cli.arguments import (
     add_cluster,
     add_files,
@@ -732,6 +732,11 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
     "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),
+    "replay": (
+        "Play traffic against a running server, and show what its clients saw",
+        replaying.run,
+        replaying.add_arguments,
+    ),
     "profile": ("Measure how fast a model's engine is, for routing", asking.profile, asking.add_profile),
     "bench": ("Measure what swaps take, on the real engines", _bench, _add_bench),
     "completion": ("Print what makes a shell complete these commands", _completion, _add_completion),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -32,6 +33,19 @@ def say(text: str) -> None:
 def complain(text: str, code: int) -> int:
     say(f"{paint('error', '31', sys.stderr)}: {text}")
     return code
+
+
+def progress() -> Callable[[str], None]:
+    """Makes what shows on a terminal, now and then, how far a long run is."""
+    told = time.monotonic()
+
+    def tell(far: str) -> None:
+        nonlocal told
+        if sys.stderr.isatty() and time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            say(far)
+
+    return tell
 
 
 def print_json(value: object) -> None:

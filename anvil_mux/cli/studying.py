@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from anvil_mux.sim.fleet import SimulatedEngine
     from anvil_mux.sim.objectives import Objectives
 from anvil_mux.cli.arguments import add_json, configuration, read_counts, read_positive, read_value
-from anvil_mux.cli.output import FAILED, PROGRESS_SECONDS, complain, opened, print_json, print_table, say
+from anvil_mux.cli.output import FAILED, complain, opened, print_json, print_table, progress, say
 
 BROKEN_SHOWN = 5
 TTFT_AXIS = "mean time to the first byte (s, simulated)"
@@ -180,10 +178,10 @@ def run(given: argparse.Namespace) -> int:
     if given.eviction:
         cases = [each for case in cases for each in study.under_evictions(case, given.eviction)]
     total = len(cases) * len(policies)
-    tell = _progress(f"of {total} runs")
+    tell = progress()
     for run in study.study(cases, policies, keep_logs=bool(given.plot)):
         runs.append(run)
-        tell(len(runs))
+        tell(f"{len(runs)} of {total} runs")
     if given.plot:
         drawn = [(run.title, run.log, run.config, run.begins) for run in runs if run.seed == 0]
         plot.draw(drawn, given.plot)
@@ -228,12 +226,12 @@ def _simulate_routing(given: argparse.Namespace) -> int:
         # Whether they can be written is known before the long work begins.
         file = outputs.enter_context(opened(given.csv)) if given.csv else None
         figure = outputs.enter_context(plot.picture(given.plot)) if given.plot else None
-        tell = _progress(f"of {len(drawn) * len(policies)} runs")
+        tell, total = progress(), len(drawn) * len(policies)
         results = []
         for field in drawn:
             for policy in policies:
                 results.append(contest.run(field, policy, own, kept))
-                tell(len(results))
+                tell(f"{len(results)} of {total} runs")
         if file:
             contest.write_csv(results, file)
         if figure:
@@ -253,19 +251,6 @@ def _scenarios(given: argparse.Namespace) -> Iterator[contest.Scenario]:
         engine = profiled.fitted(profile, engine)
     replicas, sessions = given.replicas or 8, given.sessions or ()
     return contest.draw(given.trace, sessions, range(given.seeds), replicas, engine, profile=profile)
-
-
-def _progress(what: str) -> Callable[[int], None]:
-    """Show on a terminal how far a long run is."""
-    told = time.monotonic()
-
-    def tell(done: int) -> None:
-        nonlocal told
-        if sys.stderr.isatty() and time.monotonic() - told > PROGRESS_SECONDS:
-            told = time.monotonic()
-            say(f"{done} {what}")
-
-    return tell
 
 
 def _blame(runs: Iterable[study.StudyRun]) -> int:

@@ -106,9 +106,12 @@ def query(path: str, **values: str) -> str:
     return f"{path}?{urlencode(values)}"
 
 
-def events(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The messages from now on, after a snapshot: (kind, data), without an end of their own."""
-    with _asked(url, "GET", "/events", None, SILENT_SECONDS) as response:
+def events(url: str, *, key: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The messages from now on, after a snapshot: (kind, data), without an end of their own.
+
+    ``key``: in place of that of ANVIL_API_KEY.
+    """
+    with _asked(url, "GET", "/events", None, SILENT_SECONDS, key=key) as response:
         if response.status != 200:
             _answer(url, response.status, response.read(), ())
         kind = ""
@@ -121,7 +124,7 @@ def events(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @contextmanager
 def _asked(
-    url: str, method: str, path: str, body: object, timeout: float | None
+    url: str, method: str, path: str, body: object, timeout: float | None, key: str | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     connect = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     try:
@@ -133,7 +136,7 @@ def _asked(
         raise NotRunning(f"{url} is no address of an anvil-mux; it looks like {DEFAULT_URL}")
     connection = connect[parts.scheme](host, port, timeout=timeout)
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("ANVIL_API_KEY"):
+    if key := os.environ.get("ANVIL_API_KEY") if key is None else key:
         headers["Authorization"] = f"Bearer {key}"
     try:
         sent = None if body is None else json.dumps(body)

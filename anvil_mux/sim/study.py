@@ -279,10 +279,12 @@ def table(runs: Iterable[StudyRun]) -> Iterator[tuple[str, ...]]:
     for one in runs:
         groups.setdefault((one.profile, one.way), []).append(one)
     for names, group in groups.items():
-        yield (*names, str(len(group)), *_means([one.figures for one in group]), _violations(group))
+        yield (*names, str(len(group)), *means([one.figures for one in group]), _violations(group))
 
 
-def _means(every: Sequence[Figures]) -> Iterator[str]:
+def means(every: Sequence[Figures]) -> Iterator[str]:
+    """The cells of runs from ``REQUESTS`` to ``SEVERED``."""
+
     def mean(field: str) -> float:
         return fmean(getattr(one, field) for one in every)
 

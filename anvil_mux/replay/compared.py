@@ -1,0 +1,183 @@
+"""The same script in virtual time, beside what was measured, and where the difference comes from.
+
+What is simulated is what could be known beforehand: the configuration, how long each model loads and is
+evicted (as seen in the warm-up), and how long each answer takes on an engine that has nothing else to do.
+The difference is then taken apart by what was measured: first the answers of the simulation last as long as
+the real ones did, then its loads and evictions too. What is left is of what a simulation does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from anvil_mux.config.config import Config
+from anvil_mux.errors import ConfigError
+from anvil_mux.replay.pace import EnginePace
+from anvil_mux.replay.script import PlayedRequest, Script
+from anvil_mux.replay.sending import PlayedAnswer
+from anvil_mux.replay.watching import SwapTimes, ToldLog
+from anvil_mux.scheduler.costs import Cost
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.steps import Load, Step
+from anvil_mux.sim.figures import Figures, figures
+from anvil_mux.sim.simulate import Arrival, Engines, Outcome, simulate
+
+EXPECTED, ANSWERS, SWAPS = "expected", "answers", "swaps"
+
+
+@dataclass(frozen=True)
+class SeenEngines(Engines):
+    """Steps that take what they were seen to take, each backend its own."""
+
+    evict_seconds: Mapping[str, float] | None = None
+
+    def __call__(self, step: Step, nth: int) -> Outcome:
+        known = self.evict_seconds or {}
+        if not isinstance(step, Load) and step.backend in known:
+            return Outcome(known[step.backend])
+        return super().__call__(step, nth)
+
+
+@dataclass(frozen=True)
+class SimulatedReplay:
+    """A script in virtual time."""
+
+    figures: Figures
+    log: Sequence[Event]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured run beside the simulation of the same script; seconds are mean waits, or other means."""
+
+    measured: Figures
+    simulated: SimulatedReplay
+    with_answers: Figures
+    """The same, with answers that last as long as the real ones did."""
+    with_swaps: Figures
+    """That, with the loads and evictions that were seen as well."""
+    answer_seconds: tuple[float, float]
+    """The time of an answer: as expected, and as seen. So are the two below."""
+    load_seconds: tuple[float, float]
+    evict_seconds: tuple[float, float]
+
+    @property
+    def difference(self) -> float:
+        """How much longer the mean wait really was, as a part of the simulated one."""
+        expected = self.simulated.figures.wait_mean_seconds
+        return (self.measured.wait_mean_seconds - expected) / expected if expected else 0.0
+
+    def sentences(self) -> Iterator[str]:
+        """The difference in words, by where it comes from."""
+        waits = [
+            one.wait_mean_seconds
+            for one in (self.simulated.figures, self.with_answers, self.with_swaps, self.measured)
+        ]
+        yield (
+            f"mean wait {waits[3]:.2f} s, simulated {waits[0]:.2f} s ({self.difference:+.0%}). "
+            "Of the difference:"
+        )
+        expected, seen = self.answer_seconds
+        yield (
+            f"{waits[1] - waits[0]:+.2f} s: an answer took {seen:.3f} s, "
+            f"and {expected:.3f} s with the engine to itself"
+        )
+        loads, evictions = self.load_seconds, self.evict_seconds
+        yield (
+            f"{waits[2] - waits[1]:+.2f} s: a load took {loads[1]:.2f} s, {loads[0]:.2f} s were expected, "
+            f"and an eviction {evictions[1]:.2f} s, expected {evictions[0]:.2f} s"
+        )
+        yield f"{waits[3] - waits[2]:+.2f} s: what is not simulated, as the order of what comes at one moment"
+
+
+def served_names(config: Config, models: Iterable[str]) -> dict[str, str]:
+    """The models of a compose file by the names that a script asks for; ConfigError if it lacks one."""
+    known = {name: each.model for each in config.backends for name in (*each.aliases, each.model)}
+    models = list(models)
+    if missing := [model for model in models if model not in known]:
+        raise ConfigError([f"the compose file serves {', '.join(known)}, and not {', '.join(missing)}"])
+    return {model: known[model] for model in models}
+
+
+def compare(
+    script: Script,
+    config: Config,
+    *,
+    paces: Mapping[str, EnginePace],
+    expected: SwapTimes,
+    seen: SwapTimes,
+    told: ToldLog,
+    answers: Sequence[PlayedAnswer],
+) -> Comparison:
+    """Hold a measured run against the simulation of its script."""
+    slower = _slower(paces, answers, told.served)
+    resident = [name for name, each in told.begins["backends"].items() if each["state"] == "ready"]
+
+    def run(times: SwapTimes, factors: Mapping[str, float]) -> SimulatedReplay:
+        def seconds(request: PlayedRequest) -> float:
+            return paces[request.model].seconds(request.output) * factors.get(request.model, 1.0)
+
+        return _simulated(script, config, times, seconds, resident)
+
+    both = SwapTimes({**expected.loads, **seen.loads}, {**expected.evictions, **seen.evictions})
+    simulated = run(expected, {})
+    alone = [paces[a.model].seconds(a.tokens) for a in answers if a.id in told.served and a.status == 200]
+    really = [told.served[a.id] for a in answers if a.id in told.served and a.status == 200]
+    return Comparison(
+        measured=figures(told.events, begins=told.begins),
+        simulated=simulated,
+        with_answers=run(expected, slower).figures,
+        with_swaps=run(both, slower).figures,
+        answer_seconds=(_mean(alone), _mean(really)),
+        load_seconds=(_mean(expected.loads.values()), _mean(both.loads.values())),
+        evict_seconds=(_mean(expected.evictions.values()), _mean(both.evictions.values())),
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return fmean(found) if found else 0.0
+
+
+def _slower(
+    paces: Mapping[str, EnginePace], answers: Iterable[PlayedAnswer], served: Mapping[str, float]
+) -> dict[str, float]:
+    """How many times as long as expected the answers of each model took."""
+    alone: dict[str, float] = {}
+    really: dict[str, float] = {}
+    for answer in answers:
+        if answer.id in served and answer.status == 200:
+            alone[answer.model] = alone.get(answer.model, 0.0) + paces[answer.model].seconds(answer.tokens)
+            really[answer.model] = really.get(answer.model, 0.0) + served[answer.id]
+    return {model: really[model] / seconds for model, seconds in alone.items() if seconds}
+
+
+def _simulated(
+    script: Script,
+    config: Config,
+    times: SwapTimes,
+    seconds: Callable[[PlayedRequest], float],
+    resident: Sequence[str],
+) -> SimulatedReplay:
+    first, follow = script.begin()
+    names = served_names(config, script.models)
+
+    def arrival(request: PlayedRequest) -> Arrival:
+        return Arrival(request.at, names[request.model], seconds(request), request.patience, sender=request)
+
+    def later(ended: Arrival, now: float) -> Iterable[Arrival]:
+        assert isinstance(ended.sender, PlayedRequest)
+        return map(arrival, follow(ended.sender, now))
+
+    engines = SeenEngines(
+        load_seconds=times.loads,
+        other_load_seconds=_mean(times.loads.values()),
+        stop_seconds=_mean(times.evictions.values()),
+        evict_seconds=times.evictions,
+    )
+    costs: Sequence[Cost] = engines.costs(config)
+    requests = sorted(map(arrival, first), key=lambda each: each.at)
+    log = simulate(config, requests, engines, resident=resident, follow=later, costs=costs)
+    return SimulatedReplay(figures(log), log)

@@ -1,0 +1,84 @@
+"""`anvil-mux replay` against a real anvil-mux with stand-in engines, and against what is none."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anvil_mux.cli.main import main
+from tests.cli.test_cli import compose
+from tests.running import Running, serving
+
+
+@pytest.fixture(scope="module")
+def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("replay")
+    with serving(compose(folder, load_seconds=0.3, tokens_per_second=400), state=folder) as running:
+        running.folder = folder  # type: ignore[attr-defined]
+        yield running
+
+
+@pytest.fixture
+def url(mux: Running) -> str:
+    return f"http://127.0.0.1:{mux.port}"
+
+
+def test_a_profile_is_played_and_stands_beside_its_simulation(
+    mux: Running, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "requests.csv"
+    words = ["--profile", "balanced", "--limit", "4", "--tokens-per-second", "20", "--csv", str(file)]
+    simulate = ["--simulate", str(mux.folder / "compose.yaml")]  # type: ignore[attr-defined]
+    assert main(["replay", "--url", url, *words, *simulate, "--json"]) == 0
+    measured, simulated = json.loads(capsys.readouterr().out)
+    assert measured["requests"] == simulated["requests"] == 4
+    assert measured["swaps"] == simulated["swaps"] == 2
+    assert measured["failed"] == measured["severed"] == 0
+    assert measured["clients"]["requests"] == 4
+    assert measured["clients"]["ttft"]["mean"] > measured["wait_mean_seconds"] > 0
+    assert 0 < measured["serving_ratio"] < 1
+    assert simulated["at"] == "simulated"
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [row["tokens"] for row in rows] == ["10"] * 4  # 0.5 s each
+    assert {row["prompt_tokens"] for row in rows} == {"32"}
+    assert sum(float(row["waited"]) > 0 for row in rows) == 2
+
+
+def test_two_servers_are_asked_in_turns(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--profile", "single", "--limit", "3", "--against", f"{url}/v1", "--repeat", "2", "--no-warm-up"]
+    assert main(["replay", "--url", url, *words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["repeat"] for row in rows] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "why"),
+    [
+        (["--profile", "single", "--model", "x"], 1, "does not serve x, but a, b; --model x=NAME says"),
+        (["--trace", "nowhere.jsonl"], 1, "nowhere.jsonl: no such file; shipped: "),
+    ],
+)
+def test_what_cannot_be_played_is_said_in_a_sentence(
+    url: str, words: list[str], code: int, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", "--url", url, *words]) == code
+    assert why in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str], free_port: int) -> None:
+    assert main(["replay", "--url", f"127.0.0.1:{free_port}", "--profile", "single"]) == 3
+    assert "nobody answers at http://127.0.0.1:" in capsys.readouterr().err
+
+
+@pytest.fixture
+def free_port() -> Any:
+    import socket
+
+    with socket.socket() as bound:  # not listening, so nobody is there
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
