@@ -25,6 +25,7 @@ CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 1200.0
 """The longest silence before an answer, and within one, that is waited through."""
 TAIL_BYTES = 4096
+PIECE_BYTES = 1 << 16
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -191,22 +192,30 @@ class _Asking:
         if response.status != 200:
             self._code = _code_of(response.read(TAIL_BYTES)) or http.client.responses.get(response.status, "")
             return
-        ended = False
-        for line in response:
-            if not line.startswith(b"data: "):
-                continue
-            self._tail = line if b'"usage":{' in line or b'"usage": {' in line else self._tail
-            if line.startswith(b"data: [DONE]"):
-                ended = True
-            elif _has_text(line):
-                self._events += 1
-                if math.isnan(self._first):
-                    self._first = now()
-            elif line.startswith(b'data: {"error"'):
-                self._fail(_code_of(line[6:]) or "cut")
-                return
-        if not ended:
-            self._fail("cut")
+        rest = b""
+        while piece := response.read1(PIECE_BYTES):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: ") and not self._take(line, now):
+                    return
+        self._fail("cut")
+
+    def _take(self, line: bytes, now: Callable[[], float]) -> bool:
+        """Take one event of a stream; False: it was the last one."""
+        if line.startswith(b"data: [DONE]"):
+            return False
+        if b'"usage"' in line:
+            self._tail = line
+        if line.startswith(b'data: {"error"'):
+            self._fail(_code_of(line[6:]) or "cut")
+            return False
+        # Once there was text each event but the last has some, and reading them all would cost too much.
+        if math.isnan(self._first):
+            if _has_text(line):
+                self._first, self._events = now(), 1
+        else:
+            self._events += b'"finish_reason":"' not in line
+        return True
 
     def _answer(self, sent: float, ended: float) -> PlayedAnswer:
         tokens, prompt, cached = api.tokens_said(self._tail)
