@@ -8,6 +8,7 @@ the real ones did, then its loads and evictions too. What is left is of what a s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -20,24 +21,43 @@ from anvil_mux.replay.sending import PlayedAnswer
 from anvil_mux.replay.watching import SwapTimes, ToldLog
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.steps import Load, Step
+from anvil_mux.scheduler.steps import Cancel, Load, Step
 from anvil_mux.sim.figures import Figures, figures
 from anvil_mux.sim.simulate import Arrival, Engines, Outcome, simulate
 
 EXPECTED, ANSWERS, SWAPS = "expected", "answers", "swaps"
 
 
-@dataclass(frozen=True)
-class SeenEngines(Engines):
-    """Steps that take what they were seen to take, each backend its own."""
+class SeenEngines:
+    """Steps that take what they were seen to take, each backend its own.
 
-    evict_seconds: Mapping[str, float] | None = None
+    ``in_order``: its first load takes what its first one took, and so on; else each takes their mean.
+    """
+
+    def __init__(self, times: SwapTimes, *, in_order: bool) -> None:
+        self._times = times
+        self._in_order = in_order
+        self._count: Counter[tuple[str, bool]] = Counter()
+        self.means = Engines(
+            load_seconds={name: fmean(seconds) for name, seconds in times.loads.items()},
+            other_load_seconds=_mean_of_all(times.loads),
+            stop_seconds=_mean_of_all(times.evictions),
+        )
 
     def __call__(self, step: Step, nth: int) -> Outcome:
-        known = self.evict_seconds or {}
-        if not isinstance(step, Load) and step.backend in known:
-            return Outcome(known[step.backend])
-        return super().__call__(step, nth)
+        if isinstance(step, Cancel):
+            return self.means(step, nth)
+        loads = isinstance(step, Load)
+        known = (self._times.loads if loads else self._times.evictions).get(step.backend)
+        if not known:
+            return self.means(step, nth)
+        number = self._count[step.backend, loads]
+        self._count[step.backend, loads] += 1
+        return Outcome(known[number] if self._in_order and number < len(known) else fmean(known))
+
+
+def _mean_of_all(times: Mapping[str, Sequence[float]]) -> float:
+    return _mean(each for seconds in times.values() for each in seconds)
 
 
 @dataclass(frozen=True)
@@ -115,24 +135,25 @@ def compare(
     slower = _slower(paces, answers, told.served)
     resident = [name for name, each in told.begins["backends"].items() if each["state"] == "ready"]
 
-    def run(times: SwapTimes, factors: Mapping[str, float]) -> SimulatedReplay:
+    def run(engines: SeenEngines, factors: Mapping[str, float]) -> SimulatedReplay:
         def seconds(request: PlayedRequest) -> float:
             return paces[request.model].seconds(request.output) * factors.get(request.model, 1.0)
 
-        return _simulated(script, config, times, seconds, resident)
+        return _simulated(script, config, engines, seconds, resident)
 
-    both = SwapTimes({**expected.loads, **seen.loads}, {**expected.evictions, **seen.evictions})
-    simulated = run(expected, {})
+    both = seen.or_else(expected)
+    as_expected = SeenEngines(expected.or_else(seen), in_order=False)
+    simulated = run(as_expected, {})
     alone = [paces[a.model].seconds(a.tokens) for a in answers if a.id in told.served and a.status == 200]
     really = [told.served[a.id] for a in answers if a.id in told.served and a.status == 200]
     return Comparison(
         measured=figures(told.events, begins=told.begins),
         simulated=simulated,
-        with_answers=run(expected, slower).figures,
-        with_swaps=run(both, slower).figures,
+        with_answers=run(as_expected, slower).figures,
+        with_swaps=run(SeenEngines(both, in_order=True), slower).figures,
         answer_seconds=(_mean(alone), _mean(really)),
-        load_seconds=(_mean(expected.loads.values()), _mean(both.loads.values())),
-        evict_seconds=(_mean(expected.evictions.values()), _mean(both.evictions.values())),
+        load_seconds=(_mean_of_all(expected.loads), _mean_of_all(seen.loads)),
+        evict_seconds=(_mean_of_all(expected.evictions), _mean_of_all(seen.evictions)),
     )
 
 
@@ -157,7 +178,7 @@ def _slower(
 def _simulated(
     script: Script,
     config: Config,
-    times: SwapTimes,
+    engines: SeenEngines,
     seconds: Callable[[PlayedRequest], float],
     resident: Sequence[str],
 ) -> SimulatedReplay:
@@ -171,13 +192,7 @@ def _simulated(
         assert isinstance(ended.sender, PlayedRequest)
         return map(arrival, follow(ended.sender, now))
 
-    engines = SeenEngines(
-        load_seconds=times.loads,
-        other_load_seconds=_mean(times.loads.values()),
-        stop_seconds=_mean(times.evictions.values()),
-        evict_seconds=times.evictions,
-    )
-    costs: Sequence[Cost] = engines.costs(config)
+    costs: Sequence[Cost] = engines.means.costs(config)
     requests = sorted(map(arrival, first), key=lambda each: each.at)
     log = simulate(config, requests, engines, resident=resident, follow=later, costs=costs)
     return SimulatedReplay(figures(log), log)

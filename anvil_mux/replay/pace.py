@@ -2,9 +2,9 @@
 
 Every model is asked in turn, those last that are to be loaded when the run begins. So each was loaded, the
 server knows what swaps cost (as simulations assume), and what is resident is what the script says. Once it is
-loaded the model is asked again, for an answer about as long as those of the script: an engine is slower
-far in an answer, and a short one tells little. That gives its pace, and how many tokens a word of a prompt
-is.
+loaded, and it is known how many tokens a word of a prompt is, the model is asked again, with a prompt and for
+an answer about as long as those of the script: an engine is slower far in an answer, and a short one tells
+little. That gives its pace.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class EnginePace(NamedTuple):
 
 
 class UsualAnswer(NamedTuple):
-    """How long the answers of a model usually are."""
+    """How long the answers of a model usually are, and its prompts."""
 
     seconds: float
     tokens_per_second: float | None = None
     """How many tokens a second of them is to be; None: as many as the engine makes."""
+    prompt_tokens: int = WORDS
 
 
 def warm_up(
@@ -60,35 +61,37 @@ def warm_up(
     resident = list(resident)
     paces: dict[str, EnginePace] = {}
     for model in [*resident, *[m for m in models if m not in resident], *resident]:
-        _asked(ask, model, 1)
+        answer = _asked(ask, model, WORDS, 1)
         if model not in paces:
-            paces[model] = _measured(ask, model, usual.get(model))
+            each = answer.prompt_tokens / WORDS if answer.prompt_tokens else 1.0
+            paces[model] = _measured(ask, model, each, usual.get(model))
     return paces
 
 
-def _measured(ask: AskAlone, model: str, usual: UsualAnswer | None) -> EnginePace:
+def _measured(ask: AskAlone, model: str, tokens_per_word: float, usual: UsualAnswer | None) -> EnginePace:
+    words = max(round(usual.prompt_tokens / tokens_per_word), 1) if usual else WORDS
     if usual and usual.tokens_per_second:
-        return _pace(_asked(ask, model, max(round(usual.seconds * usual.tokens_per_second), 1)))
+        tokens = max(round(usual.seconds * usual.tokens_per_second), 1)
+        return _pace(_asked(ask, model, words, tokens), tokens_per_word)
     tokens, enough = TOKENS, min(usual.seconds, MOST_SECONDS) / NEAR if usual else 0.0
     while True:
-        answer = _asked(ask, model, tokens)
+        answer = _asked(ask, model, words, tokens)
         lasted = answer.ended - answer.sent
         if lasted >= enough or answer.tokens < tokens:
-            return _pace(answer)
+            return _pace(answer, tokens_per_word)
         # Short answers make an engine look faster than it is, so the next one is not longer by much.
         tokens = min(math.ceil(tokens * enough * NEAR / lasted), tokens * MOST_LONGER)
 
 
-def _asked(ask: AskAlone, model: str, output: int) -> PlayedAnswer:
-    answer = ask(PlayedRequest(0.0, model, WORDS, output))
+def _asked(ask: AskAlone, model: str, words: int, output: int) -> PlayedAnswer:
+    answer = ask(PlayedRequest(0.0, model, words, output))
     if error := failure(answer):
         raise error
     return answer
 
 
-def _pace(answer: PlayedAnswer) -> EnginePace:
+def _pace(answer: PlayedAnswer, tokens_per_word: float) -> EnginePace:
     first = answer.first if not math.isnan(answer.first) else answer.ended
     lasts = answer.ended - first
     fast = (answer.tokens - 1) / lasts if answer.tokens > 1 and lasts > 0 else TOKENS_PER_SECOND
-    words = answer.prompt_tokens / WORDS if answer.prompt_tokens else 1.0
-    return EnginePace(first - answer.sent, fast, words)
+    return EnginePace(first - answer.sent, fast, tokens_per_word)

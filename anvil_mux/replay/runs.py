@@ -122,8 +122,8 @@ class Replay:
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         for each in () if isinstance(made, Trace) else made.requests:
             seconds[self._names.name(each.model)].append(each.seconds)
-        fast = self._settings.tokens_per_second
-        return {model: UsualAnswer(fmean(values), fast) for model, values in seconds.items()}
+        fast, tokens = self._settings.tokens_per_second, self._settings.prompt_tokens
+        return {model: UsualAnswer(fmean(values), fast, tokens) for model, values in seconds.items()}
 
     def _script(self, made: Workload | Trace, paces: Mapping[str, EnginePace]) -> Script:
         how = self._settings

@@ -27,6 +27,9 @@ SILENT_SECONDS = 1200.0
 TAIL_BYTES = 4096
 PIECE_BYTES = 1 << 16
 
+LAST_EVENT = (b'"finish_reason":"', b'"finish_reason": "')
+"""The marks of the event that says why an answer ended."""
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -214,7 +217,7 @@ class _Asking:
             if _has_text(line):
                 self._first, self._events = now(), 1
         else:
-            self._events += b'"finish_reason":"' not in line
+            self._events += not any(mark in line for mark in LAST_EVENT)
         return True
 
     def _answer(self, sent: float, ended: float) -> PlayedAnswer:

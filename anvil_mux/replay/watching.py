@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from anvil_mux.errors import MuxError
@@ -31,10 +30,14 @@ _MOVES = _SWAPPING | {"ready", "stopped", "standby", "demoting", "stuck"}
 
 @dataclass(frozen=True)
 class SwapTimes:
-    """The medians of what loads and evictions took, by backend, in seconds."""
+    """The seconds of loads and of evictions, by backend, in the order in which they ended."""
 
-    loads: Mapping[str, float]
-    evictions: Mapping[str, float]
+    loads: Mapping[str, Sequence[float]]
+    evictions: Mapping[str, Sequence[float]]
+
+    def or_else(self, other: SwapTimes) -> SwapTimes:
+        """The same, with what only the other knows."""
+        return SwapTimes({**other.loads, **self.loads}, {**other.evictions, **self.evictions})
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,7 @@ class EventWatch:
                 begun[backend] = event["at"]
             elif kind in ("stopped", "standby") and backend in begun:
                 evictions[backend].append(event["at"] - begun.pop(backend))
-        return SwapTimes(
-            {name: median(seconds) for name, seconds in loads.items()},
-            {name: median(seconds) for name, seconds in evictions.items()},
-        )
+        return SwapTimes(loads, evictions)
 
     def _between(self, since: float, until: float) -> list[Mapping[str, Any]]:
         with self._changed:

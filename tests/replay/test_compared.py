@@ -13,6 +13,7 @@ from anvil_mux.replay.script import ServerNames
 from anvil_mux.replay.sending import PlayedAnswer
 from anvil_mux.replay.watching import SwapTimes, ToldLog
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.steps import Load
 from anvil_mux.sim.simulate import Arrival, simulate
 from anvil_mux.sim.workload import Workload
 
@@ -31,14 +32,14 @@ BEGINS = {
     "begun": [],
     "pins": {},
 }
-EXPECTED = SwapTimes({"a-1": 1.0, "b-1": 3.0}, {"a-1": 0.5, "b-1": 0.25})
+EXPECTED = SwapTimes({"a-1": [0.5, 1.5], "b-1": [3.0]}, {"a-1": [0.5], "b-1": [0.25]})
 
 
 def really(loads: SwapTimes, slower: float) -> list[Event]:
     """The log of a server that loads so, and answers so many times as slowly."""
     requests = [Arrival(0.0, "b", 1.0 * slower), Arrival(0.5, "a", 2.0 * slower)]
-    engines = SeenEngines(loads.loads, evict_seconds=loads.evictions)
-    return simulate(CONFIG, requests, engines, resident=["a-1"], costs=engines.costs(CONFIG))
+    engines = SeenEngines(loads, in_order=slower != 1.0)
+    return simulate(CONFIG, requests, engines, resident=["a-1"], costs=engines.means.costs(CONFIG))
 
 
 def answer(number: int, model: str, tokens: int) -> PlayedAnswer:
@@ -62,7 +63,7 @@ def comparison(seen: SwapTimes, slower: float) -> Comparison:
 
 
 def test_the_simulation_of_what_really_happened_is_what_really_happened() -> None:
-    found = comparison(EXPECTED, 1.0)
+    found = comparison(SwapTimes({"a-1": [1.0], "b-1": [3.0]}, EXPECTED.evictions), 1.0)
     waits = [0.5 + 3.0, 0.5 + 3.0 + 1.0 + 0.25 + 1.0 - 0.5]
     assert found.simulated.figures.wait_mean_seconds == pytest.approx(sum(waits) / 2)
     assert found.difference == pytest.approx(0.0)
@@ -70,7 +71,7 @@ def test_the_simulation_of_what_really_happened_is_what_really_happened() -> Non
 
 
 def test_slow_answers_and_slow_loads_are_told_apart() -> None:
-    seen = SwapTimes({"a-1": 1.0, "b-1": 5.0}, {"a-1": 0.5, "b-1": 0.75})
+    seen = SwapTimes({"a-1": [1.0], "b-1": [5.0]}, {"a-1": [0.5], "b-1": [0.75]})
     found = comparison(seen, 2.0)
     before, answers, swaps, measured = (
         one.wait_mean_seconds
@@ -80,11 +81,17 @@ def test_slow_answers_and_slow_loads_are_told_apart() -> None:
     assert swaps - answers == pytest.approx((2.0 + 2.5) / 2)  # both for the load, one for the eviction
     assert measured == pytest.approx(swaps)
     assert found.answer_seconds == (pytest.approx(1.5), pytest.approx(3.0))
-    assert found.load_seconds == (2.0, 3.0)
+    assert found.load_seconds == (pytest.approx(5.0 / 3), 3.0)
     text = " ".join(found.sentences())
     assert "an answer took 3.000 s, and 1.500 s with the engine to itself" in text
     assert "+0.50 s" in text
     assert "+2.25 s" in text
+
+
+def test_each_load_takes_what_it_took() -> None:
+    engines = SeenEngines(SwapTimes({"b-1": [5.0, 1.0]}, {"a-1": [0.5]}), in_order=True)
+    load = Load("b-1", "stop")
+    assert [engines(load, nth).seconds for nth in range(3)] == [5.0, 1.0, 3.0]
 
 
 def test_a_compose_file_without_the_models_is_refused() -> None:

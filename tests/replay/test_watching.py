@@ -86,8 +86,8 @@ def test_a_run_begins_with_what_happened_before_it(watch: EventWatch) -> None:
     told = watch.log(600.0, [])
     assert {name: each.get("state") for name, each in told.begins["backends"].items()} == {"b": "ready"}
     assert told.events == []
-    assert watch.swap_times().loads == {"b": 3.0}
-    assert watch.swap_times().evictions == {"a": 1.0}
+    assert watch.swap_times().loads == {"b": [3.0]}
+    assert watch.swap_times().evictions == {"a": [1.0]}
     assert watch.swap_times(since=600.0).loads == {}
 
 
