@@ -88,7 +88,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests under way at once, at most (512)",
     )
-    add("--no-warm-up", dest="warm_up", action="store_false", help="do not ask each model alone before")
+    add(
+        "--warm-up",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="load each model so often before, and ask it alone (default 1); 0: not at all",
+    )
     add(
         "--simulate",
         nargs="?",
@@ -114,6 +120,10 @@ def _profiles(names: str) -> tuple[str, ...]:
     from anvil_mux.sim import study
 
     return read_value(study.choose_profiles, names)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else read_positive(text)
 
 
 def _factor(text: str) -> float:

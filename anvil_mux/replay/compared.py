@@ -1,7 +1,7 @@
 """The same script in virtual time, beside what was measured, and where the difference comes from.
 
 What is simulated is what could be known beforehand: the configuration, how long each model loads and is
-evicted (as seen in the warm-up), and how long each answer takes on an engine that has nothing else to do.
+evicted, and how long each answer takes alone and in company (pace.py, crowding.py), as seen in the warm-up.
 The difference is then taken apart by what was measured: first the answers of the simulation last as long as
 the real ones did, then its loads and evictions too. What is left is of what a simulation does not know.
 """
@@ -9,12 +9,13 @@ the real ones did, then its loads and evictions too. What is left is of what a s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
+from anvil_mux.replay.crowding import RequestKey, ServedInterval, settle
 from anvil_mux.replay.pace import EnginePace
 from anvil_mux.replay.script import PlayedRequest, Script
 from anvil_mux.replay.sending import PlayedAnswer
@@ -25,8 +26,6 @@ from anvil_mux.scheduler.steps import Cancel, Load, Step
 from anvil_mux.sim.figures import Figures, figures
 from anvil_mux.sim.simulate import Arrival, Engines, Outcome, simulate
 
-EXPECTED, ANSWERS, SWAPS = "expected", "answers", "swaps"
-
 
 class SeenEngines:
     """Steps that take what they were seen to take, each backend its own.
@@ -35,8 +34,8 @@ class SeenEngines:
     """
 
     def __init__(self, times: SwapTimes, *, in_order: bool) -> None:
-        self._times = times
-        self._in_order = in_order
+        self.times = times
+        self.in_order = in_order
         self._count: Counter[tuple[str, bool]] = Counter()
         self.means = Engines(
             load_seconds={name: fmean(seconds) for name, seconds in times.loads.items()},
@@ -48,12 +47,12 @@ class SeenEngines:
         if isinstance(step, Cancel):
             return self.means(step, nth)
         loads = isinstance(step, Load)
-        known = (self._times.loads if loads else self._times.evictions).get(step.backend)
+        known = (self.times.loads if loads else self.times.evictions).get(step.backend)
         if not known:
             return self.means(step, nth)
         number = self._count[step.backend, loads]
         self._count[step.backend, loads] += 1
-        return Outcome(known[number] if self._in_order and number < len(known) else fmean(known))
+        return Outcome(known[number] if self.in_order and number < len(known) else fmean(known))
 
 
 def _mean_of_all(times: Mapping[str, Sequence[float]]) -> float:
@@ -66,6 +65,8 @@ class SimulatedReplay:
 
     figures: Figures
     log: Sequence[Event]
+    answer_seconds: float
+    """The mean time of an answer."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Comparison:
         expected, seen = self.answer_seconds
         yield (
             f"{waits[1] - waits[0]:+.2f} s: an answer took {seen:.3f} s, "
-            f"and {expected:.3f} s with the engine to itself"
+            f"and {expected:.3f} s by its pace in the warm-up"
         )
         loads, evictions = self.load_seconds, self.evict_seconds
         yield (
@@ -132,26 +133,22 @@ def compare(
     answers: Sequence[PlayedAnswer],
 ) -> Comparison:
     """Hold a measured run against the simulation of its script."""
-    slower = _slower(paces, answers, told.served)
+    whole = sorted([a for a in answers if a.id in told.served and a.status == 200], key=lambda each: each.due)
+    numbers: Counter[str] = Counter()
+    really: dict[RequestKey, float] = {}
+    for answer in whole:
+        really[answer.model, numbers[answer.model]] = told.served[answer.id]
+        numbers[answer.model] += 1
     resident = [name for name, each in told.begins["backends"].items() if each["state"] == "ready"]
-
-    def run(engines: SeenEngines, factors: Mapping[str, float]) -> SimulatedReplay:
-        def seconds(request: PlayedRequest) -> float:
-            return paces[request.model].seconds(request.output) * factors.get(request.model, 1.0)
-
-        return _simulated(script, config, engines, seconds, resident)
-
-    both = seen.or_else(expected)
+    virtual = _VirtualReplay(script, config, paces, resident)
     as_expected = SeenEngines(expected.or_else(seen), in_order=False)
-    simulated = run(as_expected, {})
-    alone = [paces[a.model].seconds(a.tokens) for a in answers if a.id in told.served and a.status == 200]
-    really = [told.served[a.id] for a in answers if a.id in told.served and a.status == 200]
+    simulated = virtual.run(as_expected)
     return Comparison(
         measured=figures(told.events, begins=told.begins),
         simulated=simulated,
-        with_answers=run(as_expected, slower).figures,
-        with_swaps=run(SeenEngines(both, in_order=True), slower).figures,
-        answer_seconds=(_mean(alone), _mean(really)),
+        with_answers=virtual.run(as_expected, really).figures,
+        with_swaps=virtual.run(SeenEngines(seen.or_else(expected), in_order=True), really).figures,
+        answer_seconds=(simulated.answer_seconds, _mean(really.values())),
         load_seconds=(_mean_of_all(expected.loads), _mean_of_all(seen.loads)),
         evict_seconds=(_mean_of_all(expected.evictions), _mean_of_all(seen.evictions)),
     )
@@ -162,37 +159,49 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(found) if found else 0.0
 
 
-def _slower(
-    paces: Mapping[str, EnginePace], answers: Iterable[PlayedAnswer], served: Mapping[str, float]
-) -> dict[str, float]:
-    """How many times as long as expected the answers of each model took."""
-    alone: dict[str, float] = {}
-    really: dict[str, float] = {}
-    for answer in answers:
-        if answer.id in served and answer.status == 200:
-            alone[answer.model] = alone.get(answer.model, 0.0) + paces[answer.model].seconds(answer.tokens)
-            really[answer.model] = really.get(answer.model, 0.0) + served[answer.id]
-    return {model: really[model] / seconds for model, seconds in alone.items() if seconds}
+class _VirtualReplay:
+    """A script in virtual time, on engines of a known pace."""
 
+    def __init__(
+        self, script: Script, config: Config, paces: Mapping[str, EnginePace], resident: Sequence[str]
+    ) -> None:
+        self._script = script
+        self._config = config
+        self._paces = paces
+        self._resident = resident
+        self._names = served_names(config, script.models)
 
-def _simulated(
-    script: Script,
-    config: Config,
-    engines: SeenEngines,
-    seconds: Callable[[PlayedRequest], float],
-    resident: Sequence[str],
-) -> SimulatedReplay:
-    first, follow = script.begin()
-    names = served_names(config, script.models)
+    def run(self, engines: SeenEngines, answers: Mapping[RequestKey, float] | None = None) -> SimulatedReplay:
+        """Simulate; with ``answers``, each of them takes as long as they say."""
+        engines = SeenEngines(engines.times, in_order=engines.in_order)
+        if answers is not None:
+            return self._once(engines, {}, answers)[0]
+        slower = {model: pace.slower_each for model, pace in self._paces.items()}
+        return settle(lambda factors: self._once(engines, factors, {}), slower)
 
-    def arrival(request: PlayedRequest) -> Arrival:
-        return Arrival(request.at, names[request.model], seconds(request), request.patience, sender=request)
+    def _once(
+        self, engines: SeenEngines, factors: Mapping[RequestKey, float], answers: Mapping[RequestKey, float]
+    ) -> tuple[SimulatedReplay, Mapping[RequestKey, ServedInterval]]:
+        first, follow = self._script.begin()
+        numbers: Counter[str] = Counter()
+        served: dict[RequestKey, ServedInterval] = {}
 
-    def later(ended: Arrival, now: float) -> Iterable[Arrival]:
-        assert isinstance(ended.sender, PlayedRequest)
-        return map(arrival, follow(ended.sender, now))
+        def arrival(request: PlayedRequest) -> Arrival:
+            key = request.model, numbers[request.model]
+            numbers[request.model] += 1
+            alone = self._paces[request.model].seconds(request.output)
+            seconds = answers.get(key, alone * factors.get(key, 1.0))
+            name = self._names[request.model]
+            return Arrival(request.at, name, seconds, request.patience, sender=(key, request))
 
-    costs: Sequence[Cost] = engines.means.costs(config)
-    requests = sorted(map(arrival, first), key=lambda each: each.at)
-    log = simulate(config, requests, engines, resident=resident, follow=later, costs=costs)
-    return SimulatedReplay(figures(log), log)
+        def later(ended: Arrival, now: float) -> Iterable[Arrival]:
+            assert isinstance(ended.sender, tuple)
+            key, request = ended.sender
+            served[key] = ServedInterval(now - ended.seconds, now)
+            return map(arrival, follow(request, now))
+
+        costs: Sequence[Cost] = engines.means.costs(self._config)
+        requests = list(map(arrival, sorted(first, key=lambda each: each.at)))
+        log = simulate(self._config, requests, engines, resident=self._resident, follow=later, costs=costs)
+        took = _mean(each.end - each.begin for each in served.values())
+        return SimulatedReplay(figures(log), log, took), served

@@ -57,14 +57,15 @@ def perceived(answers: Sequence[PlayedAnswer]) -> Perceived:
     whole = [answer for answer in answers if answer.status == 200]
     begins = min([answer.due for answer in answers], default=0.0)
     makespan = max([answer.ended for answer in answers], default=0.0) - begins
+    begun = [answer for answer in whole if not math.isnan(answer.first)]
     told = [answer for answer in whole if answer.prompt_tokens and answer.cached_tokens is not None]
     shares = Counter([answer.backend for answer in whole if answer.backend])
     return Perceived(
         requests=len(answers),
         failed=len(answers) - len(whole),
         makespan_seconds=makespan,
-        ttft=Spread.of([a.first - a.due for a in whole if not math.isnan(a.first)]),
-        tpot=Spread.of([(a.ended - a.first) / (a.tokens - 1) for a in whole if a.tokens > 1]),
+        ttft=Spread.of([answer.first - answer.due for answer in begun]),
+        tpot=Spread.of([(a.ended - a.first) / (a.tokens - 1) for a in begun if a.tokens > 1]),
         e2e=Spread.of([answer.ended - answer.due for answer in whole]),
         tokens_per_second=sum([answer.tokens for answer in whole]) / makespan if makespan else 0.0,
         late_seconds=max([answer.sent - answer.due for answer in answers], default=0.0),

@@ -4,13 +4,15 @@ Every model is asked in turn, those last that are to be loaded when the run begi
 server knows what swaps cost (as simulations assume), and what is resident is what the script says. Once it is
 loaded, and it is known how many tokens a word of a prompt is, the model is asked again, with a prompt and for
 an answer about as long as those of the script: an engine is slower far in an answer, and a short one tells
-little. That gives its pace.
+little. The median of ``ASKED`` answers gives its pace. Then it is asked ``AT_ONCE`` times at once, which
+tells how much slower each answer is for the company of others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from anvil_mux.replay.script import PlayedRequest
@@ -24,11 +26,13 @@ NEAR = 1.25
 """An answer is long enough if those of the script last at most so many times as long."""
 MOST_LONGER = 8
 """How many times as long as the last answer the next one is, at most."""
+ASKED, AT_ONCE = 3, 4
 WORDS = 32
 TOKENS_PER_SECOND = 40.0
 """The pace that is taken for a model that was not asked."""
 
-AskAlone = Callable[[PlayedRequest], PlayedAnswer]
+AskAtOnce = Callable[[Sequence[PlayedRequest]], Sequence[PlayedAnswer]]
+"""Sends requests at one moment, and waits for all answers."""
 
 
 class EnginePace(NamedTuple):
@@ -39,6 +43,8 @@ class EnginePace(NamedTuple):
     tokens_per_second: float = TOKENS_PER_SECOND
     """Tokens per second after that."""
     tokens_per_word: float = 1.0
+    slower_each: float = 0.0
+    """The part by which an answer takes longer for each other one that the engine makes at the same time."""
 
     def seconds(self, tokens: int) -> float:
         """Seconds that an answer of so many tokens takes."""
@@ -55,43 +61,59 @@ class UsualAnswer(NamedTuple):
 
 
 def warm_up(
-    ask: AskAlone, models: Iterable[str], resident: Iterable[str], usual: Mapping[str, UsualAnswer]
+    ask: AskAtOnce,
+    models: Iterable[str],
+    resident: Iterable[str],
+    usual: Mapping[str, UsualAnswer],
+    *,
+    rounds: int = 1,
 ) -> dict[str, EnginePace]:
-    """The pace of each model; MuxError if one of them does not answer."""
+    """The pace of each model; MuxError if one does not answer. ``rounds``: how often each is loaded."""
     resident = list(resident)
     paces: dict[str, EnginePace] = {}
-    for model in [*resident, *[m for m in models if m not in resident], *resident]:
-        answer = _asked(ask, model, WORDS, 1)
+    for model in [*[*resident, *[m for m in models if m not in resident]] * rounds, *resident]:
+        [answer] = _asked(ask, model, WORDS, 1)
         if model not in paces:
             each = answer.prompt_tokens / WORDS if answer.prompt_tokens else 1.0
             paces[model] = _measured(ask, model, each, usual.get(model))
     return paces
 
 
-def _measured(ask: AskAlone, model: str, tokens_per_word: float, usual: UsualAnswer | None) -> EnginePace:
+def _measured(ask: AskAtOnce, model: str, tokens_per_word: float, usual: UsualAnswer | None) -> EnginePace:
     words = max(round(usual.prompt_tokens / tokens_per_word), 1) if usual else WORDS
+    tokens = _length(ask, model, words, usual)
+    answers = [answer for _ in range(ASKED) for answer in _asked(ask, model, words, tokens)]
+    answer = sorted(answers, key=lambda each: each.ended - each.sent)[ASKED // 2]
+    together = _asked(ask, model, words, tokens, AT_ONCE)
+    alone = answer.ended - answer.sent
+    slower = median([each.ended - each.sent for each in together]) / alone - 1 if alone > 0 else 0.0
+    return _pace(answer, tokens_per_word)._replace(slower_each=max(slower, 0.0) / (AT_ONCE - 1))
+
+
+def _length(ask: AskAtOnce, model: str, words: int, usual: UsualAnswer | None) -> int:
+    """The tokens of an answer that lasts about as long as those of the script."""
     if usual and usual.tokens_per_second:
-        tokens = max(round(usual.seconds * usual.tokens_per_second), 1)
-        return _pace(_asked(ask, model, words, tokens), tokens_per_word)
+        return max(round(usual.seconds * usual.tokens_per_second), 1)
     tokens, enough = TOKENS, min(usual.seconds, MOST_SECONDS) / NEAR if usual else 0.0
     while True:
-        answer = _asked(ask, model, words, tokens)
+        [answer] = _asked(ask, model, words, tokens)
         lasted = answer.ended - answer.sent
         if lasted >= enough or answer.tokens < tokens:
-            return _pace(answer, tokens_per_word)
+            return tokens
         # Short answers make an engine look faster than it is, so the next one is not longer by much.
         tokens = min(math.ceil(tokens * enough * NEAR / lasted), tokens * MOST_LONGER)
 
 
-def _asked(ask: AskAlone, model: str, words: int, output: int) -> PlayedAnswer:
-    answer = ask(PlayedRequest(0.0, model, words, output))
-    if error := failure(answer):
-        raise error
-    return answer
+def _asked(ask: AskAtOnce, model: str, words: int, output: int, count: int = 1) -> Sequence[PlayedAnswer]:
+    answers = ask([PlayedRequest(0.0, model, words, output)] * count)
+    for answer in answers:
+        if error := failure(answer):
+            raise error
+    return answers
 
 
 def _pace(answer: PlayedAnswer, tokens_per_word: float) -> EnginePace:
-    first = answer.first if not math.isnan(answer.first) else answer.ended
+    first = answer.sent if math.isnan(answer.first) else answer.first
     lasts = answer.ended - first
     fast = (answer.tokens - 1) / lasts if answer.tokens > 1 and lasts > 0 else TOKENS_PER_SECOND
     return EnginePace(first - answer.sent, fast, tokens_per_word)

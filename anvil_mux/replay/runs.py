@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from statistics import fmean
 
@@ -47,7 +48,8 @@ class ReplaySettings:
     """How many tokens a second of service is; None: as fast as the engine was in the warm-up."""
     most: int = MOST
     """The most requests under way at once."""
-    warm_up: bool = True
+    warm_up: int = 1
+    """How often each model is loaded before, to be asked alone; 0: not at all."""
 
 
 class WatchedServer:
@@ -153,27 +155,38 @@ class Replay:
         if not self._settings.warm_up:
             return {model: EnginePace() for model in models}
         self._say(f"warm-up: each model of {server.server.name} is asked alone")
-        found = pace.warm_up(lambda request: self._ask(server, request), models, resident, usual)
+        found = pace.warm_up(
+            partial(self._ask, server), models, resident, usual, rounds=self._settings.warm_up
+        )
         for model, each in found.items():
             self._say(
-                f"{model}: {each.tokens_per_second:.1f} tokens/s, the first after {each.first_seconds:.3f} s"
+                f"{model}: {each.tokens_per_second:.1f} tokens/s, the first after "
+                f"{each.first_seconds:.3f} s, {each.slower_each:.0%} slower for each other answer at a time"
             )
         return found
 
     def _settle(self, server: WatchedServer, resident: Sequence[str]) -> None:
         """Have those models loaded that are to be when a run begins."""
         for model in resident if self._settings.warm_up else ():
-            self._ask(server, PlayedRequest(0.0, model, 1, 1))
+            self._ask(server, [PlayedRequest(0.0, model, 1, 1)])
 
-    def _ask(self, server: WatchedServer, request: PlayedRequest) -> PlayedAnswer:
-        number, began = next(self._ids), time.monotonic()
-        text = self._writer("warm-up", 1, {}).write(request, number)
-        return server.server.prepare(
-            request, number, text, id=self._id(number), now=lambda: time.monotonic() - began
-        )()
+    def _ask(self, server: WatchedServer, requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
+        """Send a few requests at once, with prompts of their own, in words in place of tokens."""
+        writer = self._writer(f"warm-up {next(self._ids)}", 1, {})
+        player = self._player(server, writer)
+        answers = player.play(Script("warm-up", (), (), tuple(requests), lambda: lambda *_: ()))
+        if player.was_interrupted:
+            raise KeyboardInterrupt
+        return answers
 
-    def _id(self, number: int) -> str:
-        return f"{self._mark}-{number}"
+    def _player(self, server: WatchedServer, writer: PromptWriter) -> Player:
+        def prepare(
+            request: PlayedRequest, number: int, now: Callable[[], float]
+        ) -> Callable[[], PlayedAnswer]:
+            id, text = f"{self._mark}-{next(self._ids)}", writer.write(request, number)
+            return server.server.prepare(request, number, text, id=id, now=now)
+
+        return Player(prepare, Clock(), most=self._settings.most)
 
     def _writer(self, name: str, block_tokens: int, words: Mapping[str, float]) -> PromptWriter:
         return PromptWriter(f"{self._settings.seed} {self._mark} {name}", block_tokens, words)
@@ -185,17 +198,7 @@ class Replay:
         words = {model: each.tokens_per_word for model, each in paces.items()}
         writer = self._writer(str(repeat), made.block_tokens, words)
 
-        def prepare(
-            request: PlayedRequest, number: int, now: Callable[[], float]
-        ) -> Callable[[], PlayedAnswer]:
-            id, text = self._id(next(self._ids)), writer.write(request, number)
-            return server.server.prepare(request, number, text, id=id, now=now)
-
-        player, tell, began = (
-            Player(prepare, Clock(), most=self._settings.most),
-            self._progress(),
-            time.time(),
-        )
+        player, tell, began = self._player(server, writer), self._progress(), time.time()
         where = f"{made.name} at {server.server.name}"
         answers = player.play(
             made,

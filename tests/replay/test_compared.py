@@ -83,7 +83,7 @@ def test_slow_answers_and_slow_loads_are_told_apart() -> None:
     assert found.answer_seconds == (pytest.approx(1.5), pytest.approx(3.0))
     assert found.load_seconds == (pytest.approx(5.0 / 3), 3.0)
     text = " ".join(found.sentences())
-    assert "an answer took 3.000 s, and 1.500 s with the engine to itself" in text
+    assert "an answer took 3.000 s, and 1.500 s by its pace in the warm-up" in text
     assert "+0.50 s" in text
     assert "+2.25 s" in text
 

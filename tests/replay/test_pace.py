@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,13 +17,17 @@ from tests.replay.test_player import answered
 class Engines:
     """Engines that make so many tokens a second after 0.1 s; a word of a prompt is two."""
 
-    def __init__(self, fast: float) -> None:
+    def __init__(self, fast: float, slower_each: float = 0.0) -> None:
         self.fast = fast
+        self.slower_each = slower_each
         self.asked: list[tuple[str, int]] = []
 
-    def __call__(self, request: PlayedRequest) -> PlayedAnswer:
+    def __call__(self, requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
+        return [self.answer(each, len(requests)) for each in requests]
+
+    def answer(self, request: PlayedRequest, together: int) -> PlayedAnswer:
         self.asked.append((request.model, request.output))
-        ended = 0.1 + (request.output - 1) / self.fast
+        ended = (0.1 + (request.output - 1) / self.fast) * (1 + self.slower_each * (together - 1))
         answer = answered(request, 0, 0.0, 0.1 if request.output > 1 else math.nan, ended)
         return PlayedAnswer(
             **{name: getattr(answer, name) for name in answer.__slots__ if name != "prompt_tokens"},
@@ -45,18 +50,30 @@ def test_an_engine_is_measured_over_an_answer_as_long_as_those_of_the_script() -
     warm_up(engines, ["a"], [], {"a": UsualAnswer(2.0)})
     lengths = [output for _, output in engines.asked]
     assert lengths[:3] == [1, 24, 8 * 24]
+    assert lengths[-7:] == lengths[-1:] * 7
     assert 2.0 / 1.25 <= lengths[-1] / 1000.0 <= 2.5
 
 
 def test_an_answer_of_given_length_is_asked_for_once() -> None:
     engines = Engines(1000.0)
     warm_up(engines, ["a"], [], {"a": UsualAnswer(2.0, 40.0)})
-    assert engines.asked == [("a", 1), ("a", 80)]
+    assert engines.asked == [("a", 1), *[("a", 80)] * 7]
+
+
+def test_an_engine_may_be_slower_in_company() -> None:
+    assert warm_up(Engines(20.0, 0.5), ["a"], [], {})["a"].slower_each == pytest.approx(0.5)
+    assert warm_up(Engines(20.0), ["a"], [], {})["a"].slower_each == 0.0
+
+
+def test_each_model_is_loaded_as_often_as_asked_for() -> None:
+    engines = Engines(20.0)
+    warm_up(engines, ["a", "b"], ["a"], {}, rounds=2)
+    assert [model for model, output in engines.asked if output == 1] == ["a", "b", "a", "b", "a"]
 
 
 def test_a_model_that_does_not_answer_ends_it() -> None:
-    def ask(request: PlayedRequest) -> PlayedAnswer:
-        return PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, status=503, code="load_failed")
+    def ask(requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
+        return [PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, status=503, code="load_failed")]
 
     with pytest.raises(MuxError, match="a could not be asked: 503 load_failed"):
         warm_up(ask, ["a"], [], {})

@@ -28,29 +28,49 @@ def url(mux: Running) -> str:
     return f"http://127.0.0.1:{mux.port}"
 
 
-def test_a_profile_is_played_and_stands_beside_its_simulation(
+SESSION = """
+{"workload": "w", "models": {"a": {"load_seconds": 1}, "b": {"load_seconds": 1}}, "resident": ["a"]}
+{"session": 1, "at": 0, "model": "a", "seconds": 0.5}
+{"session": 1, "think": 0.1, "model": "b", "seconds": 0.5}
+{"session": 1, "think": 0.1, "model": "a", "seconds": 0.5}
+""".lstrip()
+
+
+def test_a_session_is_played_and_stands_beside_its_simulation(
     mux: Running, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "requests.csv"
-    words = ["--profile", "balanced", "--limit", "4", "--tokens-per-second", "20", "--csv", str(file)]
+    workload, requests = tmp_path / "w.jsonl", tmp_path / "requests.csv"
+    workload.write_text(SESSION)
+    words = ["--trace", str(workload), "--tokens-per-second", "20", "--csv", str(requests)]
     simulate = ["--simulate", str(mux.folder / "compose.yaml")]  # type: ignore[attr-defined]
     assert main(["replay", "--url", url, *words, *simulate, "--json"]) == 0
     measured, simulated = json.loads(capsys.readouterr().out)
-    assert measured["requests"] == simulated["requests"] == 4
+    assert measured["requests"] == simulated["requests"] == measured["clients"]["requests"] == 3
     assert measured["swaps"] == simulated["swaps"] == 2
     assert measured["failed"] == measured["severed"] == 0
-    assert measured["clients"]["requests"] == 4
     assert measured["clients"]["ttft"]["mean"] > measured["wait_mean_seconds"] > 0
     assert 0 < measured["serving_ratio"] < 1
-    assert simulated["at"] == "simulated"
-    rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert [row["tokens"] for row in rows] == ["10"] * 4  # 0.5 s each
-    assert {row["prompt_tokens"] for row in rows} == {"32"}
-    assert sum(float(row["waited"]) > 0 for row in rows) == 2
+    assert (measured["script"], simulated["at"]) == ("w", "simulated")
+    rows = list(csv.DictReader(requests.read_text().splitlines()))
+    assert [(row["model"], row["tokens"], row["prompt_tokens"]) for row in rows] == [
+        (model, "10", "32") for model in "aba"
+    ]
+    assert [float(row["waited"]) > 0 for row in rows] == [False, True, True]
 
 
 def test_two_servers_are_asked_in_turns(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--profile", "single", "--limit", "3", "--against", f"{url}/v1", "--repeat", "2", "--no-warm-up"]
+    words = [
+        "--profile",
+        "single",
+        "--limit",
+        "3",
+        "--against",
+        f"{url}/v1",
+        "--repeat",
+        "2",
+        "--warm-up",
+        "0",
+    ]
     assert main(["replay", "--url", url, *words, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["repeat"] for row in rows] == [0, 0, 1, 1]
