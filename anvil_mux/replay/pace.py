@@ -26,7 +26,9 @@ NEAR = 1.25
 """An answer is long enough if those of the script last at most so many times as long."""
 MOST_LONGER = 8
 """How many times as long as the last answer the next one is, at most."""
-ASKED, AT_ONCE = 3, 4
+ASKED, AT_ONCE = 3, 8
+AT_ONCE_PART = 0.05
+"""The part of an answer's time within which all of its text came, if it came in one piece."""
 WORDS = 32
 TOKENS_PER_SECOND = 40.0
 """The pace that is taken for a model that was not asked."""
@@ -113,7 +115,8 @@ def _asked(ask: AskAtOnce, model: str, words: int, output: int, count: int = 1) 
 
 
 def _pace(answer: PlayedAnswer, tokens_per_word: float) -> EnginePace:
-    first = answer.sent if math.isnan(answer.first) else answer.first
+    came_at_once = answer.ended - answer.first < AT_ONCE_PART * (answer.ended - answer.sent)
+    first = answer.sent if came_at_once or math.isnan(answer.first) else answer.first
     lasts = answer.ended - first
     fast = (answer.tokens - 1) / lasts if answer.tokens > 1 and lasts > 0 else TOKENS_PER_SECOND
     return EnginePace(first - answer.sent, fast, tokens_per_word)

@@ -213,7 +213,8 @@ class Replay:
             return
         live = self._told(server.watch, live, began)
         self.runs.append(live)
-        if self._config and server is self._servers[0] and not self.was_interrupted:
+        is_compared = made.has_seconds and server is self._servers[0] and not self.was_interrupted
+        if self._config and is_compared:
             self._compare(server.watch, made, paces, live, began=began, warm=warm)
 
     def _told(self, watch: EventWatch, live: LiveRun, began: float) -> LiveRun:

@@ -71,6 +71,8 @@ class Script:
     follow: Callable[[], FollowPlayed]
     """Makes a fresh ``follow`` for one run: the requests that depend on answers."""
     block_tokens: int = 1
+    has_seconds: bool = False
+    """Whether it says how long each request is served, so that swaps and waits can be simulated."""
 
     def begin(self) -> tuple[Sequence[PlayedRequest], FollowPlayed]:
         """The requests whose moments are known, and what follows upon their ends."""
@@ -174,6 +176,7 @@ def of_workload(
         resident=tuple(dict.fromkeys(names.name(model) for model in made.resident)),
         first=tuple([played(each) for each in made.requests if each.leases]),
         follow=follow,
+        has_seconds=True,
     )
 
 
