@@ -26,7 +26,7 @@ import yaml
 
 import anvil_mux.serve.locking
 from anvil_mux import __version__
-from anvil_mux.cli import studying
+from anvil_mux.cli import output
 from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, main
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
@@ -759,7 +759,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_before_anything_runs(
 def test_whoever_sees_that_a_simulation_takes_long_is_told_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(studying, "PROGRESS_SECONDS", -1.0)
+    monkeypatch.setattr(output, "PROGRESS_SECONDS", -1.0)
     words = ["simulate", "--profile", "single,bursty", "--policy", "eager"]
     assert main(words) == 0
     assert capsys.readouterr().err == ""
