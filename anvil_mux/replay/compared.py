@@ -110,7 +110,7 @@ class Comparison:
             f"{waits[2] - waits[1]:+.2f} s: a load took {loads[1]:.2f} s, {loads[0]:.2f} s were expected, "
             f"and an eviction {evictions[1]:.2f} s, expected {evictions[0]:.2f} s"
         )
-        yield f"{waits[3] - waits[2]:+.2f} s: what is not simulated, as the order of what comes at one moment"
+        yield f"{waits[3] - waits[2]:+.2f} s: what is not simulated, as requests of other clients"
 
 
 def served_names(config: Config, models: Iterable[str]) -> dict[str, str]:
