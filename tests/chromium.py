@@ -65,6 +65,12 @@ class Chromium:
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)
 
+    def leave(self) -> None:
+        """Leave the page, and forget what it did wrong: one whose server has ended would go on asking it."""
+        self.open("about:blank")
+        self.wait("document.readyState === 'complete' && location.href === 'about:blank'")
+        self.problems.clear()
+
     def size(self, width: int, height: int, *, phone: bool = False) -> None:
         scale = 2 if phone else 1
         self._call(

@@ -285,7 +285,7 @@ class Config:
     """The age at which a queue is overdue at the latest: its swap begins whatever the policy says."""
     max_queue: int = 1000
     """The most requests that may wait, over all models; more get 503 overloaded."""
-    max_connections: int = 2048
+    max_connections: int = 16384
     upstream_timeout: float = 600.0
     """The longest silence of an engine, before or within an answer."""
     client_timeout: float = 60.0

@@ -2,7 +2,8 @@
 
 Clients and engines send the same head again and again, but for the number in its Content-Length line. If a
 head comes again, two comparisons find its end and tell all of it; nothing is read anew, and what was found
-for it need not be found again. Nothing is shared between connections.
+for it need not be found again. A new connection begins with what is known of one that has ended: who opens
+one for each request sends the same head on each.
 
 What each brings, as CPU of anvil-mux for one request (``bin/bench-relay --only ns16``, pinned to a CPU;
 medians of three interleaved runs), where a request with all of them takes 50 us:
@@ -60,7 +61,7 @@ class LastHead(Generic[_Message]):
         self.end = 0
         """The index just past the head that came again."""
         self.found: dict[object, Any] = {}
-        """Findings for the head, by all that they depend on beside it."""
+        """Findings for the head, by all that they depend on beside it; several connections may add some."""
 
     def again(self, buffer: bytes) -> _Message | None:
         """The head that ``buffer`` begins with, if it is the last one but for its length."""
@@ -79,7 +80,7 @@ class LastHead(Generic[_Message]):
         It can come again only if that line is all that says where the body ends (which the message's length
         says: with another framing it has none, or was refused).
         """
-        self.found.clear()
+        self.found = {}  # another one: connections that began with it go on with theirs
         self._may_come_again = False
         line = _LENGTH_LINE.search(head)
         has_body = isinstance(message, Request) or message.body == "length"
@@ -90,6 +91,14 @@ class LastHead(Generic[_Message]):
         self._number, line_end = line.span(1)
         self._before, self._after = head[: self._number], head[line_end:]
         self._limit = self._number + MAX_DIGITS + len(self._after)
+
+    def copy(self) -> LastHead[_Message]:
+        """The same for another connection; this one's has ended."""
+        made: LastHead[_Message] = LastHead()
+        if self._may_come_again:
+            for name in LastHead.__slots__:
+                setattr(made, name, getattr(self, name))
+        return made
 
     def note(self, key: object, value: object) -> None:
         """Note a finding; ``key``: all that ``value`` depends on beside the head."""

@@ -1,12 +1,14 @@
 """The client's side of a connection: reading with limits, writing in one piece.
 
-The socket stays blocking. SO_RCVTIMEO bounds single calls without a system call for each of them; a head must
-be complete ``HEAD_SECONDS`` after its first byte, and a body must keep a minimum rate, so that a client can
-not hold a thread by dripping bytes. One that takes nothing of what it is sent is left (``Unread``).
+The socket stays blocking. SO_RCVTIMEO bounds single calls without a system call for each of them; a body must
+keep a minimum rate, so that a client can not hold a thread by dripping bytes. One that takes nothing of what
+it is sent is left (``Unread``).
 
-``read_head`` hands out one head at a time; what was read beyond it (a body, a pipelined request) stays in the
-buffer. The body of the request is then read once, by one of ``read_body`` and ``read_pieces``, or by nobody:
-``can_resume`` says whether the connection is in step for another request all the same.
+A head is read without waiting for it (``receive``: front.py knows when there is something to read), but for
+the moment in which a client that was just answered may ask again (``next_request``). What was read beyond it
+(a body, a pipelined request) stays in the buffer. The body of the request is then read once, by one of
+``read_body`` and ``read_pieces``, or by nobody: ``can_resume`` says whether the connection is in step for
+another request all the same.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ READ = 16384
 IDLE_SECONDS = 75.0
 """The longest idle time; longer than clients keep idle connections, so that they close first."""
 HEAD_SECONDS = 30.0
+"""The longest time from a head's first byte to its last."""
+NEXT_SECONDS = 0.02
+"""How long the thread that has answered a request waits for the client's next one itself."""
 LOOK_SECONDS = 0.25
 """How often it is looked whether a client that is behind still takes what it is sent."""
 BODY_SECONDS = 30.0
@@ -39,21 +44,38 @@ DISCARD = 65536
 class Client:
     """One connection. Used by the one thread that serves it."""
 
-    __slots__ = ("_begun", "_buffer", "_patience", "_timeout", "_unread", "address", "last_head", "socket")
+    __slots__ = (
+        "_begun",
+        "_buffer",
+        "_patience",
+        "_searched",
+        "_timeout",
+        "_unread",
+        "address",
+        "last_head",
+        "socket",
+    )
 
-    def __init__(self, connection: socket, address: str, patience: float = 60.0) -> None:
-        """``patience``: seconds in which it may take nothing of what it is sent."""
+    def __init__(
+        self,
+        connection: socket,
+        address: str,
+        patience: float = 60.0,
+        last: LastHead[http1.Request] | None = None,
+    ) -> None:
+        """``patience``: seconds in which it may take nothing that it is sent. ``last``: a head to expect."""
         self.socket = connection
         self.address = address
         self._patience = patience
         self._buffer = b""
+        self._searched = 0
+        """Bytes of the buffer in which the end of a head was looked for in vain."""
         self._unread: http1.Request | None = None
         """The request whose body has not been read yet."""
         self._begun = False
         """Some of that body was read: where the next request begins is not known until all of it was."""
-        self.last_head: LastHead[http1.Request] = LastHead()
+        self.last_head: LastHead[http1.Request] = last or LastHead()
         self._timeout = 0.0
-        self._wait_at_most(IDLE_SECONDS)
 
     def _wait_at_most(self, seconds: float) -> None:
         if seconds != self._timeout:
@@ -62,44 +84,69 @@ class Client:
 
     # Reading
 
-    def read_request(self) -> http1.Request | None:
-        """The head of the next request; None when the client has closed or been idle. BadRequest."""
+    def receive(self) -> bool:
+        """Read what has come, without waiting; whether ``next_request`` has one, or an error, to tell.
+
+        ClientGone: it has closed, or broke off.
+        """
+        try:
+            data = self.socket.recv(READ, MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ClientGone(f"The client broke off: {error}.") from None
+        if not data:
+            raise ClientGone("The client closed its connection.")
+        self._buffer += data
+        return self._has_head()
+
+    def _has_head(self) -> bool:
+        buffer, searched = self._buffer, self._searched
+        self._searched = len(buffer)
+        if buffer == http1.EMPTY_LINE:  # a stray line end begins no request
+            return False
+        try:
+            return http1.request_head_end(buffer, searched) is not None
+        except BadRequest:
+            return True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of a head has come."""
+        return bool(self._buffer) and self._buffer != http1.EMPTY_LINE
+
+    def next_request(self) -> http1.Request | None:
+        """The head of the next request; None while it is not whole. BadRequest, ClientGone.
+
+        A client that has sent nothing yet is waited for for ``NEXT_SECONDS``.
+        """
         buffer = self._buffer
-        while not buffer or buffer == http1.EMPTY_LINE:  # a stray line end begins no request
-            if self._timeout != IDLE_SECONDS:
-                self._wait_at_most(IDLE_SECONDS)
+        if not buffer or buffer == http1.EMPTY_LINE:
+            if self._timeout != NEXT_SECONDS:
+                self._wait_at_most(NEXT_SECONDS)
             try:
                 data = self.socket.recv(READ)
-            except OSError:
+            except BlockingIOError:
                 return None
+            except OSError as error:
+                raise ClientGone(f"The client broke off: {error}.") from None
             if not data:
-                return None
+                raise ClientGone("The client closed its connection.")
             buffer += data
         request = self.last_head.again(buffer)
         if request is not None:
             self._buffer = buffer[self.last_head.end :]
         else:
-            request = self._parse(buffer)
+            end = http1.request_head_end(buffer)
+            if end is None:
+                self._buffer, self._searched = buffer, len(buffer)
+                return None
+            head, self._buffer = buffer[:end], buffer[end:]
+            request = http1.parse_request(head)
+            self.last_head.remember(head, request)
+        self._searched = 0
         self._unread = request if request.length or request.chunked else None
         return request
-
-    def _parse(self, buffer: bytes) -> http1.Request:
-        end = http1.request_head_end(buffer)
-        if end is None:
-            buffer, end = self._read_rest_of_head(buffer)
-        head, self._buffer = buffer[:end], buffer[end:]
-        request = http1.parse_request(head)
-        self.last_head.remember(head, request)
-        return request
-
-    def _read_rest_of_head(self, buffer: bytes) -> tuple[bytes, int]:
-        deadline = time.monotonic() + HEAD_SECONDS
-        while True:
-            seen = len(buffer)
-            buffer += self._receive(deadline - time.monotonic(), "the request's head")
-            end = http1.request_head_end(buffer, seen)
-            if end is not None:
-                return buffer, end
 
     def _receive(self, seconds: float, what: str) -> bytes:
         if seconds > 0:
@@ -114,7 +161,7 @@ class Client:
                 if not data:
                     raise ClientGone(f"The client closed its connection within {what}.")
                 return data
-        raise BadRequest(f"{what} did not come within {HEAD_SECONDS:g} s", status=408)
+        raise BadRequest(f"{what} did not come within {BODY_SECONDS:g} s", status=408)
 
     def read_body(self, request: http1.Request, limit: int) -> bytes | bytearray:
         """The whole body in memory, once; TooLarge above ``limit`` bytes."""

@@ -1,10 +1,11 @@
-"""The listening socket, a thread per connection, and a way to stop.
+"""The listening socket, threads that serve requests, and a way to stop.
 
-A connection's thread reads a request, has the handler answer it, and goes on while both sides keep the
-connection; before each request it moves to where threads of connections are to run just then (affinity.py). A
-connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle
-connections closed, waiting requests refused, running ones finished in time. Until then whoever comes is told
-that the program ends: /readyz by its status, and requests for models with when to try again.
+A new connection is kept at the front (front.py) until a request's head has come; then a thread (threads.py)
+reads it, has the handler answer it, and waits for a moment for the next one before it gives the connection
+back. Before each request it moves to where such threads are to run just then (affinity.py). A connection
+over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle connections
+closed, waiting requests refused, running ones finished in time. Until then whoever comes is told that the
+program ends: /readyz by its status, and requests for models with when to try again.
 """
 
 from __future__ import annotations
@@ -16,21 +17,28 @@ import socket
 import ssl
 import threading
 import time
+from functools import partial
 from http.server import ThreadingHTTPServer
 from ipaddress import ip_address
 from socketserver import BaseRequestHandler, TCPServer
 from typing import Any
 
-from anvil_mux.errors import ClientGone, MuxError, Overloaded
+from anvil_mux.errors import BadRequest, ClientGone, MuxError, Overloaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
+from anvil_mux.protocol.lasthead import LastHead
+from anvil_mux.proxy import client as limits
 from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.client import Client
+from anvil_mux.proxy.front import ClientConnection, Front
 from anvil_mux.proxy.handler import Handler
+from anvil_mux.proxy.threads import Task, Threads
 from anvil_mux.proxy.tls import accepted
 
 STACK_BYTES = 512 * 1024
-"""The stack of a connection's thread; thousands of them must fit."""
+"""The stack of a thread that serves requests; thousands of them must fit."""
+ACCEPTED_AT_ONCE = 64
+"""Connections that are accepted before those that are watched get a look."""
 STARVED_SECONDS = 0.5
 """Seconds between two tries to accept a connection when the program may open no more files."""
 REFUSAL_SECONDS = 1.0
@@ -41,69 +49,10 @@ PULSE_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
-class ClientConnection(BaseRequestHandler):
-    """One client's connection, in its own thread."""
-
-    server: Server
-    plain: socket.socket
-    """The socket that requests are read from: the connection, or what TLS made of it."""
-
-    def handle(self) -> None:
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        server = self.server
-        self.plain = self.request
-        if server.tls is None:
-            self._serve()
-            return
-        try:
-            with accepted(self.request, server.tls, 2 * server.client_timeout) as self.plain:
-                server.connections.discard(self.request)
-                server.connections.add(self.plain)
-                self._serve()
-        except ClientGone:
-            pass
-        finally:
-            server.connections.discard(self.plain)
-
-    def _serve(self) -> None:
-        client = Client(self.plain, self.client_address[0], self.server.client_timeout)
-        affinity = self.server.affinity
-        cpus = affinity.everywhere
-        try:
-            while True:
-                if affinity.cpus is not cpus:
-                    cpus = affinity.settle()
-                if not self._serve_one(client):
-                    break
-        except ClientGone:
-            return
-        if client.is_unread:
-            client.part()
-
-    def _serve_one(self, client: Client) -> bool:
-        server = self.server
-        try:
-            request = client.read_request()
-        except MuxError as error:
-            if not isinstance(error, ClientGone):
-                server.handler.refuse_unread(client, error)
-            return False
-        if request is None:
-            return False
-        server.busy.add(self)
-        try:
-            keep = server.handler.serve(client, request)
-            return keep and client.discard_body() and not server.handler.probes.draining
-        finally:
-            server.busy.discard(self)
-
-
 class Server(ThreadingHTTPServer):
     """Accepts connections on ``address`` for ``handler``, at most ``max_connections`` at once."""
 
-    request_queue_size = 512
-    daemon_threads = True
-    block_on_close = False
+    request_queue_size = 4096
     allow_reuse_address = True
 
     def __init__(
@@ -112,7 +61,7 @@ class Server(ThreadingHTTPServer):
         handler: Handler,
         mux: Multiplexer,
         *,
-        max_connections: int = 2048,
+        max_connections: int = 16384,
         affinity: Affinity | None = None,
         tls: ssl.SSLContext | None = None,
         client_timeout: float = 60.0,
@@ -122,10 +71,15 @@ class Server(ThreadingHTTPServer):
         self.client_timeout = client_timeout
         self.handler = handler
         self.affinity = affinity or Affinity(CPUs(os.sched_getaffinity(0)), adapts=False)
-        self.connections: set[socket.socket] = set()
+        self.connections: set[ClientConnection] = set()
         self.busy: set[ClientConnection] = set()
         """Connections within a request. Many threads change such sets, in single atomic operations."""
         self._mux = mux
+        self._pool = Threads()
+        self._thread = threading.local()
+        """The CPUs on which the calling thread runs (``cpus``)."""
+        self._last_head: LastHead[http1.Request] = LastHead()
+        """The one of the connection that ended last."""
         self._pulse = time.monotonic()
         """The moment at which the accepting thread last came by."""
         self._over = False
@@ -133,40 +87,148 @@ class Server(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         threading.stack_size(STACK_BYTES)
-        super().__init__(address, ClientConnection)
+        super().__init__(address, BaseRequestHandler)
+        self.front = Front(self.socket, self)
         handler.only_local_hosts = _is_loopback(self.server_address[0])
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's would look the host's name up
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.socket.setblocking(False)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each connection inherits it
 
-    def service_actions(self) -> None:
-        self._pulse = time.monotonic()
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        self.front.run(poll_interval)
+
+    def shutdown(self) -> None:
+        self.front.stop()
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.front.close()
 
     @property
     def hangs(self) -> bool:
         """Whether connections are not accepted, though they should be."""
         return not self._over and time.monotonic() - self._pulse > PULSE_SECONDS
 
-    def get_request(self) -> tuple[Any, Any]:
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                log.warning("no connection can be accepted (%s): see ulimit -n", error.strerror)
-                time.sleep(STARVED_SECONDS)  # the listener stays readable, so trying on would be a busy loop
-            raise
+    # What the front calls
+
+    def look(self) -> None:
+        self._pulse = time.monotonic()
+
+    def accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                request, address = self.get_request()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    log.warning("no connection can be accepted (%s): see ulimit -n", error.strerror)
+                    self.front.rest(STARVED_SECONDS)  # the listener stays readable
+                return
+            self.process_request(request, address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.connections) >= self.max_connections:
             self._turn_away(request)
-            return
-        self.connections.add(request)
+        elif self.tls is None:
+            self._begin(self._connection(request, client_address))
+        else:
+            self._run(partial(self._begin_tls, request, client_address, self.tls), request)
+
+    def _connection(self, request: socket.socket, address: tuple[str, int]) -> ClientConnection:
+        client = Client(request, address[0], self.client_timeout, self._last_head.copy())
+        connection = ClientConnection(request, client)
+        self.connections.add(connection)
+        return connection
+
+    def _begin(self, connection: ClientConnection) -> None:
+        """Most clients have sent their request already when their connection is accepted."""
         try:
-            super().process_request(request, client_address)
+            whole = connection.client.receive()
+        except ClientGone:
+            self.end(connection)
+        else:
+            self.serve(connection) if whole else self.front.watch(connection)
+
+    def _begin_tls(self, request: socket.socket, address: tuple[str, int], context: ssl.SSLContext) -> None:
+        with request:
+            try:
+                plain = accepted(request, context, 2 * self.client_timeout)
+            except ClientGone:
+                return
+        self.front.watch(self._connection(plain, address))
+
+    def serve(self, connection: ClientConnection) -> None:
+        self._run(partial(self._serve, connection), connection.socket, connection)
+
+    def refuse_late(self, connection: ClientConnection) -> None:
+        self._run(partial(self._refuse_late, connection), connection.socket, connection)
+
+    def _run(self, task: Task, request: socket.socket, connection: ClientConnection | None = None) -> None:
+        try:
+            self._pool.run(task)
         except RuntimeError:  # no more threads
-            self.connections.discard(request)
+            if connection:
+                self.connections.discard(connection)
             self._turn_away(request)
+
+    def end(self, connection: ClientConnection) -> None:
+        """Close a connection. Any thread that it belongs to."""
+        self.connections.discard(connection)
+        connection.socket.close()
+        self._last_head = connection.client.last_head
+
+    # In the thread of a request
+
+    def _serve(self, connection: ClientConnection) -> None:
+        """Serve its requests as long as they follow each other; then the front watches it, or it is over."""
+        client, returns = connection.client, False
+        try:
+            while True:
+                self._settle()
+                request = client.next_request()
+                if request is None:
+                    returns = True
+                    break
+                if not self._serve_one(connection, request):
+                    break
+        except ClientGone:
+            self.end(connection)
+            return
+        except MuxError as error:
+            self.handler.refuse_unread(client, error)
+        if returns:
+            self.front.watch(connection)
+        else:
+            self._part(connection)
+
+    def _serve_one(self, connection: ClientConnection, request: http1.Request) -> bool:
+        """Whether another request may follow."""
+        client = connection.client
+        self.busy.add(connection)
+        try:
+            keep = self.handler.serve(client, request)
+            return keep and client.discard_body() and not self.handler.probes.draining
+        finally:
+            self.busy.discard(connection)
+
+    def _refuse_late(self, connection: ClientConnection) -> None:
+        text = f"the request's head did not come within {limits.HEAD_SECONDS:g} s"
+        self.handler.refuse_unread(connection.client, BadRequest(text, status=408))
+        self._part(connection)
+
+    def _part(self, connection: ClientConnection) -> None:
+        if connection.client.is_unread:
+            connection.client.part()
+        self.end(connection)
+
+    def _settle(self) -> None:
+        cpus = self.affinity.cpus
+        if getattr(self._thread, "cpus", self.affinity.everywhere) is not cpus:
+            self._thread.cpus = self.affinity.settle()
+
+    # The limit, and the end
 
     def _turn_away(self, request: socket.socket) -> None:
         error = Overloaded(f"overloaded: {self.max_connections} connections are open already. Try again.")
@@ -184,13 +246,6 @@ class Server(ThreadingHTTPServer):
         except OSError:
             pass
         request.close()
-
-    def shutdown_request(self, request: Any) -> None:
-        self.connections.discard(request)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.exception("connection of %s failed", client_address)
 
     def refuse(self) -> None:
         """Let nobody in from now on, and tell everybody so; what runs goes on."""
@@ -221,10 +276,10 @@ class Server(ThreadingHTTPServer):
             time.sleep(0.05)
         return ended
 
-    def _end_idle(self, connections: set[socket.socket]) -> None:
+    def _end_idle(self, connections: set[ClientConnection]) -> None:
         """End connections between two requests; what has arrived already is answered all the same."""
-        for request in connections.difference(connection.plain for connection in self.busy.copy()):
-            _end_reading(request)
+        for connection in connections - self.busy.copy():
+            _end_reading(connection.socket)
 
 
 def _end_reading(request: socket.socket) -> None:

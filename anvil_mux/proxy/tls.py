@@ -20,7 +20,6 @@ from anvil_mux.errors import ClientGone
 
 READ = 65536
 HANDSHAKE_SECONDS = 10.0
-CLOSE_SECONDS = 5.0
 
 
 def build_context(cert: str, key: str) -> ssl.SSLContext:
@@ -32,11 +31,14 @@ def build_context(cert: str, key: str) -> ssl.SSLContext:
     return context
 
 
-def accepted(connection: socket.socket, context: ssl.SSLContext, patience: float) -> Plain:
-    """The plain end of a client's connection; ClientGone if it does not begin TLS."""
+def accepted(connection: socket.socket, context: ssl.SSLContext, patience: float) -> socket.socket:
+    """The plain end of a client's connection; ClientGone if it does not begin TLS.
+
+    Closing it ends the connection.
+    """
     connection.settimeout(HANDSHAKE_SECONDS)
     try:
-        return Plain(context.wrap_socket(connection.dup(), server_side=True), patience)
+        return Plain(context.wrap_socket(connection.dup(), server_side=True), patience).socket
     except OSError as error:
         raise ClientGone(f"The client did not begin TLS: {error}.") from None
 
@@ -51,7 +53,7 @@ def begun(connection: socket.socket, context: ssl.SSLContext, name: str, patienc
 
 
 class Plain:
-    """The plain end of an encrypted connection. A context manager; leaving it closes both.
+    """The plain end of an encrypted connection; closing it closes both.
 
     ``patience``: seconds after which a peer that takes nothing is left; more than whoever sends to the
     plain end gives it, since that knows what was sent.
@@ -65,13 +67,6 @@ class Plain:
         self._inner.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="tls", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> socket.socket:
-        return self.socket
-
-    def __exit__(self, *exc: object) -> None:
-        self.socket.close()
-        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         with self._inner, self._secure:

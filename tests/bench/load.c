@@ -1,11 +1,12 @@
 /* A load generator that checks what it gets. Prints one JSON object.
  *
- *   load rps     --port N [--connections C] [--seconds S] [--warmup-seconds S] [--think-ms M]
+ *   load rps     --port N [--connections C] [--seconds S] [--warmup-seconds S] [--think-ms M] [--requests R]
  *   load streams --port N [--connections C] [--events N] [--interval-ms M] [--ramp-seconds S]
  *   both:        [--host 127.0.0.1] [--path /v1/chat/completions] [--model stub]
  *
- * rps: each connection sends its next request when it has the answer to the one before. Latency runs from
- * before the request is written until the last byte of the answer is read.
+ * rps: each connection sends its next request when it has the answer to the one before, and after R of them (0:
+ * without end) it is closed and another one opened. Latency runs from before the request is written until the last
+ * byte of the answer is read; where R is 1, from before connect().
  *
  * streams: each connection is one stream of N events, one every M ms. They are opened over the ramp, off the
  * interval's beat, so that they do not tick together. An event's delay runs from the moment that the engine
@@ -63,7 +64,7 @@ static const char BODY[] =
 static const char *host = "127.0.0.1", *path = "/v1/chat/completions", *model = "stub";
 static int port, connections = 1;
 static double seconds = 3, warmup = 0.5, ramp = 1;
-static long long events = 500, interval_ms = 20, think_ms;
+static long long events = 500, interval_ms = 20, think_ms, requests;
 static bool streams;
 
 static struct {
@@ -75,6 +76,7 @@ enum at { CONNECTING, HEAD, SIZED, CHUNK_SIZE, CHUNK, CHUNK_END, TRAILER, TO_THE
 
 struct conn {
     int fd, number;
+    long long asked; /* requests on this connection */
     enum at at;
     char *request;
     size_t request_size;
@@ -159,7 +161,8 @@ static void reset_answer(struct conn *c) {
 
 static void send_request(struct conn *c) {
     reset_answer(c);
-    if (!streams) c->began = clock_ns();
+    if (!streams && requests != 1) c->began = clock_ns();
+    c->asked++;
     /* A request is a few hundred bytes: an idle socket takes it whole, or is broken, which the poller tells. */
     if (send(c->fd, c->request, c->request_size, MSG_NOSIGNAL) >= 0) return;
     if (errno == EAGAIN) die("send");
@@ -169,6 +172,7 @@ static void connect_to(struct conn *c) {
     struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     inet_pton(AF_INET, host, &to.sin_addr);
     c->began = clock_ns();
+    c->asked = 0;
     c->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (c->fd < 0) die("socket");
     setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int));
@@ -199,7 +203,7 @@ static void end_answer(struct conn *c, bool whole) {
         finished++;
         sample(&latency, now - c->began);
     }
-    if (whole && !c->closes) {
+    if (whole && !c->closes && c->asked != requests) {
         send_request(c);
     } else {
         reconnects++;
@@ -505,6 +509,7 @@ static bool set_option(const char *name, const char *to) {
     else if (strcmp(name, "--events") == 0) events = atoll(to);
     else if (strcmp(name, "--interval-ms") == 0) interval_ms = atoll(to);
     else if (strcmp(name, "--think-ms") == 0) think_ms = atoll(to);
+    else if (strcmp(name, "--requests") == 0) requests = atoll(to);
     else return false;
     return true;
 }

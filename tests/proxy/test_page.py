@@ -52,7 +52,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 @pytest.fixture
 def page(mux: Running, browser: Chromium) -> Iterator[Chromium]:
     """The page, as a new visitor with a large screen sees it; at the end it must have done nothing wrong."""
-    browser.problems.clear()
+    browser.leave()
     browser.asked.clear()
     browser.size(1280, 900)
     browser.prefer(prefers_color_scheme="light")
@@ -109,7 +109,7 @@ def opened(browser: Chromium) -> Iterator[Callable[[Rig], Chromium]]:
     """Opens the page of a rig, on which every question is answered with yes; it must do nothing wrong."""
 
     def open_page(rig: Rig) -> Chromium:
-        browser.problems.clear()
+        browser.leave()
         browser.size(1280, 900)
         browser.open("http://{}:{}/".format(*rig.address))
         browser.wait("document.readyState === 'complete' && !!state")
@@ -629,7 +629,7 @@ def test_usage_and_a_request_with_its_bodies_are_shown(
     folder = tmp_path_factory.mktemp("people")
     with serving(compose(folder, "a", capture=5), state=folder) as mux:
         assert mux.chat("a")[0] == 200
-        browser.problems.clear()
+        browser.leave()
         browser.open(f"http://127.0.0.1:{mux.port}/")
         browser.wait(f"document.readyState === 'complete' && {READY}")
         cells = "[...document.querySelectorAll('#usage td')].map(cell => cell.textContent)"

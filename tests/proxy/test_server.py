@@ -8,16 +8,19 @@ import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from anvil_mux import __version__
+from anvil_mux.config import keys
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
-from anvil_mux.proxy import client, server
+from anvil_mux.proxy import client, front, server, threads
 from anvil_mux.proxy.affinity import CPUs
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
@@ -360,41 +363,110 @@ def test_connections_over_the_limit_are_told_so(make_rig: Callable[..., Rig]) ->
 
 
 def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, tries = threading.Event(), threading.Semaphore(0)
-    accept = server.TCPServer.get_request
+    starves, tries, looked = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
+    accept, earlier = server.TCPServer.get_request, rig.client()
+    assert earlier.get(b"/livez").status == 200
 
     def starved(self: server.Server) -> object:
-        if free.is_set():
-            return accept(self)
-        tries.release()
-        raise OSError(errno.EMFILE, "Too many open files")
+        if starves.is_set():
+            tries.release()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
 
-    pauses: list[float] = []
-    monkeypatch.setattr(server.time, "sleep", lambda seconds: pauses.append(seconds) or free.wait(GUARD))
+    monkeypatch.setattr(server, "STARVED_SECONDS", 60.0)
     monkeypatch.setattr(server.TCPServer, "get_request", starved)
+    monkeypatch.setattr(rig.server, "look", looked.release)
+    starves.set()
     connection = rig.client()
     assert tries.acquire(timeout=GUARD)
-    free.set()
+    while looked.acquire(blocking=False):
+        pass
+    assert looked.acquire(timeout=GUARD)
+    assert looked.acquire(timeout=GUARD)
+    assert not tries.acquire(blocking=False), "the front goes on, and does not try again"
+    assert earlier.get(b"/livez").status == 200
+    starves.clear()
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60.0)
+    monkeypatch.setattr(front, "time", later)
     assert connection.get(b"/livez").status == 200
-    assert pauses == [server.STARVED_SECONDS]
 
 
 def test_a_connection_that_ended_makes_room(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(max_connections=1)
-    shut, gone = rig.server.shutdown_request, threading.Event()
+    end, gone = rig.server.end, threading.Event()
 
-    def note(request: socket.socket) -> None:
-        shut(request)
+    def note(connection: front.ClientConnection) -> None:
+        end(connection)
         gone.set()
 
-    monkeypatch.setattr(rig.server, "shutdown_request", note)
+    monkeypatch.setattr(rig.server, "end", note)
     first = rig.client()
     assert first.get(b"/livez", extra=b"Connection: close\r\n").status == 200
     assert first.is_closed()
-    gone.wait(20)
+    assert gone.wait(GUARD)
     assert rig.client().get(b"/livez").status == 200
+
+
+# Threads
+
+
+def request_threads() -> int:
+    return sum(thread.name.startswith("request-") for thread in threading.enumerate())
+
+
+def test_idle_connections_and_heads_in_the_making_have_no_thread(rig: Rig) -> None:
+    silent, asked, begun = ([rig.client() for _ in range(50)] for _ in range(3))
+    for connection in asked:
+        assert connection.get(b"/livez").status == 200
+    for connection in begun:
+        connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
+    assert seen(lambda: len(rig.server.front), lambda watched: watched == 150) == 150
+    for connection in begun:
+        connection.send(b"alhost\r\n\r\n")
+        assert connection.read().body == b"ok\n"
+    for connection in (*silent, *asked):
+        assert connection.get(b"/livez").status == 200
+
+
+def test_a_thread_that_has_served_a_request_serves_others(rig: Rig) -> None:
+    before = request_threads()
+    for _ in range(50):
+        connection = rig.client()
+        assert connection.get(b"/livez", extra=b"Connection: close\r\n").status == 200
+        assert connection.is_closed()
+    assert request_threads() - before < 25
+
+
+def test_a_thread_that_is_not_needed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "SPARE_SECONDS", 0.0)
+    pool, served = threads.Threads(), []
+    for number in range(3):
+        pool.run(lambda number=number: served.append((number, threading.current_thread())))  # type: ignore[misc]
+        assert seen(lambda: len(served), lambda count: count > number)  # noqa: B023
+    for _, thread in served:
+        thread.join(GUARD)
+    assert [number for number, _ in served] == [0, 1, 2]
+
+
+def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callable[..., Rig]) -> None:
+    """A new connection begins with the last head of one that ended; another key is another head."""
+    lines = "key-of-ann name=ann models=a;key-of-bob name=bob models=org/b"
+    rig = make_rig(keys=keys.load(None, {"ANVIL_API_KEYS": lines}))
+    rig.engine.answer = rig.other.answer = lambda _: JSON_OK
+    for name, body, status in (
+        ("ann", ASK_A, 200),
+        ("bob", ASK_A, 404),
+        ("ann", b'{"model":"org/b"}', 404),
+        ("ann", ASK_A, 200),
+        ("eve", ASK_A, 401),
+    ):
+        connection = rig.client()
+        connection.post(body, extra=b"Authorization: Bearer key-of-%b\r\n" % name.encode())
+        assert connection.read().status == status, name
+        connection.leave()
+        assert seen(lambda: rig.server.connections, lambda left: not left) == set()
 
 
 # Routes
@@ -885,7 +957,7 @@ def test_a_connections_thread_goes_to_where_such_threads_are_to_run(rig: Rig) ->
         connection.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.read().status == 200
     [thread] = [
-        each for each in threading.enumerate() if "process_request" in each.name and each not in others
+        each for each in threading.enumerate() if each.name.startswith("request-") and each not in others
     ]
     assert os.sched_getaffinity(thread.native_id or 0) == one
 
