@@ -6,8 +6,12 @@ order that turns, so that what else the machine does meets them alike. Each rela
 counts are medians over the repetitions, and of these the ratios: absolute figures differ between machines.
 
     ns1 ns16 ns64   1, 16, 64 keep-alive connections, answers of about 400 bytes: requests/s, latency
-    p256 p1000      256, 1,000 streams with an event every 20 ms for 10 s: share of the events that came in
-                    time, their delay, time to first byte, the relay's CPU seconds and memory
+    nc16            16 connections at once, a new one for each request: requests/s, latency from connect() on
+    p256 ... p2000  256, 1,000, 2,000 streams, begun within a second, with an event each 20 ms for 10 s: share
+                    of the events that came in time, their delay, time to first byte, the relay's CPU seconds
+                    and memory
+    idle10000       10,000 connections, each after one request: the memory and threads of the relay that they
+                    cost, and how quickly one more request is answered meanwhile
     admit500        500 requests that wait for one load: from its end until the last of them has its lease,
                     in this process, with the real Multiplexer; each gives its lease back at once, and once
                     more with all of them held
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -64,6 +69,8 @@ DISTURBED = 0.05
 QUIET_SECONDS = 0.5
 REST_SECONDS = 0.3
 """Between two runs, so that the one before has closed its connections."""
+SPARE_SECONDS = 12.0
+"""After which the relay has ended threads that it does not need any more."""
 WAITING = 500
 
 Run = dict[str, Any]
@@ -77,10 +84,13 @@ class Scenario:
 
     connections: int
     streams: bool = False
+    requests: int = 0
+    """Requests on each connection; 0: without end."""
 
     def arguments(self, quick: bool) -> list[str]:
         if not self.streams:
-            return ["rps", "--connections", f"{self.connections}", "--seconds", "1" if quick else "3"]
+            lasts = ["--seconds", "1" if quick else "3", "--requests", f"{self.requests}"]
+            return ["rps", "--connections", f"{self.connections}", *lasts]
         events = "150" if quick else "500"
         return ["streams", "--connections", f"{self.connections}", "--events", events, "--interval-ms", "20"]
 
@@ -89,9 +99,13 @@ SCENARIOS = {
     "ns1": Scenario(1),
     "ns16": Scenario(16),
     "ns64": Scenario(64),
+    "nc16": Scenario(16, requests=1),
     "p256": Scenario(256, streams=True),
     "p1000": Scenario(1000, streams=True),
+    "p2000": Scenario(2000, streams=True),
 }
+IDLE = "idle10000"
+IDLE_CONNECTIONS = 10_000
 ADMISSION = "admit500"
 PINNED_IN = "ns16"
 """The one scenario in which anvil-mux is also measured with --pin."""
@@ -381,6 +395,42 @@ def reset_peaks(pids: Sequence[int]) -> None:
             pass  # Somebody else's process: its peak is then that of its life.
 
 
+# Idle connections
+
+
+def measure_idle(relay: Relay) -> Run:
+    """The memory and the threads that idle connections cost, and an answer's time beside them."""
+    before, threads = memory(relay.pids, "VmRSS"), count_threads(relay.pids)
+    with ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection((relay.host, relay.port)))
+            for _ in range(IDLE_CONNECTIONS)
+        ]
+        answered = [ask(connection) for connection in connections]
+        time.sleep(SPARE_SECONDS)
+        added = memory(relay.pids, "VmRSS") - before, count_threads(relay.pids) - threads
+        again = sorted(ask(connection) for connection in connections[: 2 * IDLE_CONNECTIONS // 100])
+        return {
+            "p50_us": again[len(again) // 2] * 1e6,
+            "p99_us": again[len(again) * 99 // 100] * 1e6,
+            "added_mb": round(added[0], 1),
+            "added_threads": added[1],
+            "errors": answered.count(math.inf) + again.count(math.inf),
+        }
+
+
+def ask(connection: socket.socket) -> float:
+    """The seconds until an answer without a model is there; infinite: it is none."""
+    begun = time.monotonic()
+    connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = connection.recv(65536)
+    return time.monotonic() - begun if answer.startswith(b"HTTP/1.1 200 ") else math.inf
+
+
+def count_threads(pids: Sequence[int]) -> int:
+    return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
+
+
 # Admission
 
 
@@ -458,6 +508,16 @@ def measure_all(
             runs[name] = {MUX: []}
             for repetition in range(options.repeat):
                 runs[name][MUX].append(tell(name, repetition, options.repeat, MUX, measure_admission()))
+            continue
+        if name == IDLE:
+            runs[name] = {
+                relay.name: [
+                    tell(name, each, options.repeat, relay.name, measure_idle(relay))
+                    for each in range(options.repeat)
+                ]
+                for relay in relays
+                if relay.name == MUX
+            }
             continue
         taking_part = [relay for relay in relays if relay.takes_part(name)]
         runs[name] = {relay.name: [] for relay in taking_part}
@@ -562,6 +622,8 @@ LABELS = {
     "unfinished": "unfinished streams",
     "errors": "errors",
     "elsewhere": "CPU elsewhere, share",
+    "added_mb": "MB more",
+    "added_threads": "threads more",
     "seconds": "seconds to the last lease",
     "held_seconds": "same with leases held",
 }
@@ -577,8 +639,12 @@ TARGETS = (
     Target("p1000", "delay_p99_ms", 80),
     Target("p1000", "cpu_seconds", 1.3, "ratio"),
     Target("p1000", "peak_mb", 150),
+    Target("p1000", "first_byte_p50_ms", 20),
+    Target("p1000", "first_byte_p99_ms", 3.0, "ratio"),
+    Target(IDLE, "added_mb", 200),
+    Target(IDLE, "added_threads", 4),
     Target(ADMISSION, "seconds", 0.05),
-    *(Target(name, "errors", 0) for name in (*SCENARIOS, ADMISSION)),
+    *(Target(name, "errors", 0) for name in (*SCENARIOS, IDLE, ADMISSION)),
 )
 
 
@@ -685,7 +751,7 @@ def parse_arguments() -> argparse.Namespace:
         epilog="A relay given with --target needs an engine like ours behind it: "
         f"{CACHE / 'stub_engine'} --port N --model {MODEL} (built at the first run; health route /health).",
     )
-    names = (*SCENARIOS, ADMISSION)
+    names = (*SCENARIOS, IDLE, ADMISSION)
     parser.add_argument(
         "--json", action="store_true", help="print every run, the medians and the verdicts as JSON"
     )
@@ -778,7 +844,7 @@ def run(options: argparse.Namespace) -> Run:
     find_nginx()
     with ExitStack() as stack:
         bench = Bench(stack)
-        relays = start_relays(bench, options) if set(options.only) & SCENARIOS.keys() else []
+        relays = start_relays(bench, options) if set(options.only) - {ADMISSION} else []
         runs = measure_all(bench.load, relays, options.only, options)
     medians = medians_of(runs)
     others = [name for name, _ in options.target]
