@@ -29,7 +29,7 @@ IDLE_SECONDS = 75.0
 """The longest idle time; longer than clients keep idle connections, so that they close first."""
 HEAD_SECONDS = 30.0
 """The longest time from a head's first byte to its last."""
-NEXT_SECONDS = 0.02
+NEXT_SECONDS = 0.2
 """How long the thread that has answered a request waits for the client's next one itself."""
 LOOK_SECONDS = 0.25
 """How often it is looked whether a client that is behind still takes what it is sent."""
