@@ -166,6 +166,11 @@ class Metrics:
         self._load_seconds = Histograms()
         self._swaps: Counter[Labels] = Counter()
         self._swap_seconds = Histograms()
+        self._gpus: dict[str, tuple[str, ...]] = {}
+        """The GPUs of each backend."""
+        self._gpu_swap_seconds: defaultdict[Labels, float] = defaultdict(float)
+        self._swapped_until: dict[str, float] = {}
+        """The end of the last swap that was counted, by GPU: what was under way at once counts once."""
         self._phases = Histograms()
         self._severed: Counter[Labels] = Counter()
         self._stalled: Counter[Labels] = Counter()
@@ -203,6 +208,9 @@ class Metrics:
             if replicas[model] > 1:
                 self._forecasts.setdefault((model,), [0] * len(FORECASTS))
         self._models |= config.names
+        self._gpus |= {backend.name: backend.gpu_names for backend in config.backends}
+        for gpu in {name for names in self._gpus.values() for name in names}:
+            self._gpu_swap_seconds[gpu,] += 0.0
         for model in set(self._models.values()) - known:
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
             self._severed[model,] = self._stalled[model,] = 0
@@ -277,14 +285,14 @@ class Metrics:
         loading = self._loading.pop(event.backend, None)
         if loading:
             loading.way = event.way
-            self._end_load(loading, "ok", event.at)
+            self._end_load(event.backend, loading, "ok", event.at)
         else:
             self._end_drain(event.backend, "reprieved")
 
     def _on_cancelling(self, event: Event) -> None:
         loading = self._loading.pop(event.backend, None)
         if loading:
-            self._end_load(loading, "cancelled", event.at)
+            self._end_load(event.backend, loading, "cancelled", event.at)
             self._leaving[event.backend] = _LeavingBackend(event.model, "", "cancelled", event.at, event.at)
 
     def _on_draining(self, event: Event) -> None:
@@ -311,7 +319,7 @@ class Metrics:
         loading = self._loading.pop(event.backend, None)
         leaving = self._leaving.get(event.backend)
         if loading:
-            self._end_load(loading, "failed", event.at)
+            self._end_load(event.backend, loading, "failed", event.at)
         elif leaving is None or leaving.stopping is None:
             self._evictions[event.model, "died"] += event.kind == "stopped"  # else it was in standby
             self._leaving.pop(event.backend, None)
@@ -323,7 +331,7 @@ class Metrics:
     def _on_stuck(self, event: Event) -> None:
         loading = self._loading.pop(event.backend, None)
         if loading:
-            self._end_load(loading, "stuck", event.at)
+            self._end_load(event.backend, loading, "stuck", event.at)
         else:
             self._end_drain(event.backend, "stuck")
 
@@ -381,11 +389,15 @@ class Metrics:
             others = self._leaving_for(leaving.target)
             self._swaps[_source([leaving, *others]), leaving.target, NONE, result] += 1
 
-    def _end_load(self, loading: _LoadingBackend, result: str, now: float) -> None:
+    def _end_load(self, backend: str, loading: _LoadingBackend, result: str, now: float) -> None:
         self._loads[loading.model, result] += 1
         self._load_seconds[loading.model, result].observe(now - loading.since)
         self._swaps[_source(loading.victims), loading.model, loading.way or NONE, result] += 1
         self._swap_seconds[result,].observe(now - loading.begun)
+        for gpu in self._gpus.get(backend, ()):
+            counted = max(loading.begun, self._swapped_until.get(gpu, loading.begun))
+            self._gpu_swap_seconds[gpu,] += max(now - counted, 0.0)
+            self._swapped_until[gpu] = now
 
     # The scrape
 
@@ -468,6 +480,12 @@ class Metrics:
             "result",
             self._swap_seconds,
         )
+        yield _counter(
+            "anvil_gpu_swap_seconds",
+            "Time in which the GPU was swapped: from the first drain until the load for it ended.",
+            "gpu",
+            self._gpu_swap_seconds,
+        )
         yield _histogram(
             "anvil_swap_phase_seconds",
             "What models went through: cooldown, drain, save, evict, verify, freeze, load, ready, restore, "
@@ -538,7 +556,7 @@ def _by_kind(kinds: Sequence[str], counts: Mapping[Labels, Sequence[int]]) -> di
     return {(by[0], kind, *by[1:]): count for by, of in each for kind, count in of}
 
 
-def _counter(name: str, text: str, labels: str, values: Mapping[_L, int]) -> Metric:
+def _counter(name: str, text: str, labels: str, values: Mapping[_L, float]) -> Metric:
     """A counter; a value with fewer labels than there are has none of the last ones."""
     family = CounterMetricFamily(name, text, labels=labels.split())
     for key, value in list(values.items()):

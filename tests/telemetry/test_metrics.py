@@ -147,6 +147,37 @@ def test_a_swap_is_counted_and_timed() -> None:
     assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
 
 
+def test_a_swap_counts_on_each_gpu_that_its_model_takes() -> None:
+    history = History()
+    driver = history.driver
+    leased = history.load("a", 0.0, 10.0)
+    history.request("both", 20.0)
+    driver.next_step(20.0)
+    driver.release(leased, 23.0)
+    assert isinstance(driver.next_step(23.0), Evict)
+    driver.evicted("a", 27.0)
+    assert isinstance(driver.next_step(27.5), Load)
+    driver.loaded("both", 40.0)
+    seen = history.metrics
+    assert value(seen, "anvil_gpu_swap_seconds_total", gpu="0") == 10.0 + 20.0
+    assert value(seen, "anvil_gpu_swap_seconds_total", gpu="1") == 20.0
+
+
+def test_what_is_swapped_at_once_on_a_gpu_counts_once() -> None:
+    metrics = Metrics(CONFIG, nothing)
+    metrics.know(CONFIG)
+    for event in (
+        Event(10.0, "loading", "a", "a"),
+        Event(12.0, "loading", "b", "b"),
+        Event(15.0, "ready", "a", "a"),
+        Event(18.0, "ready", "b", "b"),
+        Event(30.0, "loading", "b", "b"),
+        Event(31.0, "ready", "b", "b"),
+    ):
+        metrics.observe(event)
+    assert value(metrics, "anvil_gpu_swap_seconds_total", gpu="0") == 8.0 + 1.0
+
+
 def test_each_token_is_counted_once_by_its_kind() -> None:
     made = metrics()
     made.served(record(tokens=37, prompt_tokens=12, cached_tokens=8))
