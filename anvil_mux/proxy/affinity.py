@@ -73,12 +73,13 @@ def _by_cpu() -> dict[int, float]:
 def whereabouts() -> int:
     """The CPU on which most threads of the program ran last."""
     ran_on: Counter[int] = Counter()
-    for thread in islice(os.scandir("/proc/self/task"), THREADS):
-        try:
-            with open(f"{thread.path}/stat") as stat:
-                ran_on[int(stat.read().rpartition(")")[2].split()[36])] += 1
-        except OSError:
-            pass  # it has ended
+    with os.scandir("/proc/self/task") as threads:
+        for thread in islice(threads, THREADS):
+            try:
+                with open(f"{thread.path}/stat") as stat:
+                    ran_on[int(stat.read().rpartition(")")[2].split()[36])] += 1
+            except OSError:
+                pass  # it has ended
     return ran_on.most_common(1)[0][0]
 
 

@@ -55,11 +55,11 @@ class Hands(Protocol):
 
 
 class Front:
-    """Waits for ``listener``, and for all connections that are watched."""
+    """Waits for new connections, and for all that are watched."""
 
-    def __init__(self, listener: socket.socket, hands: Hands) -> None:
-        self._listener = listener
+    def __init__(self, hands: Hands) -> None:
         self._hands = hands
+        self._listener: socket.socket
         self._epoll = select.epoll()
         self._idle: dict[int, ClientConnection] = {}
         """Connections that have sent nothing, by descriptor. Any thread adds, the front's takes out."""
@@ -99,8 +99,9 @@ class Front:
         self._epoll.unregister(self._listener)
         self._deaf_until = time.monotonic() + seconds
 
-    def run(self, poll_seconds: float) -> None:
+    def run(self, listener: socket.socket, poll_seconds: float) -> None:
         """Serve until ``stop``; then the watched connections are ended, but those whose head is there."""
+        self._listener = listener
         self._stopped.clear()
         try:
             self._epoll.register(self._listener, select.EPOLLIN)

@@ -87,8 +87,8 @@ class Server(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         threading.stack_size(STACK_BYTES)
+        self.front = Front(self)
         super().__init__(address, BaseRequestHandler)
-        self.front = Front(self.socket, self)
         handler.only_local_hosts = _is_loopback(self.server_address[0])
 
     def server_bind(self) -> None:
@@ -98,7 +98,7 @@ class Server(ThreadingHTTPServer):
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each connection inherits it
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
-        self.front.run(poll_interval)
+        self.front.run(self.socket, poll_interval)
 
     def shutdown(self) -> None:
         self.front.stop()
