@@ -202,3 +202,12 @@ WHOLE, FAILED, MISSING = Verdict("whole"), Verdict("503", "severed"), Verdict("4
 def test_the_engines_record_must_agree(verdict: Verdict, entries: list[Entry], fine: bool) -> None:
     fate = Fate(ASKED["openai"], got(stream("openai")), verdict)
     assert (flaw_of_record(fate, entries, replicas=1) == "") == fine
+
+
+def test_what_a_client_saw_first_is_known_when_its_answer_was_shortened() -> None:
+    body = stream("openai")
+    had = Got(1, 0.0, 1.0, 200, b": waits\n\n" + body, [(0.2, 9), (0.5, 9 + len(body))], True)
+    had.body += b"x" * 1000
+    assert had.first() == 0.5
+    had.shorten()
+    assert (had.first(), len(had.body) < 700, len(had.pieces)) == (0.5, True, 1)

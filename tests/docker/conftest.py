@@ -105,11 +105,16 @@ class OwnEngine(Engine):
         super().__init__(f"unix://{directory}/docker.sock")
         self._directory = directory
 
-    def start(self) -> None:
-        self._script("docker-engine", "start")
+    def start(self, flags: str = "") -> None:
+        """``flags`` are those of dockerd, beside the script's own."""
+        self._script("docker-engine", "start", flags=flags)
 
     def stop(self) -> None:
         self._script("docker-engine", "stop")
+
+    def kill(self) -> None:
+        """With SIGKILL: its containers run on, until it is started without --live-restore."""
+        self._script("docker-engine", "kill")
 
     def load_images(self) -> None:
         self._script("llamacpp-image", timeout=IMAGE_TIMEOUT)
@@ -121,10 +126,13 @@ class OwnEngine(Engine):
             self.request("DELETE", f"/containers/{container['Id']}", force="1", v="1")
         self.request("POST", "/networks/prune")
         self.stop()
+        mounts = [line.split(" ")[1] for line in Path("/proc/mounts").read_text().splitlines()]
+        for mount in reversed([each for each in mounts if self._directory in Path(each).parents]):
+            _run(["umount", mount])  # what a dockerd that was killed has left
         shutil.rmtree(self._directory)
 
-    def _script(self, name: str, *args: str, timeout: float = COMMAND_TIMEOUT) -> None:
-        environ = {**self.env, "ANVIL_DOCKER_DIR": str(self._directory)}
+    def _script(self, name: str, *args: str, timeout: float = COMMAND_TIMEOUT, flags: str = "") -> None:
+        environ = {**self.env, "ANVIL_DOCKER_DIR": str(self._directory), "ANVIL_DOCKER_FLAGS": flags}
         _run([str(REAL / name), *args], environ, timeout)
 
 
@@ -212,14 +220,15 @@ def engine() -> Engine:
 def tiny_model() -> Callable[[int], Path]:
     """The tiny model of a seed, made at its first use."""
 
-    def model(seed: int) -> Path:
-        path = MODELS / f"tiny-{seed}.gguf"
-        if not path.exists():
-            MODELS.mkdir(parents=True, exist_ok=True)
-            _run([sys.executable, str(REAL / "tiny_model.py"), str(seed), str(path)])
-        return path
+    return tiny_model_of
 
-    return model
+
+def tiny_model_of(seed: int) -> Path:
+    path = MODELS / f"tiny-{seed}.gguf"
+    if not path.exists():
+        MODELS.mkdir(parents=True, exist_ok=True)
+        _run([sys.executable, str(REAL / "tiny_model.py"), str(seed), str(path)])
+    return path
 
 
 @pytest.fixture
@@ -241,7 +250,6 @@ def llamacpp_compose(engine: Engine, tiny_model: Callable[[int], Path]) -> Itera
         engine: Engine | None = None,
         one: str = "",
     ) -> Stack:
-        project = f"anvil-test-{secrets.token_hex(4)}"
         names = tuple(f"model-{number}" for number in range(1, models + 1))
         if one:
             described = {name: _service(one, tiny_model(1), slots) for name in names}
@@ -252,12 +260,8 @@ def llamacpp_compose(engine: Engine, tiny_model: Callable[[int], Path]) -> Itera
         for name, special in (services or {}).items():
             merged = {**described.get(name, {}), **special}
             described[name] = {key: value for key, value in merged.items() if value is not None}
-        file = directory / f"{project}.yaml"
-        content = {"name": project, **(top or {}), "services": described}
-        file.write_text(yaml.safe_dump(content, sort_keys=False))
-        stack = Stack(file, project, tuple(described), engine or shared)
-        made.append(stack)
-        return stack
+        made.append(_write(directory, described, top or {}, engine or shared))
+        return made[-1]
 
     yield make
     for stack in made:
@@ -270,6 +274,13 @@ def own_engine(engine: Engine) -> Iterator[OwnEngine]:
     """A second Docker Engine, running, with the test images, for this test alone."""
     if os.geteuid() != 0 or not shutil.which("dockerd"):
         pytest.skip("a Docker Engine of one's own needs root and dockerd")
+    with engine_of_its_own() as own:
+        yield own
+
+
+@contextmanager
+def engine_of_its_own() -> Iterator[OwnEngine]:
+    """A Docker Engine that runs while the block does, with the test images; it needs root and dockerd."""
     own = OwnEngine(Path(tempfile.mkdtemp(prefix="anvil-docker-")))
     try:
         own.start()
@@ -277,6 +288,20 @@ def own_engine(engine: Engine) -> Iterator[OwnEngine]:
         yield own
     finally:
         own.close()
+
+
+def plain_stack(directory: Path, models: int, engine: Engine) -> Stack:
+    """A stack as `llamacpp_compose` makes it; its caller removes what it leaves on the engine."""
+    names = [f"model-{number}" for number in range(1, models + 1)]
+    services = {name: _service(name, tiny_model_of(seed), slots=8) for seed, name in enumerate(names, 1)}
+    return _write(directory, services, {}, engine)
+
+
+def _write(directory: Path, services: Mapping[str, Any], top: Mapping[str, Any], engine: Engine) -> Stack:
+    project = f"anvil-test-{secrets.token_hex(4)}"
+    file = directory / f"{project}.yaml"
+    file.write_text(yaml.safe_dump({"name": project, **top, "services": dict(services)}, sort_keys=False))
+    return Stack(file, project, tuple(services), engine)
 
 
 def _is_here(item: pytest.Item) -> bool:

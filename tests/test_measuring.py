@@ -1,0 +1,49 @@
+"""What counts as growth, and what does not."""
+
+from __future__ import annotations
+
+import os
+
+from tests.measuring import LEAST, Meter, Usage, growths, quarters, usage_of
+
+
+def climbing(by: float, count: int = LEAST) -> list[Usage]:
+    return [Usage(60.0 + by * number / count, 100.0, 200.0) for number in range(count)]
+
+
+def test_the_medians_are_those_of_each_quarter() -> None:
+    samples = [Usage(float(number), 1.0, 2.0) for number in (1, 2, 9, 4, 4, 4, 0, 6, 7, 8, 8, 8)]
+    assert [each.rss for each in quarters(samples)] == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_what_warms_up_and_stays_is_no_growth() -> None:
+    samples = [Usage(20.0, 3.0, 9.0)] * 30 + [Usage(60.0, 100.0, 200.0)] * 90
+    assert growths(quarters(samples)) == []
+
+
+def test_what_climbs_to_the_end_is_growth() -> None:
+    assert growths(quarters(climbing(60.0))) == ["rss grew from 82 to 112"]
+    leaking = [Usage(60.0, 20.0 + number, 30.0 + 2 * number) for number in range(LEAST)]
+    assert growths(quarters(leaking)) == ["threads grew from 64 to 124", "descriptors grew from 119 to 239"]
+
+
+def test_a_life_that_is_too_short_to_tell_is_not_judged() -> None:
+    meter = Meter(lambda: (1, os.getpid()))
+    meter.samples[1] = climbing(60.0, LEAST - 1)
+    assert meter.flaws() == []
+    meter.samples[2] = climbing(60.0)
+    assert meter.flaws() == ["in life 2 rss grew from 82 to 112"]
+
+
+def test_a_process_is_read_as_the_kernel_has_it() -> None:
+    read, write = os.pipe()
+    try:
+        had = usage_of(os.getpid())
+        more = os.dup(read)
+        has = usage_of(os.getpid())
+        os.close(more)
+    finally:
+        os.close(read)
+        os.close(write)
+    assert had.rss > 1
+    assert (has.descriptors, has.threads >= 1) == (had.descriptors + 1, True)
