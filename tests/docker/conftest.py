@@ -21,12 +21,13 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,16 @@ class OwnEngine(Engine):
         self._script("docker-engine", "stop")
 
     def kill(self) -> None:
-        """With SIGKILL: its containers run on, until it is started without --live-restore."""
+        """With SIGKILL: its containers run on, until it is started without --live-restore.
+
+        Of a container that was just being made a process is left, which waits to become it and keeps its
+        address, so that another one that gets it cannot be reached. No dockerd looks for those: we do.
+        """
         self._script("docker-engine", "kill")
+        for entry in filter(str.isdecimal, os.listdir("/proc")):
+            with suppress(OSError):
+                if _words(entry)[:2] == ["runc", "init"] and str(self._directory) in _parent(entry):
+                    os.kill(int(entry), signal.SIGKILL)
 
     def load_images(self) -> None:
         self._script("llamacpp-image", timeout=IMAGE_TIMEOUT)
@@ -332,6 +341,16 @@ def _engine_host() -> str | None:
 
 def _of(project: str) -> str:
     return json.dumps({"label": [f"com.docker.compose.project={project}"]})
+
+
+def _words(process: str) -> list[str]:
+    return Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+
+
+def _parent(process: str) -> str:
+    """The command of its parent."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return " ".join(_words(status.split("PPid:")[1].split()[0]))
 
 
 def _run(command: list[str], env: dict[str, str] | None = None, timeout: float = COMMAND_TIMEOUT) -> str:

@@ -46,7 +46,7 @@ def describe(stack: Stack, record: Path, max_wait: float) -> None:
         about["volumes"] = [*about["volumes"], f"{record}:/record"]
         about["environment"] = {**RECORDING, "LOAD_MODEL": model}
         about["stop_grace_period"] = "3s"
-        about["x-anvil"] = {"model": model, "gpus": [gpu], **special}
+        about["x-anvil"] = {"model": model, "gpus": [gpu], "load_timeout": 60, **special}
     stack.file.write_text(yaml.safe_dump(written, sort_keys=False))
 
 
