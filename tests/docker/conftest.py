@@ -43,6 +43,8 @@ REAL = HERE.parent / "real"
 MODELS = HERE.parent.parent / ".cache" / "models"
 PROFILE = "llm"
 COMMAND_TIMEOUT = 120.0
+TRIES = 4
+"""How often a dockerd that did not come up is started again."""
 IMAGE_TIMEOUT = 900.0
 """The first time a root file system is made of packages."""
 
@@ -107,8 +109,14 @@ class OwnEngine(Engine):
         self._directory = directory
 
     def start(self, flags: str = "") -> None:
-        """``flags`` are those of dockerd, beside the script's own."""
-        self._script("docker-engine", "start", flags=flags)
+        """``flags`` are those of dockerd, beside the script's own.
+
+        On a busy machine its containerd may take longer than dockerd waits: a service manager tries again.
+        """
+        for _ in range(TRIES):
+            with suppress(RuntimeError):
+                return self._script("docker-engine", "start", flags=flags)
+        return self._script("docker-engine", "start", flags=flags)
 
     def stop(self) -> None:
         self._script("docker-engine", "stop")
