@@ -62,6 +62,8 @@ SLACK = 60.0
 """Seconds by which the threads of a busy machine may be late, for the checker of the event log."""
 BACK_OFF = 0.25
 """How long a client waits that was refused."""
+KEPT_SECONDS = 50.0
+"""How long a client keeps a connection that idles: less than anvil-mux does, as clients should."""
 SLOW_BYTES, SLOW_PAUSE = 2048, 0.01
 """How much a slow client reads at once, and how long it does something else then."""
 PAUSE = 0.05
@@ -219,7 +221,7 @@ class Load:
 
     def _client(self) -> None:
         kept = _connection(self.port)
-        life = 0
+        life, used = 0, 0.0
         while ask := self._left.get():
             with self._progress:
                 self._begun += 1
@@ -228,9 +230,10 @@ class Load:
                 self._ask(other, ask, self._connect(other, slow=ask.manner == "slow"))
                 other.close()
                 continue
-            if kept.sock is None or life != self.life:
+            if kept.sock is None or life != self.life or time.monotonic() - used > KEPT_SECONDS:
                 life = self._connect(kept)
             self._ask(kept, ask, life)
+            used = time.monotonic()
         kept.close()
 
     def _ask(self, connection: http.client.HTTPConnection, ask: Ask, life: int) -> None:
