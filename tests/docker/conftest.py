@@ -45,6 +45,8 @@ PROFILE = "llm"
 COMMAND_TIMEOUT = 120.0
 TRIES = 4
 """How often a dockerd that did not come up is started again."""
+SETTLED = 3.0
+"""Seconds within which a container that is being started runs."""
 IMAGE_TIMEOUT = 900.0
 """The first time a root file system is made of packages."""
 
@@ -122,16 +124,34 @@ class OwnEngine(Engine):
         self._script("docker-engine", "stop")
 
     def kill(self) -> None:
-        """With SIGKILL: its containers run on, until it is started without --live-restore.
-
-        Of a container that was just being made a process is left, which waits to become it and keeps its
-        address, so that another one that gets it cannot be reached. No dockerd looks for those: we do.
-        """
+        """With SIGKILL: its containers run on, until it is started without --live-restore."""
         self._script("docker-engine", "kill")
+
+    def forget_starts(self) -> None:
+        """Ends what is left of containers that were just being started when it was killed.
+
+        A process waits to become such a container, and keeps its address (another one that gets that cannot
+        be reached) and its task (it cannot be started again); Docker 20.10 looks for neither. With the shim
+        gone too, containerd forgets them.
+        """
+        idle = self._shims().keys() - {each["Id"] for each in self.request("GET", "/containers/json")}
+        threading.Event().wait(SETTLED)  # those that are being started now are not meant
+        idle &= self._shims().keys() - {each["Id"] for each in self.request("GET", "/containers/json")}
+        for id, shim in self._shims().items():
+            if id in idle:
+                for process in (*_children(shim), shim):
+                    with suppress(OSError):
+                        os.kill(process, signal.SIGKILL)
+
+    def _shims(self) -> dict[str, int]:
+        """The processes that containerd has beside each container, by its id."""
+        found = {}
         for entry in filter(str.isdecimal, os.listdir("/proc")):
             with suppress(OSError):
-                if _words(entry)[:2] == ["runc", "init"] and str(self._directory) in _parent(entry):
-                    os.kill(int(entry), signal.SIGKILL)
+                words = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0")
+                if "-id" in words and f"{self._directory}/exec/containerd/containerd.sock" in words:
+                    found[words[words.index("-id") + 1]] = int(entry)
+        return found
 
     def load_images(self) -> None:
         self._script("llamacpp-image", timeout=IMAGE_TIMEOUT)
@@ -351,14 +371,9 @@ def _of(project: str) -> str:
     return json.dumps({"label": [f"com.docker.compose.project={project}"]})
 
 
-def _words(process: str) -> list[str]:
-    return Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
-
-
-def _parent(process: str) -> str:
-    """The command of its parent."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return " ".join(_words(status.split("PPid:")[1].split()[0]))
+def _children(process: int) -> list[int]:
+    text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(each) for each in text.split()]
 
 
 def _run(command: list[str], env: dict[str, str] | None = None, timeout: float = COMMAND_TIMEOUT) -> str:

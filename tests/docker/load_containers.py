@@ -110,6 +110,7 @@ class ContainersOfTheirOwn(Containers):
         threading.Event().wait(draw.choice((0.0, 1.0, 4.0)))
         flags = draw.choice(("", "--live-restore"))
         self._own.start(flags)
+        self._own.forget_starts()
         up = sorted(self.running().values())
         tell(f"dockerd is back, {flags or 'without --live-restore'}; there run {up}")
 
