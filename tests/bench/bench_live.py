@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.sim import prompts
-from tests.prometheus.server import Prometheus
+from tests.prometheus.server import PROGRAM, Prometheus
 from tests.running import Running, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ MODELS = ROOT / ".cache" / "models"
 IMAGE = "anvil-mux-test/llamacpp"
 PROJECT = "anvil-bench-live"
 
-PROFILES = ("balanced", "bursty", "dominant", "interleave", "mixed")
+PROFILES = ("single", "balanced", "bursty", "dominant", "interleave")
 ROUTING = ("round_robin", "sticky", "lmetric", "least_prefill_work", "least_delay")
 TRACE = "claude_code_le64k"
 REPLICAS = 3
@@ -106,21 +107,24 @@ def policies(given: argparse.Namespace, folder: Path) -> list[Row]:
         settings = {"gpus": ["0"], "policy": policy}
         with ExitStack() as stack:
             mux = stack.enter_context(server(folder, services, settings))
-            scraper = Prometheus(folder, mux.port) if shutil.which("prometheus") else None
+            since = time.monotonic()
+            scraper = Prometheus(folder, mux.port) if PROGRAM else None
             if scraper:
                 stack.callback(scraper.close)
             for profile in given.profiles:
                 rows.append({"policy": policy, **measure_policy(folder, mux, profile, given.repeat)})
                 tell(rows[-1])
             if scraper:
-                rows.append({"policy": policy, "profile": "(all)", **asked(scraper)})
+                rows.append(
+                    {"policy": policy, "profile": "(all)", **asked(scraper, time.monotonic() - begun)}
+                )
                 tell(rows[-1])
         shutil.rmtree(folder / "data", ignore_errors=True)
     return rows
 
 
 def measure_policy(folder: Path, mux: Running, profile: str, repeat: int) -> Row:
-    names = ["--profile", profile, "--model", "a=a", "--model", "b=b", "--tokens-per-second", "40"]
+    names = ["--profile", profile, "--model", "a=a", "--model", "b=b"]
     url = ["--url", f"http://127.0.0.1:{mux.port}", "--repeat", str(repeat)]
     runs = [run for run in anvil_mux(folder, "replay", *names, *url) if run["at"] != "simulated"]
     return {
@@ -134,9 +138,9 @@ def measure_policy(folder: Path, mux: Running, profile: str, repeat: int) -> Row
     }
 
 
-def asked(scraper: Prometheus) -> Row:
-    """The answers to the five questions over all profiles of a policy."""
-    answers = [scraper.ask(query.strip().replace("[5m]", "[1h]")) for query in QUERIES]
+def asked(scraper: Prometheus, seconds: float) -> Row:
+    """The answers to the five questions over all profiles of a policy, warm-ups and pauses among them."""
+    answers = [scraper.ask(query.strip().replace("[5m]", f"[{seconds:.0f}s]")) for query in QUERIES]
     return {
         name: answer.get("", sum(answer.values())) for name, answer in zip(QUESTIONS, answers, strict=True)
     }
