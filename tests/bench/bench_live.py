@@ -115,9 +115,8 @@ def policies(given: argparse.Namespace, folder: Path) -> list[Row]:
                 rows.append({"policy": policy, **measure_policy(folder, mux, profile, given.repeat)})
                 tell(rows[-1])
             if scraper:
-                rows.append(
-                    {"policy": policy, "profile": "(all)", **asked(scraper, time.monotonic() - begun)}
-                )
+                said = asked(scraper, time.monotonic() - since)
+                rows.append({"policy": policy, "profile": "(all)", **said})
                 tell(rows[-1])
         shutil.rmtree(folder / "data", ignore_errors=True)
     return rows
