@@ -45,6 +45,8 @@ IMAGE = "anvil-mux-test/llamacpp"
 PROJECT = "anvil-bench-live"
 
 PROFILES = ("single", "balanced", "bursty", "dominant", "interleave")
+PACE = ("--tokens-per-second", "400")
+"""A tenth of what one core computes of a tiny model, so that a second of service takes a tenth of one."""
 ROUTING = ("round_robin", "sticky", "lmetric", "least_prefill_work", "least_delay")
 TRACE = "claude_code_le64k"
 REPLICAS = 3
@@ -123,7 +125,7 @@ def policies(given: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def measure_policy(folder: Path, mux: Running, profile: str, repeat: int) -> Row:
-    names = ["--profile", profile, "--model", "a=a", "--model", "b=b"]
+    names = ["--profile", profile, "--model", "a=a", "--model", "b=b", *PACE]
     url = ["--url", f"http://127.0.0.1:{mux.port}", "--repeat", str(repeat)]
     runs = [run for run in anvil_mux(folder, "replay", *names, *url) if run["at"] != "simulated"]
     return {
