@@ -64,6 +64,7 @@ Row = dict[str, Any]
 def engine(name: str, weights: str, slots: int, **settings: object) -> dict[str, Any]:
     """The service of one llama-server."""
     command = f"llama-server -m /m/{weights} --alias {name} --host 0.0.0.0 --port 8080 -t 1"
+    command += f" --override-kv llama.context_length=int:{CONTEXT}"
     return {
         "image": IMAGE,
         "profiles": ["llm"],
@@ -296,7 +297,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=12, metavar="N", help="of the trace (12)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which sessions, and when (0)")
     parser.add_argument("--shorter", type=int, default=4, metavar="N", help="divide lengths by it (4)")
-    parser.add_argument("--faster", type=float, default=10.0, metavar="F", help="divide moments by it (10)")
+    parser.add_argument("--faster", type=float, default=15.0, metavar="F", help="divide moments by it (15)")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
