@@ -248,8 +248,10 @@ def test_the_first_name_whose_model_is_resident_says_under_which_preset(preset_r
     assert chosen(preset_rig, b"key-of-fast") == ({"model": "a", "prompt": "x", "top_k": 2}, b"fast")
     assert chosen(preset_rig, b"key-of-chat") == ({"model": "a", "prompt": "x", "top_k": 1}, b"think")
     assert chosen(preset_rig, b"key-of-all1", "fast")[1] is None
-    records = [preset_rig.events.record(count) for count in (1, 2, 3)]
-    assert [(each.model, each.preset) for each in records] == [("a", "think"), ("a", "fast"), ("a", "think")]
+    # Records of different connections come in any order.
+    records = [preset_rig.events.record(count) for count in (1, 2, 3, 4)]
+    assert sorted(each.preset for each in records) == ["fast", "fast", "think", "think"]
+    assert {each.model for each in records} == {"a"}
     assert len(preset_rig.events.of("loading")) == 1
 
 

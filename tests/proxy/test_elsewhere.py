@@ -153,7 +153,9 @@ def test_what_it_says_is_passed_on_and_counted(world: Callable[..., World]) -> N
     head = ask(found.client(), "gpt")
     assert b" 503 " in head
     assert b"Retry-After: 5\r\n" in head or b"retry-after: 5\r\n" in head.lower()
-    assert found.rig.events.record(MOST_FAILURES + 1).code == "circuit_open"
+    # Records of different connections come in any order.
+    codes = {found.rig.events.record(count).code for count in range(1, MOST_FAILURES + 2)}
+    assert codes == {"", "circuit_open"}
     assert len(found.rig.other.connections) <= MOST_FAILURES
 
 
