@@ -139,7 +139,9 @@ def compare(
     for answer in whole:
         really[answer.model, numbers[answer.model]] = told.served[answer.id]
         numbers[answer.model] += 1
-    resident = [name for name, each in told.begins["backends"].items() if each["state"] == "ready"]
+    # What the feed says first may be a moment old: who loads in it was ready when the run began.
+    there = ("ready", "loading")
+    resident = [name for name, each in told.begins["backends"].items() if each["state"] in there]
     virtual = _VirtualReplay(script, config, paces, resident)
     as_expected = SeenEngines(expected.or_else(seen), in_order=False)
     simulated = virtual.run(as_expected)
