@@ -89,16 +89,23 @@ class Client:
 
         ClientGone: it has closed, or broke off.
         """
-        try:
-            data = self.socket.recv(READ, MSG_DONTWAIT)
-        except BlockingIOError:
+        data = self._come(MSG_DONTWAIT)
+        if data is None:
             return False
+        self._buffer += data
+        return self._has_head()
+
+    def _come(self, flags: int = 0) -> bytes | None:
+        """Read what has come; None if nothing has. ClientGone: the client has closed, or broke off."""
+        try:
+            data = self.socket.recv(READ, flags)
+        except BlockingIOError:
+            return None
         except OSError as error:
             raise ClientGone(f"The client broke off: {error}.") from None
         if not data:
             raise ClientGone("The client closed its connection.")
-        self._buffer += data
-        return self._has_head()
+        return data
 
     def _has_head(self) -> bool:
         buffer, searched = self._buffer, self._searched
@@ -121,17 +128,11 @@ class Client:
         A client that has sent nothing yet is waited for for ``NEXT_SECONDS``.
         """
         buffer = self._buffer
-        if not buffer or buffer == http1.EMPTY_LINE:
-            if self._timeout != NEXT_SECONDS:
-                self._wait_at_most(NEXT_SECONDS)
-            try:
-                data = self.socket.recv(READ)
-            except BlockingIOError:
+        if not self.has_begun:
+            self._wait_at_most(NEXT_SECONDS)
+            data = self._come()
+            if data is None:
                 return None
-            except OSError as error:
-                raise ClientGone(f"The client broke off: {error}.") from None
-            if not data:
-                raise ClientGone("The client closed its connection.")
             buffer += data
         request = self.last_head.again(buffer)
         if request is not None:

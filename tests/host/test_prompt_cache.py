@@ -327,7 +327,7 @@ def test_a_model_that_changed_while_it_served_has_no_prompts_kept(
 def test_a_model_file_that_cannot_be_seen_has_no_prompts_kept(
     engine: Engine, backend: Backend, cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.model = "/root/.cache/model.gguf"
+    engine.model = "/in-the-image/model.gguf"
     assert swapped(cache, backend, engine, "alpha") == ["", ""]
     assert "is in no folder of this machine" in caplog.text
 

@@ -132,7 +132,7 @@ def test_the_owners_of_processes_are_told_without_those_that_have_ended() -> Non
 
 
 ME, GROUP, OTHER = os.geteuid(), os.getegid(), 4711
-PARKED = Backend("a", "a", ("0",), evict_to=("checkpoint", "stop"))
+ENGINE = Backend("a", "a", ("0",), evict_to=("checkpoint", "stop"))
 
 
 class Ran(Notes):
@@ -144,7 +144,7 @@ class Ran(Notes):
 
 
 def lacks(runtime: Notes, here: Rights, user: str = "", *, contained: bool = True) -> list[str]:
-    backend = replace(PARKED, service=Service(user=user))
+    backend = replace(ENGINE, service=Service(user=user))
     return rights.lacks(backend, cast(Runtime, runtime), contained=contained, rights=here)
 
 
@@ -187,9 +187,12 @@ def test_the_socket_of_the_engine_tells_better_whose_ids_are_ours(
 
 def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rights, "here", lambda: replace(MINE, user=OTHER))
-    second, never = replace(PARKED, name="b"), replace(PARKED, name="c", evict_to=("freeze", "stop"))
+    second, never = (
+        replace(ENGINE, name="b"),
+        replace(ENGINE, name="c", evict_to=("freeze", "stop")),
+    )
     runtime = Ran()
-    (said,) = rights.warnings(HostConfig((PARKED, second, never), runtime="process"), cast(Runtime, runtime))
+    (said,) = rights.warnings(HostConfig((ENGINE, second, never), runtime="process"), cast(Runtime, runtime))
     assert said.startswith(
         f"a, b: checkpoint may fail: the engine's processes are of user and group {ME}:{GROUP}, and"
     )
@@ -202,7 +205,7 @@ def test_a_checkpoint_that_fails_tells_what_was_missing(
     runtime = Notes()
     runtime.fails["pause"] = BackendError("not permitted")
     swapper = Swapper(runtime, lacks=lambda backend: ["the right to do so"])
-    assert swapper.evict(PARKED, how).how == "stop"
+    assert swapper.evict(ENGINE, how).how == "stop"
     assert f"by {how} and is stopped: " in caplog.text
     assert caplog.records[0].getMessage().endswith(said)
     assert ("right" in caplog.text) is bool(said)

@@ -126,18 +126,23 @@ def test_requests_that_name_a_preset_have_a_label_of_their_own() -> None:
         assert value(seen, "anvil_tokens_total", model="a", kind="completion", **labels) == tokens
 
 
-def test_a_swap_is_counted_and_timed() -> None:
+def swapped(target: str) -> Metrics:
+    """The metrics after a load of a until 10 s, and a swap to another model from 20 to 40 s."""
     history = History()
     driver = history.driver
     leased = history.load("a", 0.0, 10.0)
-    history.request("b", 20.0)
+    history.request(target, 20.0)
     driver.next_step(20.0)
     driver.release(leased, 23.0)
     assert isinstance(driver.next_step(23.0), Evict)
     driver.evicted("a", 27.0)
     assert isinstance(driver.next_step(27.5), Load)
-    driver.loaded("b", 40.0)
-    seen = history.metrics
+    driver.loaded(target, 40.0)
+    return history.metrics
+
+
+def test_a_swap_is_counted_and_timed() -> None:
+    seen = swapped("b")
     assert phases(seen) == {("a", "drain"): 3.0}
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 10.0 + 20.0
     assert swaps(seen, "none", "a", "stop", "ok") == 1
@@ -148,17 +153,7 @@ def test_a_swap_is_counted_and_timed() -> None:
 
 
 def test_a_swap_counts_on_each_gpu_that_its_model_takes() -> None:
-    history = History()
-    driver = history.driver
-    leased = history.load("a", 0.0, 10.0)
-    history.request("both", 20.0)
-    driver.next_step(20.0)
-    driver.release(leased, 23.0)
-    assert isinstance(driver.next_step(23.0), Evict)
-    driver.evicted("a", 27.0)
-    assert isinstance(driver.next_step(27.5), Load)
-    driver.loaded("both", 40.0)
-    seen = history.metrics
+    seen = swapped("both")
     assert value(seen, "anvil_gpu_swap_seconds_total", gpu="0") == 10.0 + 20.0
     assert value(seen, "anvil_gpu_swap_seconds_total", gpu="1") == 20.0
 
