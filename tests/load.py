@@ -20,13 +20,12 @@ import signal
 import socket
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -66,6 +65,8 @@ KEPT_SECONDS = 50.0
 """How long a client keeps a connection that idles: less than anvil-mux does, as clients should."""
 SLOW_BYTES, SLOW_PAUSE = 2048, 0.01
 """How much a slow client reads at once, and how long it does something else then."""
+AFTERMATH = 10.0
+"""Seconds for which a request may still feel what was done to its engine before it came."""
 PAUSE = 0.05
 """Between two looks at what tells nobody when it has come true."""
 AT_REST = {"threads": 8, "descriptors": 24}
@@ -73,6 +74,18 @@ AT_REST = {"threads": 8, "descriptors": 24}
 NO_MODEL = "(no model)"
 SHOWN = 12
 """Flawed requests of which a failure shows the history."""
+
+
+class Harm(NamedTuple):
+    """What was done to the engines of a model, or of all; ``until`` is later than ``since`` if it lasted."""
+
+    model: str | None
+    since: float
+    until: float
+
+    def hurts(self, model: str, since: float, until: float) -> bool:
+        """Whether a request for ``model`` from ``since`` to ``until`` may feel it."""
+        return self.model in (model, None) and self.since <= until and since - AFTERMATH <= self.until
 
 
 class Engines:
@@ -136,7 +149,10 @@ class Load:
         self._described = yaml.safe_load(self.file.read_text())
         self._removed: dict[str, Any] = {}
         self._missing: list[tuple[str, float, float]] = []  # model, since, until
-        self._away: list[tuple[float, float]] = []  # since, until
+        self._kills: list[Harm] = []
+        self._freezes: list[Harm] = []
+        self._outages: list[Harm] = []
+        self._changes: list[tuple[float, Container[str]]] = []  # when, services
         self._reloads = 0
         self._adopted = 0
         self.entries: dict[str, list[Entry]] = {}
@@ -375,6 +391,7 @@ class Load:
 
     def _kill(self) -> None:
         if found := self._some_run(set(self.services.values())):
+            self._kills.append(Harm(found[1], time.monotonic(), time.monotonic()))
             self._tell(f"SIGKILL {found[1]} ({found[0]})")
             self.engines.send(found[0], signal.SIGKILL)
 
@@ -382,10 +399,21 @@ class Load:
         if found := self._some_run(self.freezable):
             seconds = self.draw.choice((0.1, 0.3, 1.0, 2.0, 4.0))
             self._tell(f"SIGSTOP {found[1]} ({found[0]}) for {seconds:g} s")
-            self.engines.send(found[0], signal.SIGSTOP)
-            threading.Event().wait(seconds)
-            self.engines.send(found[0], signal.SIGCONT)
+            with self._harm(self._freezes, found[1]):
+                self.engines.send(found[0], signal.SIGSTOP)
+                threading.Event().wait(seconds)
+                self.engines.send(found[0], signal.SIGCONT)
             self._tell(f"SIGCONT {found[1]} ({found[0]})")
+
+    @contextmanager
+    def _harm(self, kind: list[Harm], model: str | None) -> Iterator[None]:
+        """Something that lasts as long as the block."""
+        harm = Harm(model, time.monotonic(), FOREVER)
+        kind.append(harm)
+        try:
+            yield
+        finally:
+            kind[-1] = harm._replace(until=time.monotonic())
 
     def _load(self) -> None:
         self._by_hand("load")
@@ -406,7 +434,7 @@ class Load:
         services = self._described["services"]
         name = self.draw.choice(sorted(services))
         services[name].setdefault("environment", {})["GENERATION"] = str(self._reloads)
-        self._reload(f"{name} changed")
+        self._reload(f"{name} changed", {name})
 
     def _remove(self) -> None:
         """A service goes; the next fault is that it is back."""
@@ -416,23 +444,25 @@ class Load:
         model = self.services[name]
         if model not in {self.services[each] for each in services}:
             self._missing.append((model, time.monotonic(), FOREVER))
-        self._reload(f"{name} removed")
+        self._reload(f"{name} removed", {name})
 
     def _bring_back(self) -> None:
         if self._removed:
+            back = {*self._removed}
             self._described["services"] |= self._removed
             self._removed.clear()
-            self._reload("all back")
+            self._reload("all back", back)
             self._missing = [
                 (name, since, min(until, time.monotonic())) for name, since, until in self._missing
             ]
 
-    def _reload(self, what: str) -> None:
+    def _reload(self, what: str, services: Container[str]) -> None:
         fresh = self.file.with_suffix(".new")
         fresh.write_text(yaml.safe_dump(self._described, sort_keys=False))
         os.replace(fresh, self.file)
         before = self.running.get("/healthz")["reload"]["count"]
         self._reloads += 1
+        self._changes.append((time.monotonic(), services))
         self._tell(f"SIGHUP, {what}")
         self.running.process.send_signal(signal.SIGHUP)
         eventually(lambda: self.running.get("/healthz")["reload"]["count"] > before)
@@ -453,11 +483,9 @@ class Load:
 
     def _go_away(self) -> None:
         """What the engines stand on goes, and is back; until anvil-mux knows that it is."""
-        since = time.monotonic()
-        self._away.append((since, FOREVER))
-        self.engines.go_away(self.draw, self._tell)
-        eventually(lambda: not self.running.get("/healthz")["problems"].get("compose"))
-        self._away[-1] = (since, time.monotonic())
+        with self._harm(self._outages, None):
+            self.engines.go_away(self.draw, self._tell)
+            eventually(lambda: not self.running.get("/healthz")["problems"].get("compose"))
         self._tell("anvil-mux knows that it is back")
 
     def _settle(self) -> None:
@@ -505,29 +533,18 @@ class Load:
             for model, since, until in self._missing
         ):
             yield "its model was there all the while"
-        if verdict.code == "backend_unavailable" and not self._was_hurt(ask.model, got):
+        harm = (self._kills, self._freezes, self._outages)
+        if verdict.code == "backend_unavailable" and not self._was_hurt(fate, *harm):
             yield "no engine of its model was hurt"
 
     def _was_killed(self, got: Got) -> bool:
         """The anvil-mux that was asked was killed after that."""
         return got.life < self.life and got.began < self.killed_at[got.life]
 
-    def _was_hurt(self, model: str, got: Got) -> bool:
-        """Its model's engine was killed or frozen, or their ground away, meanwhile or the moment before."""
-        if self._was_told(got, f"SIGKILL {model} (") or self._was_frozen(model, got):
-            return True
-        return any(since <= got.ended and got.began - SLACK <= until for since, until in self._away)
-
-    def _was_frozen(self, model: str, got: Got) -> bool:
-        return self._was_told(got, f"SIGSTOP {model} (")
-
-    def _was_told(self, got: Got, words: str) -> bool:
-        told = bisect_left(self.told, (got.began - SLACK, ""))
-        while told < len(self.told) and self.told[told][0] <= got.ended:
-            if self.told[told][1].startswith(words):
-                return True
-            told += 1
-        return False
+    def _was_hurt(self, fate: Fate, *kinds: list[Harm]) -> bool:
+        """Harm of one of these kinds was done to its model, meanwhile or the moment before."""
+        model, since, until = fate.ask.model, fate.got.began, fate.got.ended
+        return any(harm.hurts(model, since, until) for kind in kinds for harm in kind)
 
     def _account_for_each(self) -> None:
         ended = Counter(fate.ask.id for fate in self.fates)
@@ -544,10 +561,8 @@ class Load:
         self.entries = read_record(self.record)
         for fate in self.fates:
             entries = self.entries.get(fate.ask.id, [])
-            if self._was_frozen(fate.ask.model, fate.got):
-                entries = [
-                    each for each in entries if each.at <= fate.got.ended
-                ]  # the others thawed too late
+            if self._was_hurt(fate, self._freezes):  # what an engine had not read yet, it reads when it thaws
+                entries = [each for each in entries if each.at <= fate.got.ended]
             if flaw := flaw_of_record(fate, entries, self._replicas(fate.ask.model)):
                 self.flaws[fate.ask.id].append(flaw)
         for id in self.entries.keys() - {ask.id for ask in self.asks}:
@@ -654,8 +669,9 @@ class Load:
     def _is_of_a_change(self, problem: str) -> bool:
         """A service that a reload changed is loaded at once; the events do not say that it was changed."""
         at, _, what = problem.partition(" ")
-        return what.endswith("before its cool-down ended") and any(
-            0 <= float(at) - since <= SLACK and text.startswith("SIGHUP") for since, text in self.told
+        service = what.removeprefix("loading ").removesuffix(": before its cool-down ended")
+        return what == f"loading {service}: before its cool-down ended" and any(
+            0 <= float(at) - when <= SLACK and service in services for when, services in self._changes
         )
 
     # What is told
@@ -678,7 +694,7 @@ class Load:
             f"{len(self.fates)} requests, of which {sum(map(bool, self.flaws.values()))} have flaws",
             f"faults: {', '.join(f'{name} {count}' for name, count in sorted(self.faults.items()))}",
             f"{self.swaps} swaps; {self.checked} events checked; {self._adopted} engines taken over",
-            *(f"away and back after {until - since:.1f} s" for since, until in self._away),
+            *(f"away and back after {until - since:.1f} s" for _, since, until in self._outages),
             *self.meter.table(),
         ]
         if self.record is not None:

@@ -2,8 +2,8 @@
 
 Compose makes a container (compose.py), the engine starts and stops it (docker.py), ``Project`` knows whose it
 is and ``Deaths`` reports its end. Here is the order of all that, and what follows a failure. Why something
-failed is looked up, not read from the words of an error: whether the image, the port and the runtime for GPUs
-are there.
+failed is looked up, not read from the words of an error (but for ``EXISTS``): whether the image, the port and
+the runtime for GPUs are there.
 
 Where the description of a scaled service has changed, ``create`` would make all its containers anew, and so
 end those that run or soon will: while one runs, the others stay as they are, and one that has to be made anew
@@ -44,6 +44,12 @@ PODMAN_CDI = (5, 4)
 """The release of Podman from which on it has GPUs for what Compose makes, if they are asked for by CDI."""
 SOCKET_SECONDS = 5.0
 """Seconds that a busy engine may take to accept a connection of which nothing is asked."""
+EXISTS = "exists"
+"""The word beside a container's id in a refusal to start it: what is left of its last start is in the way.
+
+Docker says so in several sentences and in no other way, after it was killed or the machine lost power while
+the container was being started (moby#36145, #50040). Only a container of another id can be started then.
+"""
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
 
@@ -130,7 +136,7 @@ class ContainerRuntime:
                 known = self._create(backend, anew=changed)
             container = self._started(known)
         except Gone:
-            # `docker compose down` took the container or its network.
+            # `docker compose down` took the container or its network, or it can never be started again.
             container = self._started(self._create(backend, anew=True))
         url = base_url(container, listen_port(backend), self._address)
         self._project.runs(backend.name, container, fit=True)
@@ -157,6 +163,8 @@ class ContainerRuntime:
         """Thaw a container that is only frozen; else raise an error that says what can be done."""
         container = self._engine.inspect(id)
         if container is None or container.status in HALF_REMOVED or isinstance(refused, Missing):
+            raise Gone(refused.message) from refused
+        if container.status not in ALIVE and id in refused.words and EXISTS in refused.words:
             raise Gone(refused.message) from refused
         if container.status == "paused":
             self._engine.unpause(id)

@@ -52,6 +52,7 @@ class DockerRefused(BackendError):
     def __init__(self, what: str, answer: int, said: str) -> None:
         super().__init__(f"Docker answers {answer} to {what}: {said}")
         self.answer = answer
+        self.words = said
 
 
 class Missing(DockerRefused):

@@ -153,6 +153,33 @@ def test_a_port_that_another_program_has_is_said_plainly(docker: Docker, runtime
         runtime.start(A)
 
 
+REMAINS = (
+    "failed to create shim task: OCI runtime create failed: container with id exists: %s: unknown",
+    "failed to create task for container: failed to start shim: mkdir /run/moby/%s: file exists",
+    'container "%s": already exists',
+    "task %s: already exists: unknown",
+)
+"""What releases of Docker say of a container whose last start they did not live to end."""
+
+
+@pytest.mark.parametrize("said", REMAINS)
+def test_a_container_that_can_never_be_started_again_is_made_anew(
+    docker: Docker, runtime: ContainerRuntime, said: str
+):
+    docker.add("c1", status="exited")
+    docker.fails["start"] = [(500, said % "c1")]
+    assert runtime.start(A) == URL
+    assert "c1" not in docker.containers
+
+
+def test_a_container_is_not_made_anew_for_what_else_exists(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="exited")
+    docker.fails["start"] = [(500, "endpoint with name a already exists in network x")]
+    with pytest.raises(BackendError, match="already exists in network"):
+        runtime.start(A)
+    assert [*docker.containers] == ["c1"]
+
+
 def test_gpus_that_docker_cannot_give_are_said_plainly(docker: Docker, runtime: ContainerRuntime):
     docker.add("c1", status="exited")
     docker.containers["c1"]["HostConfig"]["DeviceRequests"] = [{"Driver": "nvidia"}]
