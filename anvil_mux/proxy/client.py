@@ -29,6 +29,11 @@ IDLE_SECONDS = 75.0
 """The longest idle time; longer than clients keep idle connections, so that they close first."""
 HEAD_SECONDS = 30.0
 """The longest time from a head's first byte to its last."""
+HEADS = 2048
+"""How many connections may have sent a part of a head; of more, the one that began first is refused.
+
+A head in parts takes up to 64 KiB, so all that are not whole take at most 128 MiB.
+"""
 NEXT_SECONDS = 0.2
 """How long the thread that has answered a request waits for the client's next one itself."""
 LOOK_SECONDS = 0.25

@@ -121,6 +121,9 @@ class Front:
                     self._hands.accept()
                 else:
                     self._read(descriptor, now)
+            if (surplus := len(self._begun) - limits.HEADS) > 0:
+                for connection in _waiting_since(self._begun, now, surplus):
+                    self._hands.refuse_late(connection)
             if now >= sweep_at:
                 sweep_at = now + min(SWEEP_SECONDS, poll_seconds)
                 self._sweep(now)
@@ -172,10 +175,12 @@ class Front:
             os.close(self._wake)
 
 
-def _waiting_since(watched: dict[int, ClientConnection], moment: float) -> list[ClientConnection]:
-    """Take out those that have waited since then, or for longer."""
+def _waiting_since(
+    watched: dict[int, ClientConnection], moment: float, most: int | None = None
+) -> list[ClientConnection]:
+    """Take out those that have waited since then, or for longer; only the first ``most``."""
     found = []
-    for descriptor, connection in list(watched.items()):
+    for descriptor, connection in list(watched.items())[:most]:
         if connection.since > moment:
             break
         if watched.pop(descriptor, None) is not None:

@@ -214,7 +214,8 @@ class Server(ThreadingHTTPServer):
             self.busy.discard(connection)
 
     def _refuse_late(self, connection: ClientConnection) -> None:
-        text = f"the request's head did not come within {limits.HEAD_SECONDS:g} s"
+        seconds, most = limits.HEAD_SECONDS, limits.HEADS
+        text = f"its head took too long: it has {seconds:g} s, and less while more than {most:,} come"
         self.handler.refuse_unread(connection.client, BadRequest(text, status=408))
         self._part(connection)
 

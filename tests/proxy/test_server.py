@@ -326,6 +326,19 @@ def test_half_a_head_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.Monkey
     assert connection.is_closed()
 
 
+def test_of_too_many_half_heads_the_oldest_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HEADS", 2)
+    connections = [rig.client() for _ in range(3)]
+    for connection in connections:
+        connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
+        assert rig.client().get(b"/livez").status == 200  # what came before it has been read
+    assert connections[0].read().status == 408
+    assert connections[0].is_closed()
+    for connection in connections[1:]:
+        connection.send(b"alhost\r\n\r\n")
+        assert connection.read().body == b"ok\n"
+
+
 @pytest.mark.parametrize("coding", [b"Content-Length: 100", b"Transfer-Encoding: chunked"])
 def test_half_a_body_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.MonkeyPatch, coding: bytes) -> None:
     monkeypatch.setattr(client, "BODY_SECONDS", 0.05)
