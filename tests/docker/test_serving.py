@@ -141,6 +141,7 @@ def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its
     stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
     with served(stack) as mux, ThreadPoolExecutor(1) as pool:
         assert ask(mux, GOOD) == ""
+        eventually(lambda: is_idle(mux))  # so the lease below is the next one's
         first = run_of(stack, GOOD)
         asked = pool.submit(mux.chat, GOOD, max_tokens=4_000, ignore_eos=True)
         eventually(lambda: leases(mux, GOOD) == 1)
