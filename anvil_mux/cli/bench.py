@@ -10,7 +10,7 @@ What a swap's phases are stands in tally.py, which makes figures of them.
 
 By hand means for ``stop``: `docker stop`, `docker start`, and asking until an answer comes; for processes the
 runtime's kill and exec take the place of Docker's. For every other way it means the same calls of the
-mechanism without the multiplexer. The own share of a swap is what it took longer than by hand in the same
+mechanism without the multiplexer. The overhead of a swap is what it took longer than by hand in the same
 round.
 
 With ``burst``, so many requests wait for a swap by a cold start, and go to the new model all at once through

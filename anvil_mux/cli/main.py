@@ -223,7 +223,7 @@ def _add_completion(command: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    about = "What a swap takes, and how much of that is anvil-mux's own share"
+    about = "What a swap takes, and how much of that is anvil-mux's overhead"
     command = parser.add_subparsers(metavar="WHAT", required=True).add_parser(
         "swap", help=about, description=f"{about}."
     )

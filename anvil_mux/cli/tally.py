@@ -251,7 +251,7 @@ def names(measured: Iterable[TimedSwap | SwapFigures]) -> list[str]:
 
 
 def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
-    """A table for people: seconds, the own share in milliseconds.
+    """A table for people: seconds, the overhead in milliseconds.
 
     Columns for memory where that is known, and one for the engine where there are several.
     """

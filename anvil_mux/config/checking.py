@@ -1,6 +1,6 @@
 """Checks of what the compose files say, once it could be read: can it work, each service and all together?
 
-A problem is what cannot work; a warning is what works but will bite.
+A problem is what cannot work; a warning is what works but will cause trouble.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ SENTENCES: dict[Kind, str] = {
     "oldest_first": "{waiting} waiting, oldest first",
     "waited_enough": "{waiting} waiting, waited long enough",
     "quiet": "{waiting} waiting, queue quiet",
-    "not_quiet": "no queue has been quiet for {seconds:g} s yet",
+    "not_quiet": "its requests still come less than {seconds:g} s apart",
     "held_longest": "{waiting} waiting, held for the longest time allowed",
     "enough_wait": "{waiting} waiting, {required:g} are worth a swap of {seconds:.1f} s",
     "none_awaited": "{waiting} waiting, no more are awaited",

@@ -671,7 +671,7 @@ def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable
     models = json.loads(rig.client().get(b"/healthz").body)["models"]
     assert models["a"]["deferred"] is None
     assert models["org/b"]["deferred"]["cause"] == {"kind": "not_quiet", "seconds": 600.0}
-    assert models["org/b"]["deferred"]["reason"] == "no queue has been quiet for 600 s yet"
+    assert models["org/b"]["deferred"]["reason"] == "its requests still come less than 600 s apart"
     assert 0 < models["org/b"]["deferred"]["seconds_left"] <= 600
     second.leave()
     asked.send(JSON_OK)

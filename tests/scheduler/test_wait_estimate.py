@@ -58,7 +58,7 @@ def test_what_the_policy_says_is_told_with_its_reason() -> None:
     found = ask(driver, "b", 5.0)
     assert (found.seconds, found.at_most) == (2.0 + 11.0, 60.0 + 11.0)
     assert found.because == (
-        "a may stay for now (no queue has been quiet for 2 s yet), for 60 s at the longest; "
+        "a may stay for now (its requests still come less than 2 s apart), for 60 s at the longest; "
         "then its load takes 10 s (a guess)."
     )
 
