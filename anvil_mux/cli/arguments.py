@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from anvil_mux.config.config import Config, Machine
+    from anvil_mux.config.config import Config, Gpu, Machine
 
 T = TypeVar("T")
 
@@ -70,6 +70,18 @@ def read_positive(text: str) -> int:
     return int(text)
 
 
+def gpus_present() -> dict[str, Gpu]:
+    """The GPUs of this machine, by each name that a file may have for them."""
+    from anvil_mux.config.config import Gpu
+    from anvil_mux.host import check
+
+    present: dict[str, Gpu] = {}
+    for found in check.gpus_here():
+        gpu = Gpu(found.id, vram=found.total, shared=found.shared, file=found.file)
+        present |= dict.fromkeys((found.id, found.uuid, *found.files), gpu)
+    return present
+
+
 def configuration(
     files: Sequence[str],
     overrides: Mapping[str, object] | None = None,
@@ -79,16 +91,12 @@ def configuration(
 ) -> Config:
     """Load the configuration; ``here``: it has to work on this machine; ``hosts``: those of the cluster."""
     from anvil_mux import plugins
-    from anvil_mux.config import composefile, config
+    from anvil_mux.config import composefile
     from anvil_mux.host import check
 
-    present: dict[str, config.Gpu] = {}
-    for found in check.gpus_here():
-        gpu = config.Gpu(found.id, vram=found.total, shared=found.shared, file=found.file)
-        present |= dict.fromkeys((found.id, found.uuid, *found.files), gpu)
     return plugins.load(
         files or composefile.find_files(Path.cwd()),
-        present=present,
+        present=gpus_present(),
         overrides=overrides,
         judge=check.why_not_checkpoint if here else None,
         hosts=hosts or {},

@@ -188,6 +188,11 @@ def _add_check(command: argparse.ArgumentParser) -> None:
     add_files(command)
     add_cluster(command)
     add_json(command)
+    command.add_argument(
+        "--suggest",
+        action="store_true",
+        help="say what would become of files without x-anvil, and print what to add; needs no Docker",
+    )
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
@@ -309,6 +314,15 @@ def _configuration_served(given: argparse.Namespace, cluster: Cluster | None = N
 
 
 def _check(given: argparse.Namespace) -> int:
+    """Check the files, or say what would become of them."""
+    if given.suggest:
+        from anvil_mux.cli import suggesting
+
+        return suggesting.run(given)
+    return _check_files(given)
+
+
+def _check_files(given: argparse.Namespace) -> int:
     from anvil_mux.cli import gpus
     from anvil_mux.config.config import LOCAL
     from anvil_mux.host import check

@@ -37,7 +37,7 @@ class Written:
     """A compose file, in the order in which it will stand there."""
 
     name: str
-    """The Compose project."""
+    """The Compose project; "" where the file is laid over one that has a name."""
     origin: str
     """A sentence that says what the file was made of."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class Written:
         services = "\n\n".join(self._service(name) for name in self.services)
         parts = [
             "\n".join([*_comment(self.origin), *_notes(top)]),
-            f"name: {self.name}",
-            _yaml({"x-anvil": self.settings}),
+            f"name: {self.name}" if self.name else "",
+            _yaml({"x-anvil": self.settings}) if self.settings or self.name else "",
             f"services:\n{services}",
         ]
         if self.volumes:
             parts.append(_yaml({"volumes": self.volumes}))
-        return "\n\n".join(parts) + "\n"
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def _service(self, name: str) -> str:
         about = [note for note in self.notes if note.service == name]

@@ -1,0 +1,92 @@
+"""``check --suggest``: what anvil-mux would make of compose files that know nothing of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anvil_mux.cli.output import FAILED, complain, counted, print_json, say
+from anvil_mux.cli.screen import table
+from anvil_mux.errors import ConfigError
+
+if TYPE_CHECKING:
+    from anvil_mux.importing.suggested import Suggestion
+
+HEAD = ("service", "is", "model", "port", "gpus", "because")
+OVERRIDE = "compose.anvil.yaml"
+
+
+def run(given: argparse.Namespace) -> int:
+    from anvil_mux.config import composefile, interpolate
+    from anvil_mux.host import check
+    from anvil_mux.importing.suggested import suggest
+
+    files = [Path(file) for file in given.files] or [*composefile.find_files(Path.cwd())]
+    documents = [interpolate.read(file) for file in files]
+    made = suggest(documents, os.environ, [gpu.id for gpu in check.gpus_here()])
+    found = any("x-anvil" in each for each in made.written.services.values())
+    problems, warnings = _checked(made) if found else ([], ())
+    text = made.written.text() if found else ""
+    if given.json:
+        rows = [row.to_json() for row in made.rows]
+        print_json({"services": rows, "suggestion": text, "problems": problems})
+        return 0 if found else FAILED
+    rows_shown = [(r.service, r.what or "-", r.model, r.port, r.gpus, r.why) for r in made.rows]
+    for shown in table([key.upper() for key in HEAD], rows_shown):
+        print(shown, file=sys.stderr)
+    if not found:
+        return complain(_nothing(made), FAILED)
+    print(text, end="")
+    for problem in problems:
+        say(f"check would still say: {problem}")
+    names = " ".join(str(file) for file in files)
+    engines = [row for row in made.rows if row.model]
+    say(
+        f"{counted(engines, 'model')}; with this check has {counted(problems, 'problem')} and "
+        f"{counted(warnings, 'warning')}. Paste it into the file, or lay it over (needs the Docker Compose "
+        f"program): anvil-mux check --suggest {names} > {OVERRIDE}; anvil-mux check {names} {OVERRIDE}"
+    )
+    return 0
+
+
+def _nothing(made: Suggestion) -> str:
+    if any("already" in row.why for row in made.rows):
+        return (
+            "no service is found beside those that have x-anvil already: `anvil-mux check` says more of them"
+        )
+    return (
+        "no service is known to serve models; if one does, add x-anvil: {model: ..., engine: ..., port: ...} "
+        "to it (docs/reference.md lists the engines)"
+    )
+
+
+def _checked(made: Suggestion) -> tuple[list[str], Sequence[str]]:
+    """Return what check says of the files with the suggestion in them: problems and warnings."""
+    import yaml
+
+    from anvil_mux import plugins
+    from anvil_mux.cli.arguments import gpus_present
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "compose.yaml"
+        file.write_text(yaml.safe_dump(_escaped(made.merged), sort_keys=False), encoding="utf-8")
+        try:
+            config = plugins.load([file], environ=dict(os.environ), compose=None, present=gpus_present())
+        except ConfigError as error:
+            return [re.sub(rf"{re.escape(str(file))}:\d+: ", "", each) for each in error.problems], ()
+    return [], config.warnings
+
+
+def _escaped(value: Any) -> Any:
+    """The value with each $ standing for itself, but for what the suggestion adds."""
+    if isinstance(value, str):
+        return re.sub(r"\$(?!\{ANVIL_API_KEY)", "$$$$", value)
+    if isinstance(value, dict):
+        return {name: _escaped(each) for name, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,441 @@
+"""A compose file that knows nothing of anvil-mux -> what becomes of it, as a file to lay over it.
+
+Everything is read off the files themselves, without Docker. Where they refer to others (``extends``), these
+are read if they are there; what is not known (a variable without a value) is a note, and never an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anvil_mux.config import interpolate, service
+from anvil_mux.config.interpolate import Document
+from anvil_mux.errors import ConfigError
+from anvil_mux.importing.docker_run import ServiceKeys
+from anvil_mux.importing.model_names import about_vram, is_path, models, shown_name, unnamed
+from anvil_mux.importing.overlay import laid_over
+from anvil_mux.importing.roles import Role, find_role, flags
+from anvil_mux.importing.written import Note, Written
+
+PORT = 9292
+BRIDGE = "172.17.0.1"
+"""The address of the machine on Docker's own bridge, unless it was given another."""
+HOST = "host.docker.internal"
+KEY = "${ANVIL_API_KEY:-}"
+URL = re.compile(r"(https?://)([\w.-]+)(?::(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A service, and what becomes of it."""
+
+    service: str
+    where: str
+    """The file and line of the service."""
+    what: str
+    """The engine family, ``asks models``, or "" for one that is left alone."""
+    model: str = ""
+    port: str = ""
+    gpus: str = ""
+    why: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass
+class Suggestion:
+    """A suggestion: what anvil-mux would make of the files."""
+
+    written: Written
+    rows: list[Row] = field(default_factory=list)
+    services: dict[str, ServiceKeys] = field(default_factory=dict)
+    """The services as they were read, by name."""
+    rest: ServiceKeys = field(default_factory=dict)
+    """The other keys of the files."""
+
+    @property
+    def merged(self) -> ServiceKeys:
+        """The files with the suggestion laid over them, as Compose would merge them."""
+        over = {"x-anvil": self.written.settings, "services": self.written.services}
+        found: ServiceKeys = laid_over({**self.rest, "services": self.services}, over)
+        for described in found["services"].values():
+            for key in (*interpolate.OTHER_FILES, "env_file"):
+                described.pop(key, None)
+        found.pop("include", None)
+        return found
+
+
+@dataclass
+class _EngineFound:
+    name: str
+    described: ServiceKeys
+    role: Role
+    variables: dict[str, str]
+    model: str = ""
+    gpus: str | tuple[str, ...] | None = None
+    said: ServiceKeys = field(default_factory=dict)
+    """The ``x-anvil`` for it."""
+
+
+def suggest(
+    documents: Sequence[Document], environ: Mapping[str, str], gpus_here: Sequence[str]
+) -> Suggestion:
+    """Say what would become of the services; ``gpus_here``: the GPUs of this machine that are seen."""
+    names = ", ".join(document.file.name for document in documents)
+    made = _Maker(
+        Written("", f"What `anvil-mux check --suggest` makes of {names}."), documents, environ, gpus_here
+    )
+    return made.run()
+
+
+class _Maker:
+    """The making of one suggestion."""
+
+    def __init__(
+        self,
+        written: Written,
+        documents: Sequence[Document],
+        environ: Mapping[str, str],
+        gpus_here: Sequence[str],
+    ) -> None:
+        self._written = written
+        self._documents = documents
+        self._folder = documents[0].file.parent
+        self._variables = interpolate.environment(self._folder, environ)
+        self._scope = interpolate.Scope(self._variables)
+        self._gpus_here = gpus_here
+        self._made = Suggestion(written)
+        self._engines: dict[str, _EngineFound] = {}
+        self._pulled: dict[str, None] = {}
+        self._readers: dict[str, list[str]] = {}
+        """Service -> those that depend on it."""
+
+    def run(self) -> Suggestion:
+        content: ServiceKeys = {}
+        for document in self._documents:
+            content = laid_over(content, self._filled(document.content, document))
+        services = content.pop("services", None)
+        self._made.rest = content
+        if content.get("include"):
+            self._note("include", "what stands in other files is not seen here: name those files too")
+        for name, described in (services if isinstance(services, dict) else {}).items():
+            if isinstance(described, dict):
+                self._made.services[str(name)] = self._whole(str(name), described, services)
+        for unset in self._scope.unset:
+            self._note(unset, "the variable is not set: what it stands for is not seen here")
+        self._find_roles()
+        self._left_alone()
+        for engine in self._engines.values():
+            self._describe(engine)
+        if self._engines:
+            self._settle_gpus()
+            self._point_clients()
+        order = [*self._made.services]
+        self._made.rows.sort(key=lambda row: (not row.what, order.index(row.service)))
+        return self._made
+
+    # Reading
+
+    def _filled(self, value: Any, document: Document, key: tuple[str, ...] = ()) -> Any:
+        match value:
+            case str():
+                try:
+                    return self._scope.fill(value)
+                except ValueError as error:
+                    self._note(document.where(key), str(error))
+                    return ""
+            case dict():
+                return {name: self._filled(each, document, (*key, str(name))) for name, each in value.items()}
+            case list():
+                return [self._filled(each, document, (*key, str(at))) for at, each in enumerate(value)]
+        return value
+
+    def _whole(self, name: str, described: ServiceKeys, services: Mapping[str, Any]) -> ServiceKeys:
+        """The service with what it extends."""
+        extends = described.get("extends")
+        if not extends:
+            return described
+        about = extends if isinstance(extends, dict) else {"service": extends}
+        wanted = str(about.get("service"))
+        base = services.get(wanted)
+        if file := about.get("file"):
+            try:
+                other = interpolate.read(self._folder / str(file))
+                base = self._filled((other.content.get("services") or {}).get(wanted), other)
+            except (ConfigError, AttributeError):
+                base = None
+                self._note("extends", f"{file} cannot be read, so what stands there is not seen", name)
+        if not isinstance(base, dict):
+            return described
+        whole: ServiceKeys = laid_over(
+            {key: each for key, each in base.items() if key != "extends"}, described
+        )
+        return whole
+
+    # Roles
+
+    def _find_roles(self) -> None:
+        for name, described in self._made.services.items():
+            self._note_readers(name, described)
+            try:
+                role = find_role(described, self._folder)
+                variables = service.environment(described, self._variables)
+                labelled = service.labels(described, "anvil.")
+            except ValueError as error:
+                self._row(name, "", why=str(error))
+                continue
+            self._pulled |= dict.fromkeys(role.pulls)
+            if "x-anvil" in described or labelled:
+                self._row(name, "", why="it has x-anvil already")
+            elif role.engine:
+                self._engines[name] = _EngineFound(name, described, role, variables)
+            else:
+                self._row(name, "", why=role.why)
+
+    def _note_readers(self, name: str, described: ServiceKeys) -> None:
+        for other in described.get("depends_on") or ():
+            self._readers.setdefault(str(other), []).append(name)
+
+    def _left_alone(self) -> None:
+        """Leave alone the services that take a port of another one beside which they may run."""
+        taken: dict[int, _EngineFound] = {}
+        for engine in self._engines.values():
+            engine.gpus = _gpus(engine)
+        for engine in sorted(self._engines.values(), key=lambda each: each.gpus is None):
+            ports = {port.outside for port in _published(engine.described) if port.outside}
+            before = next((taken[port] for port in ports if port in taken), None)
+            if before and not _share(before.gpus, engine.gpus):
+                self._row(
+                    engine.name,
+                    "",
+                    why=f"it takes a port of {before.name}, in whose place it seems to be started",
+                )
+                del self._engines[engine.name]
+                continue
+            taken |= dict.fromkeys(ports, engine)
+
+    # Engines
+
+    def _describe(self, engine: _EngineFound) -> None:
+        described, role = engine.described, engine.role
+        found = models(described, role, engine.variables, [*self._pulled])
+        names = [name for name in found if name]
+        engine.model = shown_name(names[0], engine.name) if names else engine.name
+        if names and is_path(names[0]) and names[0] not in service.served_model(described, role.engine):
+            engine.said["served_model"] = names[0]
+        engine.said = {"model": engine.model, **engine.said}
+        if aliases := [name for name in names[1:] if name != engine.model and role.engine != "ollama"]:
+            engine.said["aliases"] = aliases
+        if service.engine(described) != role.engine:
+            engine.said["engine"] = role.engine
+        port = self._settle_port(engine)
+        self._written.services[engine.name] = {"x-anvil": engine.said}
+        self._note_engine(engine, names)
+        gpus = _shown(engine)
+        self._row(engine.name, role.engine, model=engine.model, port=str(port), gpus=gpus, why=role.why)
+
+    def _settle_port(self, engine: _EngineFound) -> int:
+        """The port on which the engine listens; it is written where check would not find it."""
+        shared = engine.described.get("network_mode") == "host"  # what it publishes is left out then
+        inside = [] if shared else [port.inside for port in _published(engine.described)]
+        told = flags(engine.role.words, "--port")
+        told += [engine.variables[key] for key in ("LLAMA_ARG_PORT", "PORT") if engine.variables.get(key)]
+        known = next((int(each) for each in told if each.isdigit()), None)
+        try:
+            found = service.listens_on(engine.described)
+        except ValueError:
+            found = None
+        usual = engine.role.port
+        port = known or (usual if usual in inside or not inside else inside[0])
+        as_known = usual if engine.role.engine != "openai" else None
+        if port != (found or as_known) or len(set(inside)) > 1:
+            engine.said["port"] = port
+        return port
+
+    def _note_engine(self, engine: _EngineFound, names: Sequence[str]) -> None:
+        name, described = engine.name, engine.described
+        if not names:
+            self._note("model", unnamed(engine.role.engine), name)
+        elif engine.role.engine == "ollama" and len(names) > 1:
+            self._note(
+                "model",
+                f"this Ollama has other models ({', '.join(names[1:])}), which are not served so: one "
+                "service for each, see `anvil-mux import ollama`",
+                name,
+            )
+        if str(described.get("restart", "no")) in ("always", "unless-stopped"):
+            self._written.services[name]["restart"] = "no"
+            self._note("restart", "else Docker starts it again on a GPU that another model has by then", name)
+        if not service.profiles(described):
+            if readers := self._readers.get(name):
+                self._note(
+                    "depends_on",
+                    f"take {name} out of the depends_on of {', '.join(readers)}, which would start it beside "
+                    "anvil-mux, and then add profiles: [llm] here",
+                    name,
+                )
+            else:
+                self._written.services[name]["profiles"] = ["llm"]
+        if hint := about_vram(engine.role, engine.model):
+            self._note("vram", hint, name)
+
+    def _settle_gpus(self) -> None:
+        """Name the GPUs at the top where check would ask which there are."""
+        used = [engine.gpus for engine in self._engines.values()]
+        for engine in self._engines.values():
+            if engine.gpus is None and service.is_nvidia(engine.described):
+                engine.said["gpus"] = service.ALL
+                used.append(service.ALL)
+                self._note(
+                    "gpus",
+                    "`runtime: nvidia` gives it all GPUs; name one to have others beside it",
+                    engine.name,
+                )
+        if self._gpus_here or service.ALL not in used:
+            return
+        ids = {id for each in used if isinstance(each, tuple) for id in each}
+        self._written.settings["gpus"] = sorted({"0", *ids}, key=lambda id: (len(id), id))
+        self._note("gpus", "no GPU is seen here: name those of the machine that serves")
+
+    # Clients
+
+    def _point_clients(self) -> None:
+        """Point whoever asks the engines at anvil-mux."""
+        hosts = {name: name for name in self._engines}
+        ports: dict[str, str] = {}
+        for name, engine in self._engines.items():
+            for key in ("container_name", "hostname"):
+                hosts |= {str(engine.described[key]): name} if engine.described.get(key) else {}
+            ports |= {str(port.outside): name for port in _published(engine.described) if port.outside}
+        pointed = [
+            name
+            for name, described in self._made.services.items()
+            if name not in self._engines and self._point(name, described, hosts, ports)
+        ]
+        if pointed:
+            self._written.settings["listen"] = f"{BRIDGE}:{PORT}"
+            self._note(
+                "listen",
+                f"{', '.join(pointed)} reach anvil-mux at Docker's bridge (`ip -4 addr show docker0` tells "
+                "its address). Others there may ask too, so give keys: ANVIL_API_KEY=... in .env for the "
+                "services, and the same in ANVIL_API_KEYS for anvil-mux",
+            )
+
+    def _point(
+        self, name: str, described: ServiceKeys, hosts: Mapping[str, str], ports: Mapping[str, str]
+    ) -> bool:
+        try:
+            given = service.environment(described, self._variables)
+        except ValueError:
+            return False
+        shared = described.get("network_mode") == "host"
+        base = f"http://{'127.0.0.1' if shared else HOST}:{PORT}"
+        asked: dict[str, None] = {}
+
+        def pointed(found: re.Match[str]) -> str:
+            host, port = found[2], found[3] or ""
+            local = host in ("localhost", "127.0.0.1", "0.0.0.0", HOST)
+            engine = hosts.get(host) or (ports.get(port) if local else None)
+            if engine is None or not self._speaks_openai(engine, found.string):
+                return found[0]
+            asked[engine] = None
+            return base
+
+        changed = {key: text for key, value in given.items() if (text := URL.sub(pointed, value)) != value}
+        self._note_names(name, given, changed, hosts)
+        if is_webui := bool(re.search(r"open-?web-?ui", str(described.get("image") or "").lower())):
+            asked = asked or dict.fromkeys([*self._engines][:1])
+            changed = _of_webui(changed, given, base)
+        if not changed:
+            return False
+        keys = {key: KEY for key in ("OPENAI_API_KEY", "OPENAI_API_KEYS") if key in given and not is_webui}
+        over: ServiceKeys = {"environment": changed | keys}
+        if not shared and HOST not in str(described.get("extra_hosts")):
+            over["extra_hosts"] = [f"{HOST}:host-gateway"]
+        self._written.services[name] = over
+        if any("/api" not in text and "/v1" not in text and "OLLAMA" in key for key, text in changed.items()):
+            self._note("environment", "with keys, give it one for its Ollama server too", name)
+        self._made.rows[:] = [row for row in self._made.rows if row.service != name]
+        self._row(name, "asks models", why=f"it asks {', '.join(asked)}: pointed at anvil-mux")
+        return True
+
+    def _speaks_openai(self, engine: str, url: str) -> bool:
+        """Whether whoever has the URL speaks an API that anvil-mux has; servers have their own too."""
+        return self._engines[engine].role.engine != "openai" or "/v1" in url
+
+    def _note_names(
+        self, name: str, given: Mapping[str, str], changed: Mapping[str, str], hosts: Mapping[str, str]
+    ) -> None:
+        """Note the variables of a service that name an engine in a way that cannot be pointed elsewhere."""
+        for key, value in given.items():
+            named = next(
+                (host for host in hosts if re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w.-])", value)), ""
+            )
+            if named and key not in changed and (value == named or "://" in value):
+                self._note(
+                    f"services.{name}.environment.{key}",
+                    f"names {named} in a way that is not changed here: point it at anvil-mux by hand if it "
+                    f"speaks OpenAI's or Ollama's API, else leave {hosts[named]} out",
+                )
+
+    # Telling
+
+    def _row(
+        self, name: str, what: str, model: str = "", port: str = "", gpus: str = "", why: str = ""
+    ) -> None:
+        self._made.rows.append(Row(name, self._where(name), what, model=model, port=port, gpus=gpus, why=why))
+
+    def _where(self, name: str) -> str:
+        for document in reversed(self._documents):
+            if ("services", name) in document.lines:
+                return document.where(("services", name)).partition(": ")[0]
+        return ""
+
+    def _note(self, about: str, text: str, name: str = "") -> None:
+        note = Note(self._where(name) or str(self._documents[0].file), about, text, name)
+        if note not in self._written.notes:
+            self._written.notes.append(note)
+
+
+def _of_webui(changed: Mapping[str, str], given: Mapping[str, str], base: str) -> dict[str, str]:
+    """The variables of Open WebUI: one connection of OpenAI's kind, and none to an Ollama."""
+    found = {key: text for key, text in changed.items() if "OLLAMA" not in key and "OPENAI_API" not in key}
+    found |= {"OPENAI_API_BASE_URL": f"{base}/v1", "OPENAI_API_KEY": KEY, "ENABLE_OLLAMA_API": "false"}
+    if "OPENAI_API_BASE_URLS" in given:
+        found["OPENAI_API_BASE_URLS"] = f"{base}/v1"
+        found["OPENAI_API_KEYS"] = KEY
+    return found
+
+
+def _published(described: ServiceKeys) -> list[service.Port]:
+    try:
+        return service.published(described)
+    except ValueError:
+        return []
+
+
+def _gpus(engine: _EngineFound) -> str | tuple[str, ...] | None:
+    try:
+        return service.gpus(engine.described, engine.variables)
+    except ValueError:
+        return None
+
+
+def _share(one: str | tuple[str, ...] | None, other: str | tuple[str, ...] | None) -> bool:
+    """Whether two engines have a GPU in common, so that one of them is loaded at a time."""
+    if not one or not other:
+        return False
+    return service.ALL in (one, other) or bool(set(one) & set(other))
+
+
+def _shown(engine: _EngineFound) -> str:
+    if engine.gpus is not None:
+        return engine.gpus if isinstance(engine.gpus, str) else ",".join(engine.gpus)
+    if service.is_nvidia(engine.described):
+        return service.ALL
+    given = service.others_gpus(engine.described, engine.variables)
+    return f"{'/'.join(given.vendors)}: {', '.join(given.ids) or 'all'}" if given else "none"
