@@ -759,8 +759,11 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
 
 
 def _report_problems(error: ConfigError, given: argparse.Namespace) -> int:
+    from anvil_mux.config.pages import page_of
+
+    pages = [page_of(problem) for problem in error.problems]
     if given.json:
-        print_json({"problems": list(error.problems)})
-    for problem in error.problems:
-        complain(problem, BAD_CONFIG)
+        print_json({"problems": list(error.problems), "pages": pages})
+    for problem, page in zip(error.problems, pages, strict=True):
+        complain(f"{problem} (see {page})" if page else problem, BAD_CONFIG)
     return BAD_CONFIG

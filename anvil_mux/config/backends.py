@@ -84,7 +84,9 @@ class BackendReader:
                 self._problems.add(key, str(error))
         if not ours:
             self._problems.add(
-                ("services",), "none serves a model; add `x-anvil: {}` to each service that does"
+                ("services",),
+                "none serves a model; add `x-anvil: {}` to each service that does (`anvil-mux check "
+                "--suggest` says to which, and what else)",
             )
         return self._bounded(backends)
 

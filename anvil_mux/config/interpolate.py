@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from anvil_mux.config.yaml_words import in_plain_words
 from anvil_mux.errors import ConfigError
 
 KeyPath = tuple[str, ...]
@@ -30,6 +31,7 @@ MOST_NODES = 100_000
 """The most nodes of a file whose aliases are written out: a small file can stand for a huge one."""
 DEEPEST = 50
 
+MERGE = "tag:yaml.org,2002:merge"
 OTHER_FILES = ("extends", "label_file")
 """Keys of a service that bring in what stands elsewhere."""
 NEED_COMPOSE = "needs the Docker Compose program, which reads the file where runtime is compose"
@@ -50,9 +52,14 @@ class Document:
         return next(length for length in range(len(key), -1, -1) if key[:length] in self.lines)
 
     def where(self, key: KeyPath) -> str:
-        """FILE:LINE: key, with the line of its nearest parent that stands in this file."""
-        line = self.lines[key[: self.knows(key)]]
-        return f"{self.file}:{line}" + (f": {'.'.join(key)}" if key else "")
+        """FILE:LINE: key, with the line of its nearest parent that stands in this file.
+
+        Without a line where not even its service does: that is in a file which this one includes.
+        """
+        known = self.knows(key)
+        elsewhere = key[:1] == ("services",) and known < min(len(key), 2) and len(key) > 1
+        place = str(self.file) if elsewhere else f"{self.file}:{self.lines[key[:known]]}"
+        return place + (f": {'.'.join(key)}" if key else "")
 
 
 def read(file: Path) -> Document:
@@ -72,8 +79,9 @@ def read(file: Path) -> Document:
     except RecursionError:
         raise ConfigError([f"{file}: is nested too deeply"]) from None
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError([f"{file}{line}: is not YAML: {error.problem}"]) from None
+        line, why = in_plain_words(error)
+        place = f"{file}:{line}" if line else str(file)
+        raise ConfigError([f"{place}: is not YAML: {why}"]) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([f"{file}: is not YAML: {error}"]) from None
     if not isinstance(content, dict):
@@ -305,13 +313,15 @@ class _Walk:
 
     def _visit_mapping(self, node: yaml.MappingNode, key: KeyPath) -> None:
         seen: dict[str, int] = {}
+        merges = []
         for name, value in node.value:
             line = name.start_mark.line + 1
             inner = (*key, str(name.value))
             if not isinstance(name, yaml.ScalarNode):
                 self._complain(line, key, "has a key that is not text")
-            elif name.tag == "tag:yaml.org,2002:merge":
+            elif name.tag == MERGE:
                 self.visit(value, inner)
+                merges.append(value)
             elif not name.tag.endswith(":str"):
                 self._complain(line, inner, f'the key must be text: write "{name.value}":')
             elif name.value in seen:
@@ -320,6 +330,23 @@ class _Walk:
                 seen[name.value] = line
                 self._note(inner, name)
                 self.visit(value, inner)
+
+        for merged in merges:
+            self._note_merged(merged, key)
+
+    def _note_merged(self, node: yaml.Node, key: KeyPath) -> None:
+        """Note the keys that ``<<`` brings in, but for the mapping's own; the first of several counts."""
+        if isinstance(node, yaml.SequenceNode):
+            for each in node.value:
+                self._note_merged(each, key)
+        elif isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                inner = (*key, str(name.value))
+                if name.tag == MERGE:
+                    self._note_merged(value, key)
+                elif inner not in self.lines:
+                    self._note(inner, name)
+                    self.visit(value, inner)
 
     def _note(self, key: KeyPath, node: yaml.Node) -> None:
         self.lines.setdefault(key, node.start_mark.line + 1)

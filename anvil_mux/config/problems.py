@@ -53,4 +53,8 @@ class Problems:
 
     def where(self, key: KeyPath) -> str:
         """The file, line and key that a key of the merged files comes from."""
-        return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)
+        documents = self._documents
+        if "x-anvil" in key:  # all of it is the last file's that has it
+            whole = key[: key.index("x-anvil") + 1]
+            documents = [each for each in documents if whole in each.lines][-1:] or documents
+        return max(reversed(documents), key=lambda document: document.knows(key)).where(key)
