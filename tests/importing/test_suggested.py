@@ -1,4 +1,18 @@
-"""Small compose files that know nothing of anvil-mux, with the traits of those in public repositories."""
+"""Small compose files that know nothing of anvil-mux, with the traits of those in public repositories.
+
+The traits are those of these files on GitHub, on which `check --suggest` was tried: open-webui/open-webui
+docker-compose.yaml and docker-compose.gpu.yaml; sgl-project/sglang docker/compose.yaml; mudler/LocalAI
+docker-compose.yaml; n8n-io/self-hosted-ai-starter-kit docker-compose.yml; opea-project/GenAIExamples
+ChatQnA/docker_compose/ nvidia/gpu/compose.yaml, intel/cpu/xeon/compose_tgi.yaml,
+amd/gpu/rocm/compose_vllm.yaml; valiantlynx/ollama-docker docker-compose-ollama-gpu.yaml; av/harbor
+compose.aphrodite.yml and compose.vllm.yml; lucasavila00/LmScript docker/tgi/docker-compose.yml and
+sglang-docker/docker-compose.yml; sachinsshetty/warehouse backend/vllm/mistral-vllm.yml;
+boanlab/KloudChat-LLM docker-compose.vllm.yml; calcottdotcom/local-ai-stack docker-compose.llamacpp.yml;
+java-alchemist/inference-stack docker-compose.sglang.yml; mrzzy/slm-exploration docker-compose.tgi.yml;
+alirezzazm/local-ai-stack docker-compose.vllm.yml; DevXT-LLC/ezlocalai docker-compose-cuda.yml;
+azmil72/ollama-webUI-monitoring docker-compose.yml; spacegator/ollama-webui-intel docker-compose.yml;
+sergey21000/docker-compose-webui-llm-examples combinations/openwebui_vllm/compose.cuda.yml.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +97,8 @@ ENGINES: list[tuple[str, str, tuple[str, str, str, str]]] = [
      "network_mode: host", "openai", ("openai", "org/m", "80", "none")),
     ("image: vllm/vllm-openai, command: '--model ${NONE} --swap-space 16', ports: ['1:8000']", "vllm",
      ("vllm", "a", "8000", "none")),
+    ("image: 'ghcr.io/ggml-org/llama.cpp:server', command: '--model /models/${NONE} --port 8080'", "llamacpp",
+     ("llamacpp", "a", "8080", "none")),
     ("image: ollama/ollama, ports: ['11434:11434'], profiles: [gpu], gpus: all", "ollama",
      ("ollama", "a", "11434", "all")),
 ]  # fmt: skip
