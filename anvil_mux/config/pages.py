@@ -18,7 +18,7 @@ PAGES: dict[str, str] = {
     "evict_to demote_after checkpoint_anyway": "docs/reference.md#standby-levels",
     "prompt_cache": "docs/swaps.md#prompts-that-outlive-a-swap",
     "engine port served_model ports": "docs/reference.md#engines",
-    "policy": "docs/reference.md#policies",
+    "policy": "docs/policies.md",
     "eviction": "docs/reference.md#evictions",
     "key_file listen allowed_hosts cors ANVIL_API_KEYS": "docs/security.md",
     "tls_cert tls_key": "docs/security.md#tls",
