@@ -186,9 +186,9 @@ MUTANTS = {
         "",
     ),
     "a queue that is overdue is loaded too late for its queue_timeout": (
-        "planner",
-        "return max(min(model.max_wait, timeout - soonest), 0.0)",
-        "return model.max_wait",
+        "overdue",
+        "return max(min(most, latest), 0.0)",
+        "return most",
     ),
     "the GPUs of an overdue queue are not kept for it": (
         "decider",

@@ -24,7 +24,7 @@ from anvil_mux.config.interpolate import KeyPath
 from anvil_mux.config.names import Names
 from anvil_mux.config.plugins import Plugins, RoutingNeeds
 from anvil_mux.config.problems import Problems
-from anvil_mux.config.settings import gib
+from anvil_mux.config.settings import AUTO, gib
 
 
 class Checks:
@@ -287,7 +287,7 @@ class Checks:
         """Check that requests may wait for long enough to be served."""
         limit, most = self._value("queue_timeout"), self._value("max_wait")
         for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in self._backends]):
-            if limit < longest:
+            if longest != AUTO and limit < longest:
                 self._problems.warnings.append(
                     f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a queue is overdue "
                     "before that, early enough for a load that takes as long as loads usually do"

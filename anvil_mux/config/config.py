@@ -16,6 +16,7 @@ from anvil_mux.config import hooks, service
 from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.presets import Loras, Preset
 from anvil_mux.config.profile import Profile
+from anvil_mux.config.settings import AUTO
 
 DEFAULT_ROUTING = "least_delay"
 """The routing policy of models that name none."""
@@ -25,6 +26,8 @@ STAGES = ("prefill", "decode")
 INFER_TYPES = ("neutral", *STAGES)
 EITHER = "either"
 """The infer type of a replica that takes whichever stage it is given."""
+MaxWait = float | str
+"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/overdue.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class Backend:
     """Seconds that a swap waits for its requests; infinite: as long as they take; None: ``Config``'s."""
     min_residency: float = 0.0
     """Seconds after its load in which it is not evicted for a queue that is not overdue."""
-    max_wait: float | None = None
+    max_wait: MaxWait | None = None
     """The ``Config.max_wait`` of its own queue."""
     max_queue: int | None = None
     """The most requests that may wait for its model; None: only ``Config.max_queue`` bounds them."""
@@ -281,7 +284,7 @@ class Config:
     home_after: float = 300.0
     """Seconds in which nothing else was wanted before a home backend comes back."""
     queue_timeout: float = 600.0
-    max_wait: float = 60.0
+    max_wait: MaxWait = AUTO
     """The age at which a queue is overdue at the latest: its swap begins whatever the policy says."""
     max_queue: int = 1000
     """The most requests that may wait, over all models; more get 503 overloaded."""

@@ -316,6 +316,24 @@ SECONDS_OR_NONE = ValueKind(
     _read_seconds_or_none,
     shapes.any_of({"enum": [ENDLESS]}, SECONDS.shape),
 )
+AUTO = "auto"
+"""How people write that a time follows what goes on."""
+
+
+def _read_seconds_or_auto(value: Any) -> float | str:
+    if value == AUTO:
+        return AUTO
+    try:
+        return read_seconds(value)
+    except ValueError:
+        raise ValueError(f"must be seconds, a time such as 30s or 2m, or {AUTO}, not {show(value)}") from None
+
+
+SECONDS_OR_AUTO = ValueKind(
+    f"seconds, or {AUTO}",
+    _read_seconds_or_auto,
+    shapes.any_of({"enum": [AUTO]}, SECONDS.shape),
+)
 TEXT = ValueKind("text", _read_text, shapes.text())
 NAMES = ValueKind("list of names", _read_names, shapes.listed(TEXT.shape))
 ORIGINS = ValueKind("list of origins", _read_origins, shapes.listed(shapes.text("://")))

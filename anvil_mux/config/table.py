@@ -254,7 +254,10 @@ SETTINGS: dict[str, Setting] = {
     ),
     "queue_timeout": _live(SECONDS, "The longest wait of a request for its model.", logged=True),
     "max_wait": _live(
-        SECONDS, "A queue gets its swap after this at the latest, whatever the policy says.", logged=True
+        settings.SECONDS_OR_AUTO,
+        "A queue gets its swap after this at the latest, whatever the policy says; auto: 60 s, or "
+        "4/3 of the time that a round over all models takes that wait, if that is longer (see design.md).",
+        logged=True,
     ),
     "max_queue": _live(
         COUNT, "Requests that may wait, over all models; more are refused as overloaded.", logged=True
@@ -354,7 +357,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         "is unloaded by hand, its host is drained or anvil-mux ends, the top level's holds (see staying.md).",
     ),
     "min_residency": _steers(SECONDS, "How long it stays after a load, unless a queue is overdue."),
-    "max_wait": _steers(SECONDS, "The same as at the top level, for this model."),
+    "max_wait": _steers(settings.SECONDS_OR_AUTO, "The same as at the top level, for this model."),
     "max_queue": _steers(
         COUNT, "Requests that may wait for this model, beside the top level's bound on all together."
     ),

@@ -15,7 +15,8 @@ from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.drains import too_late
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import bound, may_spill
+from anvil_mux.scheduler.overdue import bound
+from anvil_mux.scheduler.planner import may_spill
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.refusals import not_resident, refusal

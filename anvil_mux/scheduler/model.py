@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from anvil_mux.config.config import EITHER, Backend, Config
+from anvil_mux.config.settings import AUTO
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.demand import Demand
@@ -29,6 +30,8 @@ class ModelSettings(NamedTuple):
     priority: int
     max_wait: float
     """After how many seconds its queue is overdue at the latest: the shortest that its backends ask for."""
+    follows_load: bool
+    """Whether any of them asks for ``auto``: the bound follows the load, and ``max_wait`` the others."""
     max_queue: float
     """The most requests that its queue may have, of what its backends say the least; infinite: no bound."""
     limited: bool
@@ -54,7 +57,8 @@ def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
     waits = [config.max_wait if each.max_wait is None else each.max_wait for each in backends]
     return ModelSettings(
         priority=max([each.priority for each in backends]),
-        max_wait=min(waits),
+        max_wait=min([each for each in waits if not isinstance(each, str)], default=math.inf),
+        follows_load=AUTO in waits,
         max_queue=min([each.max_queue for each in backends if each.max_queue], default=math.inf),
         limited=any(each.concurrency for each in backends),
         bounded=any(each.most is not None for each in backends),
@@ -124,10 +128,10 @@ class Model:
 
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
-        is_same = settings[3:] == self.settings[3:] and routing is self.routing
+        is_same = settings[4:] == self.settings[4:] and routing is self.routing
         self.settings, self.routing = settings, routing
         if is_same and not self.queue.tickets:
-            return  # of thousands of models only these three have changed
+            return  # of thousands of models only the first four have changed
         self.limited = settings.limited
         self.queue.go_on(limited=settings.limited, most=settings.max_wait)
         if self.replicas:

@@ -162,17 +162,7 @@ def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, 
     return bool(model.queue.tickets), slot.backend.priority, lost, slot.used
 
 
-# When a queue is overdue
-
-
-def bound(state: GroupState, model: Model, now: float) -> float:
-    """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    soonest, timeout = math.inf, state.timeouts.queue_timeout
-    for each in state.states_of(model) if model.home else (state,):
-        soonest = min(soonest, swap_seconds(each, model, now))
-        if soonest <= timeout - model.max_wait:
-            break  # an even shorter one makes no difference
-    return max(min(model.max_wait, timeout - soonest), 0.0)
+# How long a queue will wait
 
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:

@@ -14,7 +14,8 @@ from anvil_mux.scheduler.causes import Cause, is_cause
 from anvil_mux.scheduler.costs import NO_COST, Cost
 from anvil_mux.scheduler.drains import too_late
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import Plan, bound, cost_of, nearest, plan, waiting
+from anvil_mux.scheduler.overdue import bound
+from anvil_mux.scheduler.planner import Plan, cost_of, nearest, plan, waiting
 from anvil_mux.scheduler.policies import (
     FOREVER,
     Decision,

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from anvil_mux.errors import WaitedTooLong
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.situation import Situation
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The numbers of one run. A wait is that of a request that got its model: 0 if it was loaded."""
+    """The numbers of one run.
+
+    A wait is that of a request that got its model, 0 if it was loaded, or that waited for all of
+    ``queue_timeout`` for it in vain.
+    """
 
     requests: int
     """All requests that arrived, whatever became of them."""
@@ -49,7 +54,7 @@ def figures(log: Sequence[Event], sent: int = 0, begins: Mapping[str, Any] = Map
     situation = Situation.parse(begins)
     there = {ticket for each in situation.holders for ticket in each}
     tickets = len(there | {event.ticket for event in log if event.ticket})
-    waits = sorted([event.seconds for event in log if event.kind == "leased"])
+    waits = sorted([event.seconds for event in log if event.kind == "leased" or _timed_out(event)])
     first = situation.at if there else next((event.at for event in log if event.ticket), 0.0)
     last = next((event.at for event in reversed(log) if _answers(event)), first)
     makespan = last - first
@@ -66,6 +71,10 @@ def figures(log: Sequence[Event], sent: int = 0, begins: Mapping[str, Any] = Map
         failed=sum([event.kind == "failed" for event in log]) + max(sent - tickets, 0),
         severed=sum([_cut(event) for event in log]),
     )
+
+
+def _timed_out(event: Event) -> bool:
+    return event.kind == "failed" and event.cause is not None and event.cause.detail == WaitedTooLong.code
 
 
 def _answers(event: Event) -> bool:

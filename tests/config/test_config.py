@@ -90,6 +90,7 @@ def test_settings_of_a_service(tmp_path: Path) -> None:
         ("priority: -5, ttl: 5m, min_residency: 1m30s, max_wait: '20'", (-5, 300.0, 90.0, 20.0)),
         ("priority: '-5', ttl: 0, min_residency: 0, max_wait: 0", (-5, 0.0, 0.0, 0.0)),
         ("priority: 100, ttl: null, max_wait: 1500ms", (100, None, 0.0, 1.5)),
+        ("max_wait: auto", (0, None, 0.0, "auto")),
     ],
 )
 def test_when_a_model_comes_and_goes_is_set_per_service(
@@ -180,7 +181,7 @@ def test_the_documentation_names_key_type_default_and_meaning() -> None:
     rows = {key: rest for key, *rest in table.describe(table.SERVICE_SETTINGS)}
     assert rows["evict_to"][1] == ""
     assert rows["priority"][:2] == ["whole number", "0"]
-    assert [rows[key][:2] for key in ("ttl", "max_wait")] == [["seconds", ""]] * 2
+    assert [rows[key][:2] for key in ("ttl", "max_wait")] == [["seconds", ""], ["seconds, or auto", ""]]
     assert rows["min_residency"][:2] == ["seconds", "0"]
     assert all(
         doc.endswith(".") for table in (table.SETTINGS, table.SERVICE_SETTINGS) for doc in _docs(table)
@@ -695,6 +696,7 @@ SHORT = "queue_timeout (20 s) is less than "
             [SHORT + "the load_timeout of a: requests that wait"],
         ),
         ("max_wait: 20", "load_timeout: 20", []),
+        ("max_wait: auto", "load_timeout: 20", []),
     ],
 )
 def test_a_queue_timeout_that_leaves_no_time_to_load_is_a_warning(
@@ -1127,7 +1129,7 @@ def test_compose_merges_files_and_the_last_x_anvil_counts(tmp_path: Path, compos
     found = load([first, second], compose=compose)
     (a,) = found.backends
     assert (a.service.image, a.service.command, a.port, a.pin) == ("x", ("y",), 1, False)
-    assert (found.max_queue, found.max_wait) == (2, 60.0)
+    assert (found.max_queue, found.max_wait) == (2, "auto")
     assert found.origins["max_queue"] == f"{second}:1"
 
 

@@ -79,7 +79,7 @@ def test_the_schema_takes_the_compose_files_in_the_documents(snippet: str, tmp_p
 VALUES: list[Any] = [
     *(None, True, False, "true", "off", 0, 1, -3, 8080, 70000, 0.5, 12.5, "0", "7", "-7", "0.5"),
     *("", " ", "x", "a,b", "x y", "measured", "all", "any", "default", "process", "keep", "file.json"),
-    *("30s", "2m30s", "500ms", "20GiB", "1.5 GB", "64MiB", "1024", "20 Gigs", "30 seconds"),
+    *("auto", "30s", "2m30s", "500ms", "20GiB", "1.5 GB", "64MiB", "1024", "20 Gigs", "30 seconds"),
     *("127.0.0.1:9292", "[::1]:80", "9292", "localhost", "https://app.example", "redis://h:6379/0"),
     *("vllm", "vlm", "prefill", "sleep", "sleep-1", "sleep, stop", "adaptive", "mine:Policy", "/docs"),
     *(

@@ -104,8 +104,12 @@ TODAY = {old: new for new, old in LEVELS.items()}
 """A standby level -> what the frozen commit called it, and back."""
 
 
+MAX_WAIT = 60.0
+"""The default of ``max_wait`` at the frozen commit."""
+
+
 def config_of(about: dict[str, Any]) -> Config:
-    about = {KEYS.get(key, key): value for key, value in about.items()}
+    about = {"max_wait": MAX_WAIT} | {KEYS.get(key, key): value for key, value in about.items()}
     backends = tuple(
         [Backend(**{KEYS.get(k, k): _value(v) for k, v in each.items()}) for each in about["backends"]]
     )
@@ -173,7 +177,7 @@ def _workload_log(world: dict[str, Any]) -> Any:
     name = world["workload"]
     made = workload.PROFILES[name](world["seed"]) if name in workload.PROFILES else None
     traffic = made or workload.read(workload.find(name))
-    config = study.replace(traffic.config(), policy=world["policy"])
+    config = study.replace(traffic.config(), policy=world["policy"], max_wait=MAX_WAIT)
     engines = traffic.engines(config)
     return simulate.simulate(
         config,

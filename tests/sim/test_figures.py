@@ -95,10 +95,15 @@ def test_what_dies_with_its_backend_is_severed():
     assert (again.severed, again.makespan_seconds, again.busy_fraction) == (2, 15.0, pytest.approx(6 / 15))
 
 
-def test_requests_that_end_without_their_model_failed_and_have_no_wait():
+def test_a_request_that_timed_out_has_failed_and_counts_as_a_wait_of_queue_timeout():
     told = of(Arrival(0.0, "a", 1.0), config=Config(policy="eager", backends=TWO.backends, queue_timeout=2.0))
-    assert (told.requests, told.failed, told.wait_max_seconds) == (1, 1, 0.0)
+    assert (told.requests, told.failed, told.wait_mean_seconds, told.wait_max_seconds) == (1, 1, 2.0, 2.0)
     assert told.makespan_seconds == 2.0
+
+
+def test_other_requests_that_end_without_their_model_have_no_wait():
+    told = of(Arrival(0.0, "a", 1.0, patience=1.0), config=Config(policy="eager", backends=TWO.backends))
+    assert (told.requests, told.wait_max_seconds) == (1, 0.0)
 
 
 def test_requests_that_were_turned_away_are_in_no_log_but_count():

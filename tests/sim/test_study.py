@@ -105,7 +105,7 @@ def test_of_three_clients_that_never_pause_none_waits_for_max_wait():
     three = tuple(Arrival(0.0, model, 0.5) for model in loads)
     made = replace(two_clients(), load_seconds=loads, requests=three)
     told = study.run(study.Case(made, made.config()), "adaptive")
-    assert told.figures.wait_max_seconds < made.config().max_wait / 1.5
+    assert told.figures.wait_max_seconds < 40.0
 
 
 def test_without_other_traffic_no_policy_swaps():
