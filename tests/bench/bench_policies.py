@@ -11,6 +11,10 @@ down, so that the median and the least are both shown. The promise is less than 
 --ratios [N]: the total wait of each policy over that of the best schedule that knows the future
 (clairvoyant.py), on N small random workloads; MEAN-AHEAD: over the best that evicts before anybody waits.
 
+--overload: the waits of each policy where one GPU has 27 models to serve (overload.py), on the trace by which
+the bound of queues was chosen, and on the one that was held out. A request that timed out waited for all of
+queue_timeout.
+
 Nothing here passes or fails: a missed target is a finding, not an error.
 """
 
@@ -22,14 +26,15 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from anvil_mux.scheduler.policies import POLICIES, Policy, Queue, Resident, Snapshot, build_policy
-from tests.bench import clairvoyant
+from anvil_mux.sim import study
+from tests.bench import clairvoyant, overload
 
 COUNT = 1000
 NOW = 1000.0
@@ -113,16 +118,30 @@ def print_ratios(policies: list[str], count: int, *, as_json: bool) -> None:
         print(f"{row.policy:14}{row.instances:>10}{figures}")
 
 
+def print_overload(policies: Sequence[str]) -> None:
+    made = [overload.overload(seed) for seed in overload.SEEDS]
+    runs = list(study.study([study.Case(each, each.config()) for each in made], policies))
+    print(f"{'TRACE':20}{'POLICY':14}{'SWAPS':>6}{'WAIT':>8}{'P95':>8}{'LONGEST':>9}{'FAILED':>8}")
+    for one in runs:
+        told = one.figures
+        waits = f"{told.wait_mean_seconds:>8.1f}{told.wait_p95_seconds:>8.1f}{told.wait_max_seconds:>9.1f}"
+        print(f"{one.profile:20}{one.policy:14}{told.swaps:>6}{waits}{told.failed:>8}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench-policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", "--repetitions", type=int, default=300, help="of each decision (default 300)")
     parser.add_argument("--ratios", nargs="?", type=int, const=1000, metavar="N", help="(default 1000)")
+    parser.add_argument("--overload", action="store_true", help="27 models on one GPU")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     if given.ratios:
         print_ratios(list(POLICIES), given.ratios, as_json=given.json)
+        return
+    if given.overload:
+        print_overload(list(POLICIES))
         return
     rows = []
     for name in POLICIES:
