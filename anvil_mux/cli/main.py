@@ -256,7 +256,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "Swaps between all backends of the file that cannot stay side by side, by each of their standby "
         "levels, through a multiplexer and by hand in turn. It stops what runs of the project, and leaves "
         "nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
-        "next answer. OWN-SHARE is what a swap took longer than by hand, and half of the swaps are within "
+        "next answer. OVERHEAD is what a swap took longer than by hand, and half of the swaps are within "
         "HALF-WITHIN: the machine's noise. COLD/BACK is a cold start over the way back, both until that "
         "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. A "
         "burst is measured from the moment at which the model is ready until all are answered; DIRECT are "

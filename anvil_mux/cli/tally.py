@@ -75,7 +75,7 @@ class TimedSwap:
         return sum(self.phases.values())
 
     @property
-    def own_share_seconds(self) -> float:
+    def overhead_seconds(self) -> float:
         return self.total_seconds - self.by_hand_seconds
 
     @property
@@ -132,9 +132,9 @@ class SwapFigures:
     phases: dict[str, float]
     total_seconds: float
     by_hand_seconds: float
-    own_share_seconds: float
+    overhead_seconds: float
     """The median of the differences, not the difference of the medians."""
-    own_share_quartiles: tuple[float, float]
+    overhead_quartiles: tuple[float, float]
     """Half of the differences lie between: how much the machine's noise is in them."""
     cold_start_ratio: float | None
     """A cold start over this way back, each until the first byte."""
@@ -186,7 +186,7 @@ def figures(swaps: Iterable[TimedSwap]) -> list[SwapFigures]:
 
 def _figures(group: Sequence[TimedSwap], cold_seconds: float | None) -> SwapFigures:
     first = group[0]
-    own = [swap.own_share_seconds for swap in group]
+    own = [swap.overhead_seconds for swap in group]
     quarters = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
     taken = _known(swap.bytes for swap in group)
     return SwapFigures(
@@ -197,8 +197,8 @@ def _figures(group: Sequence[TimedSwap], cold_seconds: float | None) -> SwapFigu
         phases={phase: median([s.phases.get(phase, 0.0) for s in group]) for phase in names(group)},
         total_seconds=median([swap.total_seconds for swap in group]),
         by_hand_seconds=median([swap.by_hand_seconds for swap in group]),
-        own_share_seconds=median(own),
-        own_share_quartiles=(quarters[0], quarters[-1]),
+        overhead_seconds=median(own),
+        overhead_quartiles=(quarters[0], quarters[-1]),
         cold_start_ratio=cold_seconds and cold_seconds / median([swap.in_seconds for swap in group]),
         bytes=None if taken is None else int(taken),
         bytes_per_second=_known(swap.bytes_per_second for swap in group),
@@ -258,7 +258,7 @@ def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
     columns, several = names(rows), len({row.engine for row in rows}) > 1
     head = ["ENGINE"] if several else []
     head += ["BACKEND", "REPLACES", "WAY", *(name.upper().replace("_", "-") for name in columns)]
-    head += ["TOTAL", "BY-HAND", "OWN-SHARE", "HALF-WITHIN", "COLD/BACK"]
+    head += ["TOTAL", "BY-HAND", "OVERHEAD", "HALF-WITHIN", "COLD/BACK"]
     moved = any(row.bytes_per_second for row in rows)
     lines = [(*head, "GIB", "GIB/S", "BUS") if moved else tuple(head)]
     for row in rows:
@@ -273,8 +273,8 @@ def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
 
 
 def _own(row: SwapFigures) -> tuple[str, str]:
-    low, high = row.own_share_quartiles
-    return f"{1000 * row.own_share_seconds:.0f} ms", f"{1000 * low:.0f}..{1000 * high:.0f} ms"
+    low, high = row.overhead_quartiles
+    return f"{1000 * row.overhead_seconds:.0f} ms", f"{1000 * low:.0f}..{1000 * high:.0f} ms"
 
 
 def _gib(amount: float | None) -> str:
@@ -285,12 +285,12 @@ def write_csv(swaps: Sequence[TimedSwap], file: TextIO) -> None:
     """A line for each swap, with a column for each phase."""
     columns = names(swaps)
     write = csv.writer(file).writerow
-    ends = ("total_seconds", "by_hand_seconds", "own_share_seconds", "bytes")
+    ends = ("total_seconds", "by_hand_seconds", "overhead_seconds", "bytes")
     more = ("engine", "out_seconds", "back_seconds")
     write(("backend", "replaces", "way", "round", *(f"{phase}_seconds" for phase in columns), *ends, *more))
     for swap in swaps:
         seconds = [swap.phases.get(phase, 0.0) for phase in columns]
-        seconds += [swap.total_seconds, swap.by_hand_seconds, swap.own_share_seconds]
+        seconds += [swap.total_seconds, swap.by_hand_seconds, swap.overhead_seconds]
         cells = [f"{each:.6f}" for each in seconds]
         parts = (f"{swap.out_seconds:.6f}", f"{swap.in_seconds:.6f}")
         names_it = (swap.backend, swap.replaces, swap.way, swap.round)

@@ -6,8 +6,8 @@ Flags win over the environment (``ANVIL_*``), that over the file, that over the 
 (so that needs no Docker), and where it is missing interpolate.py reads one file itself. Both give the same
 ``Config``. Compose merges ``x-anvil`` of several files key by key at no level: the last file's replaces it.
 
-Problems are collected and raised together, each with file, line and key. What works but will cause trouble is in
-``Config.warnings``.
+Problems are collected and raised together, each with file, line and key. What works but will cause trouble
+is in ``Config.warnings``.
 """
 
 from __future__ import annotations

@@ -71,14 +71,14 @@ def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> T
     return TimedSwap("b", "a", way, number, {"evict": 1.0, "load": load, **told}, by_hand)
 
 
-def test_figures_are_medians_and_the_own_share_that_of_the_differences() -> None:
+def test_figures_are_medians_and_the_overhead_that_of_the_differences() -> None:
     swaps = [swap(1, "stop", 9.0, 9.5), swap(2, "stop", 19.0, 19.0), swap(3, "stop", 4.0, 4.9)]
     [row] = tally.figures(swaps)
     assert (row.backend, row.replaces, row.way, row.swaps) == ("b", "a", "stop", 3)
     assert row.phases == {"evict": 1.0, "load": 9.0}
     assert (row.total_seconds, row.by_hand_seconds) == (10.0, 9.5)
-    assert row.own_share_seconds == 0.5
-    assert row.own_share_quartiles == pytest.approx((0.3, 0.75))
+    assert row.overhead_seconds == 0.5
+    assert row.overhead_quartiles == pytest.approx((0.3, 0.75))
     assert row.cold_start_ratio == 1.0
     assert (row.bytes, row.bytes_per_second, row.bus_bytes_per_second) == (None, None, None)
 
@@ -96,7 +96,7 @@ def test_the_table_has_a_column_for_each_phase_that_occurs() -> None:
     assert tally.table(rows) == [
         (
             *("BACKEND", "REPLACES", "WAY", "EVICT", "LOAD", "PROBE", "THAW"),
-            *("TOTAL", "BY-HAND", "OWN-SHARE", "HALF-WITHIN", "COLD/BACK"),
+            *("TOTAL", "BY-HAND", "OVERHEAD", "HALF-WITHIN", "COLD/BACK"),
         ),
         ("b", "a", "stop", "1.000", "8.000", "", "", "9.000", "8.750", "250 ms", "250..250 ms", "1.0"),
         (
@@ -138,7 +138,7 @@ def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
     tally.write_csv([swap(1, "stop", 8.0, 8.75), swap(2, "sleep", 1.5, 3.0, probe=0.5)], file)
     first, second = csv.DictReader(file.getvalue().splitlines())
     assert (first["round"], first["load_seconds"], first["probe_seconds"]) == ("1", "8.000000", "0.000000")
-    assert (second["way"], second["total_seconds"], second["own_share_seconds"]) == (
+    assert (second["way"], second["total_seconds"], second["overhead_seconds"]) == (
         "sleep",
         "3.000000",
         "0.000000",
