@@ -11,5 +11,5 @@ docs:
 	$(python) -m tests.reference > docs/reference.md
 	$(python) -m anvil_mux config --schema > compose/anvil-mux.schema.json
 bench: ; bin/bench-relay
-demo: ; bin/anvil-mux serve compose/demo.yaml
+demo: ; bin/anvil-mux serve --demo
 dist: ; $(python) -m pip wheel --no-deps --wheel-dir dist .

@@ -63,7 +63,7 @@ def compose(folder: Path) -> Path:
 def words_of(ask: Ask) -> tuple[str, str]:
     """What the engine says to a request, and why it ends."""
     server = SimpleNamespace(model=ask.model, has_weights=True)
-    words, finish = DEMO["Handler"].compose(SimpleNamespace(server=server), ask.prompt, ask.tokens)
+    words, finish = DEMO["DemoHandler"].compose(SimpleNamespace(server=server), ask.prompt, ask.tokens)
     return "".join(words), finish
 
 

@@ -14,6 +14,8 @@ ORDER = (
     "clock",
     "state",
     "command",
+    "commit",
+    "demo",
     "protocol",
     "config",
     "routing",

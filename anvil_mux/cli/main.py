@@ -67,6 +67,8 @@ VARIABLES = {
     "NO_COLOR, FORCE_COLOR": "no colours at all, or colours even if nobody sees them",
     "XDG_STATE_HOME": "where what was learned and engines' logs are kept; by default ~/.local/state",
 }
+DEMO = Path(__file__).resolve().parent.parent / "demo.yaml"
+"""The compose file of `serve --demo`; compose/demo.yaml is a link to it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,11 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _with_command(words: list[str], refuse: Callable[[str], object]) -> list[str]:
     """``anvil-mux FILE`` and ``anvil-mux`` alone mean ``serve``."""
-    asks = {"-h", "--help", "--version"}
+    asks = {"-h", "--help"}
     first = words[0] if words else ""
     if first.isalpha() and first not in COMMANDS and not os.path.exists(first):
         near = get_close_matches(first, COMMANDS, 1)
         refuse(f"neither a command nor a file: {first}" + (f"; did you mean {near[0]}?" if near else ""))
+    if first == "--version":
+        return ["version", *words[1:]]
     return words if first in COMMANDS or first in asks else ["serve", *words]
 
 
@@ -110,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_more_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"anvil-mux {__version__}")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (about, run, add) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=f"{about}.")
@@ -129,6 +133,12 @@ def _more_help() -> str:
 def _add_serve(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add_files(command)
+    command.set_defaults(refuse=command.error)
+    add(
+        "--demo",
+        action="store_true",
+        help="serve two made-up models, to try it out: no compose file, no GPU and no Docker needed",
+    )
     add("--host", help="address to listen on; by default what the file says, or 127.0.0.1")
     add("--port", type=read_port, help="port to listen on (0: a free one); by default the file's, or 9292")
     add(
@@ -273,6 +283,8 @@ def _serve(given: argparse.Namespace) -> int:
     from anvil_mux.serve.program import serve
     from anvil_mux.serve.terminal import say as tell
 
+    if given.demo:
+        _choose_demo(given)
     cluster = _reached(given)
     config = _configuration_served(given, cluster)
     for warning in config.warnings if given.verbosity >= 0 else ():
@@ -289,6 +301,16 @@ def _serve(given: argparse.Namespace) -> int:
         takeover=given.takeover,
     )
     return serve(config, options, partial(_configuration_served, given, cluster), cluster)
+
+
+def _choose_demo(given: argparse.Namespace) -> None:
+    """Serve the compose file that comes with the package, and stop its engines at the end."""
+    if given.files:
+        given.refuse("--demo brings a compose file of its own: leave out either it or FILE")
+    given.files = [str(DEMO)]
+    given.on_exit = given.on_exit or "stop"
+    # The file names it: a Python on PATH may be older than this one, or missing.
+    os.environ.setdefault("PYTHON", sys.executable)
 
 
 def _reached(given: argparse.Namespace) -> Cluster | None:
@@ -687,10 +709,13 @@ def _completion(given: argparse.Namespace) -> int:
 
 
 def _version(given: argparse.Namespace) -> int:
+    from anvil_mux.commit import commit
+
+    made_of = commit()
     if given.json:
-        print_json({"version": __version__, "python": sys.version.split()[0]})
+        print_json({"version": __version__, "commit": made_of or None, "python": sys.version.split()[0]})
     else:
-        print(f"anvil-mux {__version__}")
+        print(f"anvil-mux {__version__}" + (f" ({made_of})" if made_of else ""))
     return 0
 
 
@@ -754,7 +779,7 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
     "profile": ("Measure how fast a model's engine is, for routing", asking.profile, asking.add_profile),
     "bench": ("Measure what swaps take, on the real engines", _bench, _add_bench),
     "completion": ("Print what makes a shell complete these commands", _completion, _add_completion),
-    "version": ("Show the version", _version, add_json),
+    "version": ("Show the version and the commit", _version, add_json),
 }
 
 

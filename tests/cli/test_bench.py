@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def compose(folder: Path, services: Mapping[str, Mapping[str, Any]] | None = Non
     content = yaml.safe_load((ROOT / "compose" / "demo.yaml").read_text())
     for about in content["services"].values():
         about["working_dir"] = str(ROOT)
-        about["command"][4] = "0.1"
+        about["command"][0] = sys.executable
+        about["command"][5] = "0.1"
     content["x-anvil"]["gpus"] = ["0", "1"]
     content["services"].update(services or {})
     file = folder / "compose.yaml"

@@ -162,11 +162,32 @@ def stream(running: Running, model: str, tokens: int) -> Iterator[http.client.HT
 # Commands that print
 
 
-def test_version_says_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert capsys.readouterr().out == f"anvil-mux {__version__}\n"
+@pytest.mark.parametrize(
+    ("known", "shown", "told"),
+    [("a1b2c3d", " (a1b2c3d)", "a1b2c3d"), ("", "", None)],
+    ids=["known", "unknown"],
+)
+def test_version_says_the_version_and_the_commit(
+    known: str,
+    shown: str,
+    told: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anvil_mux.commit.commit", lambda: known)
+    for word in ("version", "--version"):
+        assert main([word]) == 0
+        assert capsys.readouterr().out == f"anvil-mux {__version__}{shown}\n"
     assert main(["version", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["version"] == __version__
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["commit"]) == (__version__, told)
+
+
+def test_the_demo_has_a_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--demo", "compose.yaml"])
+    assert ended.value.code == 2
+    assert "leave out either it or FILE" in capsys.readouterr().err
 
 
 def test_check_lists_what_will_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
