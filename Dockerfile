@@ -10,7 +10,9 @@ FROM ${BASE} AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv
 RUN python3 -m venv /opt/anvil-mux
 COPY . /src
-RUN /opt/anvil-mux/bin/pip install --no-cache-dir /src
+# What `anvil-mux --version` tells: --build-arg COMMIT=$(git describe --always --dirty --exclude '*')
+ARG COMMIT=
+RUN ANVIL_COMMIT=$COMMIT /opt/anvil-mux/bin/pip install --no-cache-dir /src
 
 FROM ${BASE}
 RUN apt-get update \
