@@ -36,7 +36,7 @@ KEYS = re.compile(r"(?:--|ANVIL_(?!API))?([\w./@-]+): ")
 
 
 def page_of(problem: str) -> str:
-    """Return the page for a problem as it is told; "" for one that names no key, such as bad YAML."""
+    """Return the page for a problem as it is shown; "" for one that names no key, such as bad YAML."""
     rest = problem[place.end() :] if (place := PLACED.match(problem)) else problem
     if not place and (unplaced := re.match(r"\S+\.ya?ml: ", rest)):
         rest = rest[unplaced.end() :]

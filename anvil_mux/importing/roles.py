@@ -31,7 +31,7 @@ PORTS = {
     "tabbyapi": 5000,
     "trtllm": 8000,
 }
-"""Engine family -> the port on which it listens unless it is told otherwise, as in host/engine.py."""
+"""Engine family -> the port on which it listens by default, as in host/engine.py."""
 SERVERS = (
     KnownServer(r"text-generation-inference", 80, "Text Generation Inference"),
     KnownServer(r"text-embeddings-inference", 80, "Text Embeddings Inference"),
@@ -74,9 +74,9 @@ class Role:
     engine: str = ""
     """The engine family; "" if it serves no models."""
     port: int = 0
-    """The port on which such an engine listens unless it is told otherwise."""
+    """The port on which such an engine listens by default."""
     words: tuple[str, ...] = ()
-    """The command, and what a shell is told to run in it."""
+    """The command, and what a shell runs in it."""
     pulls: tuple[str, ...] = ()
     """The models that it has Ollama fetch."""
 
