@@ -49,7 +49,6 @@ def add_unload(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", nargs="?", default="", help="what clients call it")
     command.add_argument("--all", action="store_true", help="every model, those that are pinned too")
     add_address(command)
-    command.set_defaults(refuse=command.error)
 
 
 def add_why(command: argparse.ArgumentParser) -> None:

@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    given = parser.parse_args(_with_command(words, parser.error))
+    given, unknown = parser.parse_known_args(_with_command(words, parser.error))
+    if unknown:
+        given.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command itself
     try:
         code: int = given.run(given)
         sys.stdout.flush()
@@ -118,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (about, run, add) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=f"{about}.")
-        command.set_defaults(run=run, json=False)
+        command.set_defaults(run=run, json=False, refuse=command.error)
         add(command)
     return parser
 
@@ -133,7 +135,6 @@ def _more_help() -> str:
 def _add_serve(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add_files(command)
-    command.set_defaults(refuse=command.error)
     add(
         "--demo",
         action="store_true",
@@ -233,7 +234,7 @@ def _add_completion(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
     command.add_argument("--models", action="store_true", help="print the models of a running anvil-mux")
     command.add_argument("--url", help="where that is; see `ps`")
-    command.set_defaults(refuse=command.error, files=[])
+    command.set_defaults(files=[])
     command.epilog = 'In ~/.bashrc: eval "$(anvil-mux completion bash)"'
 
 

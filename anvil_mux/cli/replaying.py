@@ -106,7 +106,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--csv", metavar="FILE", help="write every request to a file")
     add("--plot", metavar="FILE", help="draw who was resident, the queues and the waits (needs matplotlib)")
     add_json(command)
-    command.set_defaults(refuse=command.error)
     command.epilog = (
         "The first table is that of `simulate`, as the server tells it (an anvil-mux does); SERVING is the "
         "part of the time in which its GPUs were not being swapped. The second is what clients saw, in "

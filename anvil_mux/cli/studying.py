@@ -107,7 +107,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add("--csv", metavar="FILE", help="with --routing: write every run to a file")
     add_json(command)
-    command.set_defaults(refuse=command.error)
     command.epilog = (
         "Times in the table are in seconds: from the first arrival to the last answer (MAKESPAN), of all "
         "evictions and loads together (SWAPPING), and waits. BUSY is the part of the makespan in which "

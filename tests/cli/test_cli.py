@@ -183,6 +183,17 @@ def test_version_says_the_version_and_the_commit(
     assert (found["version"], found["commit"]) == (__version__, told)
 
 
+def test_an_unknown_option_is_answered_with_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--key-file", "keys.txt"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: anvil-mux serve ")
+    assert said.endswith("anvil-mux serve: error: unrecognized arguments: --key-file\n")
+
+
 def test_the_demo_has_a_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--demo", "compose.yaml"])
