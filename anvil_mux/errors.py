@@ -17,7 +17,7 @@ MAX_RETRY_AFTER = 60.0
 
 
 class MuxError(Exception):
-    """A mistake of anvil-mux itself; its log says more. The root of all others.
+    """A bug in anvil-mux itself; its log says more. The root of all others.
 
     ``retry`` False tells clients that the same request cannot succeed later.
     """
@@ -64,14 +64,14 @@ class BadRequest(MuxError):
 
 
 class Unauthorized(MuxError):
-    """The request shows no API key, or none that is known."""
+    """The request has no API key, or an unknown one."""
 
     status, code, kind = 401, "unauthorized", "authentication_error"
     retry = False
 
 
 class Forbidden(MuxError):
-    """The request's API key may not do that."""
+    """The request's API key does not allow this."""
 
     status, code, kind = 403, "forbidden", "permission_error"
     retry = False
@@ -104,7 +104,7 @@ class NotFound(MuxError):
 
 
 class DoesNotFit(MuxError):
-    """The model cannot be loaded with this configuration, or beside what is pinned; waiting will not help."""
+    """The model does not fit on its GPUs, or not beside a pinned model; waiting will not help."""
 
     status, code, kind = 422, "does_not_fit", "invalid_request_error"
     retry = False
@@ -118,28 +118,28 @@ class GpuMemoryShort(MuxError):
 
 
 class HostMemoryShort(MuxError):
-    """A load would need more of the host's memory than those that run leave."""
+    """The load needs more host memory than the other engines leave free."""
 
     status, code = 503, "host_memory_short"
     retry_after = 30.0
 
 
 class Overloaded(MuxError):
-    """A capacity limit was met. Says "overloaded" because some clients retry on that word alone."""
+    """Too many requests wait, or too many connections are open. Some clients retry on "overloaded" alone."""
 
     status, code = 503, "overloaded"
     retry_after = 5.0
 
 
 class TooManyRequests(MuxError):
-    """The API key has as many requests at once as it may have; others are served."""
+    """The API key has reached its own limit of requests at once; other keys are still served."""
 
     status, code, kind = 429, "too_many_requests", "rate_limit_error"
     retry_after = 2.0
 
 
 class Draining(MuxError):
-    """The program is shutting down."""
+    """anvil-mux is shutting down."""
 
     status, code = 503, "shutting_down"
     retry_after = 10.0
@@ -152,7 +152,7 @@ def with_log(message: str, log: Iterable[str]) -> str:
 
 
 class LoadError(MuxError):
-    """A backend did not become ready; ``log`` holds the engine's last lines."""
+    """The model could not be loaded; ``log`` holds the last lines that its engine printed."""
 
     status, code = 503, "load_failed"
     retry = False  # a client's retries after each cool-down would put the resident out again and again
@@ -164,7 +164,7 @@ class LoadError(MuxError):
 
 
 class ModelLoading(MuxError):
-    """The model is still loading and the client's own time limit is near; a retry joins the same load."""
+    """The model is still loading, and the client is about to time out; a retry waits for the same load."""
 
     status, code = 503, "model_loading"
     retry_after = 10.0
@@ -178,82 +178,82 @@ class WaitedTooLong(MuxError):
 
 
 class WouldWaitTooLong(MuxError):
-    """Answers that a swap may not sever take longer than the request may wait, so it does not wait at all."""
+    """The GPU is busy with answers that may not be aborted and would outlast `queue_timeout`."""
 
     status, code = 503, "would_wait_too_long"
     retry_after = 30.0
 
 
 class NothingResident(MuxError):
-    """The request may force no swap, and no model that it may use is resident."""
+    """The request does not allow a swap (`swap: never`), and its model is not loaded."""
 
     status, code = 503, "nothing_resident"
     retry_after = 30.0
 
 
 class Severed(MuxError):
-    """The drain ended before this request did, and its engine was evicted; the message says what for."""
+    """The model was evicted or stopped before the answer was complete; the message says why."""
 
     status, code = 503, "severed"
     retry_after = 5.0
 
 
 class Cancelled(MuxError):
-    """The request was cancelled by hand while it waited, or the load that it waited for was."""
+    """The request, or the load that it waited for, was cancelled by hand."""
 
     status, code = 503, "cancelled"
     retry = False
 
 
 class Paused(MuxError):
-    """anvil-mux is paused by hand, and `when_paused` says that requests are refused meanwhile."""
+    """anvil-mux is paused, and `when_paused` is `refuse`."""
 
     status, code = 503, "paused"
     retry_after = 60.0
 
 
 class Stuck(MuxError):
-    """A backend that could not be stopped holds the GPUs; nothing is started on top of it."""
+    """An engine that could not be stopped may still hold the GPUs, so nothing is loaded there."""
 
     status, code = 503, "stuck"
     retry_after = 30.0
 
 
 class HostUnavailable(MuxError):
-    """The hosts of all of a model's backends are lost or drained, so it can be loaded nowhere."""
+    """All hosts on which the model may run are lost or drained."""
 
     status, code = 503, "host_unavailable"
     retry_after = 30.0
 
 
 class CircuitOpen(MuxError):
-    """A server elsewhere has failed several times in a row, or asked for a pause; it is not asked for now."""
+    """A server elsewhere failed several times in a row, or asked for a pause; it gets no requests for now."""
 
     status, code = 503, "circuit_open"
     retry_after = 5.0
 
 
 class FellBack(MuxError):
-    """A request left its queue for the fallback of its model; its client sees the fallback's answer."""
+    """The request left its queue and a fallback answered it; seen in logs and metrics only."""
 
     status, code = 503, "fell_back"
 
 
 class BackendError(MuxError):
-    """An engine or its container failed us: unreachable, gone in mid-answer, or impossible to stop."""
+    """The engine or its container failed: it is unreachable, broke off its answer, or cannot be stopped."""
 
     status, code = 502, "backend_unavailable"
 
 
 class Crashed(BackendError):
-    """An engine ended under the request, and then, sent once more, another or the same did: no third does."""
+    """Two engines crashed while they worked on this request, so it is not sent again."""
 
     code = "engine_crashed"
     retry = False
 
 
 class CheckpointFailed(BackendError):
-    """GPU memory could not be moved to host memory, or back.
+    """The CUDA driver could not move GPU memory to host memory, or back.
 
     ``lost`` are the processes that can only be killed now; all others run as before.
     """
@@ -268,9 +268,9 @@ class CheckpointFailed(BackendError):
 
 
 class RefusedByEngine(MuxError):
-    """An engine refused a request whose stream had begun; its own words are the client's to read.
+    """The engine refused a request whose stream had already begun; the message is the engine's.
 
-    ``code`` stands in logs and metrics, where an engine's words have no place.
+    ``code`` stands in logs and metrics, which do not repeat an engine's text.
     """
 
     status, code, kind = 400, "refused_by_engine", "invalid_request_error"
@@ -282,12 +282,12 @@ class RefusedByEngine(MuxError):
 
 
 class ClientGone(MuxError):
-    """The client left; seen in logs and metrics only."""
+    """The client closed its connection; seen in logs and metrics only."""
 
     status, code = 499, "client_gone"
 
 
 class ClientStalled(ClientGone):
-    """The client took nothing of what waited for it for `client_timeout`; seen in logs and metrics only."""
+    """The client read nothing of its answer for `client_timeout`; seen in logs and metrics only."""
 
     code = "client_stalled"

@@ -19,7 +19,10 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 def add_files(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "files", nargs="*", metavar="FILE", help="compose files; by default compose.yaml here or above"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="compose files; by default compose.yaml in this folder or one above",
     )
 
 
@@ -27,10 +30,10 @@ def add_cluster(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--cluster",
         metavar="HEAD:PORT",
-        help="use the hosts of a Ray cluster too; `local`: three simulated hosts on this machine",
+        help="also use the hosts of a Ray cluster; `local` simulates three hosts on this machine",
     )
     command.add_argument(
-        "--insecure-cluster", action="store_true", help="also a cluster that asks for no token"
+        "--insecure-cluster", action="store_true", help="allow a cluster that requires no token"
     )
 
 

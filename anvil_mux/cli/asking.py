@@ -36,54 +36,70 @@ def add_address(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-f", "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
     )
-    command.add_argument("--url", help="where anvil-mux is; by default ANVIL_URL, the one that serves here")
+    command.add_argument(
+        "--url", help="address of anvil-mux; by default ANVIL_URL, or the one that runs here"
+    )
     add_json(command)
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="what clients call it")
+    command.add_argument("model", metavar="MODEL", help="the model's name")
     add_address(command)
 
 
 def add_unload(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="what clients call it")
-    command.add_argument("--all", action="store_true", help="every model, those that are pinned too")
+    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="the model's name")
+    command.add_argument("--all", action="store_true", help="all models, pinned ones too")
     add_address(command)
 
 
 def add_why(command: argparse.ArgumentParser) -> None:
     add_model(command)
     command.add_argument(
-        "--explain", action="store_true", help="also which replica would get it, and why not the others"
+        "--explain", action="store_true", help="also show which replica would get it, and why not the others"
     )
     command.add_argument(
         "--tokens",
         type=read_positive,
         metavar="N",
-        help="explain for so many tokens, none cached",
+        help="explain for a prompt of N tokens, none of them cached",
     )
 
 
 def add_events(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only this one's")
-    command.add_argument("-f", "--follow", action="store_true", help="go on as they come")
+    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only events of this model")
+    command.add_argument("-f", "--follow", action="store_true", help="keep printing new events as they come")
     command.add_argument(
         "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
     )
-    command.add_argument("--url", help="where anvil-mux is; see `ps`")
+    command.add_argument("--url", help="address of anvil-mux; see `ps`")
     add_json(command)
 
 
 def add_profile(command: argparse.ArgumentParser) -> None:
     add_model(command)
-    command.add_argument("-o", "--output", metavar="FILE", help="where to write it; by default to stdout")
-    command.add_argument("--repeat", type=int, default=3, metavar="N", help="requests for each figure (3)")
     command.add_argument(
-        "--prompts", type=read_sizes, default=None, metavar="N,N", help="lengths of prompts, in tokens"
+        "-o", "--output", metavar="FILE", help="the file to write; by default standard output"
     )
-    command.add_argument("--batches", type=read_sizes, default=None, metavar="N,N", help="requests at once")
     command.add_argument(
-        "--lengths", type=read_sizes, default=None, metavar="N,N", help="lengths of those, in tokens"
+        "--repeat", type=int, default=3, metavar="N", help="requests for each figure (default 3)"
+    )
+    command.add_argument(
+        "--prompts", type=read_sizes, default=None, metavar="N,N", help="prompt lengths to measure, in tokens"
+    )
+    command.add_argument(
+        "--batches",
+        type=read_sizes,
+        default=None,
+        metavar="N,N",
+        help="numbers of concurrent requests to measure",
+    )
+    command.add_argument(
+        "--lengths",
+        type=read_sizes,
+        default=None,
+        metavar="N,N",
+        help="lengths of the concurrent requests, in tokens",
     )
 
 

@@ -35,7 +35,7 @@ def lines(found: Sequence[VendorGpus]) -> Iterator[str]:
 def _shown(gpu: HostGpu) -> str:
     name = f"{gpu.id} {gpu.name}".strip()
     if gpu.total is None:
-        return f'{name} of a size that it does not tell (declare it: gpus: {{"{gpu.id}": {{vram: ...}}}})'
+        return f'{name} of unknown size (declare it: gpus: {{"{gpu.id}": {{vram: ...}}}})'
     shared = f", {gib(gpu.shared)} of it host memory" if gpu.shared else ""
     return f"{name} {gib(gpu.total)}{shared}"
 

@@ -14,9 +14,9 @@ from anvil_mux.config.settings import gib
 HEAD = ("HOST", "STATE", "ADDRESS", "GPUS", "MEMORY", "VERSIONS", "ROUND-TRIP")
 COLOURS = {"here": "32", "away": "33", "drained": "33", "lost": "31", "absent": "31", "unusable": "31"}
 DONE = {
-    "drain": "is emptied: what is resident there is drained and evicted, and nothing is loaded there",
-    "undrain": "is used again",
-    "gone": "counts as empty: what ran there runs no more",
+    "drain": "is being emptied: its models are drained and evicted, and none is loaded there",
+    "undrain": "may be used again",
+    "gone": "is considered empty: nothing runs there any more",
 }
 
 
@@ -25,12 +25,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_address(command)
     what = command.add_subparsers(metavar="WHAT", dest="what")
     for name, about in (
-        ("drain", "Evict what is resident on a host, and load nothing there"),
-        ("undrain", "Use a host again that was drained"),
-        ("gone", "Say that nothing runs any more on a host that is lost"),
+        ("drain", "Evict all models from a host, and load none there"),
+        ("undrain", "Use a drained host again"),
+        ("gone", "Declare that nothing runs on a lost host any more"),
     ):
         told = what.add_parser(name, help=about, description=f"{about}.")
-        told.add_argument("host", metavar="HOST", help="a name that `hosts` lists")
+        told.add_argument("host", metavar="HOST", help="the host's name, as `hosts` lists it")
         told.add_argument(
             *("-f", "--file"),
             action="append",
@@ -39,7 +39,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="compose file",
         )
-        told.add_argument("--url", default=argparse.SUPPRESS, help="where anvil-mux is; see `ps`")
+        told.add_argument("--url", default=argparse.SUPPRESS, help="address of anvil-mux; see `ps`")
 
 
 def run(given: argparse.Namespace) -> int:

@@ -27,15 +27,20 @@ def _add_ollama(programs: argparse._SubParsersAction[argparse.ArgumentParser]) -
     about = "Make a compose file of the models that Ollama has stored"
     command = programs.add_parser("ollama", help=about, description=f"{about}.")
     add = command.add_argument
-    add("store", nargs="?", metavar="FOLDER", help="its store; by default OLLAMA_MODELS, or ~/.ollama/models")
+    add(
+        "store",
+        nargs="?",
+        metavar="FOLDER",
+        help="Ollama's store; by default OLLAMA_MODELS, or ~/.ollama/models",
+    )
     add(
         "--engine",
         choices=("llama-server", "ollama"),
         default="llama-server",
-        help="what serves the models (default llama-server)",
+        help="the engine that serves the models (default llama-server)",
     )
-    add("--program", metavar="PATH", default="", help="the engine's program, unless its name finds it")
-    add("--image", metavar="IMAGE", default="", help="services are containers of this image, not processes")
+    add("--program", metavar="PATH", default="", help="path of the engine's program, if it is not on PATH")
+    add("--image", metavar="IMAGE", default="", help="run containers of this image instead of processes")
     command.set_defaults(translate=_ollama)
 
 

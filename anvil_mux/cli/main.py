@@ -53,19 +53,19 @@ if TYPE_CHECKING:
 
 EXIT_CODES = {
     0: "done",
-    FAILED: "it failed; standard error says why",
+    FAILED: "the command failed; standard error says why",
     2: "wrong usage",
-    3: "no anvil-mux answers",
-    BAD_CONFIG: "the configuration cannot be used; every problem is named",
+    3: "no running anvil-mux answers",
+    BAD_CONFIG: "the configuration is not valid; standard error lists every problem",
     INTERRUPTED: "interrupted",
 }
 VARIABLES = {
-    "ANVIL_URL": "where the anvil-mux is that commands ask",
-    "ANVIL_API_KEY": "the key that they show to it",
-    "ANVIL_API_KEYS": "the keys that serve accepts; see docs/security.md",
-    "ANVIL_SETTING": "any setting, for serve and check (ANVIL_DRAIN_TIMEOUT=60); flags win",
-    "NO_COLOR, FORCE_COLOR": "no colours at all, or colours even if nobody sees them",
-    "XDG_STATE_HOME": "where what was learned and engines' logs are kept; by default ~/.local/state",
+    "ANVIL_URL": "the address of the anvil-mux that commands talk to",
+    "ANVIL_API_KEY": "the API key that commands use",
+    "ANVIL_API_KEYS": "the API keys that serve accepts; see docs/security.md",
+    "ANVIL_SETTING": "any setting, for serve and check, such as ANVIL_DRAIN_TIMEOUT=60; flags win",
+    "NO_COLOR, FORCE_COLOR": "never colour the output, or colour it even if it is not a terminal",
+    "XDG_STATE_HOME": "the folder for state (learned costs, engines' logs); by default ~/.local/state",
 }
 DEMO = Path(__file__).resolve().parent.parent / "demo.yaml"
 """The compose file of `serve --demo`; compose/demo.yaml is a link to it."""
@@ -112,7 +112,7 @@ def _with_command(words: list[str], refuse: Callable[[str], object]) -> list[str
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="anvil-mux",
-        description="One address for many models: serves and swaps LLM engines from docker compose files.",
+        description="Serve many LLM engines from docker compose files at one address, and swap them on GPUs.",
         epilog=_more_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -138,48 +138,57 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     add(
         "--demo",
         action="store_true",
-        help="serve two made-up models, to try it out: no compose file, no GPU and no Docker needed",
+        help="serve two simulated models, to try it out: no compose file, GPU or Docker needed",
     )
-    add("--host", help="address to listen on; by default what the file says, or 127.0.0.1")
-    add("--port", type=read_port, help="port to listen on (0: a free one); by default the file's, or 9292")
+    add("--host", help="address to listen on; by default the one in the file, or 127.0.0.1")
+    add("--port", type=read_port, help="port to listen on (0: any free one); by default the file's, or 9292")
     add(
         "--insecure",
         action="store_true",
-        help="listen where others can reach it, although there are no API keys",
+        help="allow an address that others can reach, although no API keys are set",
     )
     add(
         "--drain-timeout",
         metavar="SECONDS",
-        help="how long a swap waits for requests that run; 0: not at all",
+        help="how long a swap waits for running requests before it aborts them; 0: not at all",
     )
-    add("--queue-timeout", metavar="SECONDS", help="the longest wait of a request for its model")
+    add("--queue-timeout", metavar="SECONDS", help="the longest time a request waits for its model")
     add(
         "--policy",
         metavar="NAME",
-        help="when a swap is worth its cost: eager, debounce, package.module:Class",
+        help="the policy that decides when to swap: adaptive, eager, ..., or package.module:Class",
     )
-    add("--on-exit", choices=("keep", "stop"), help="what happens to running engines at exit")
+    add("--on-exit", choices=("keep", "stop"), help="whether engines keep running or are stopped at exit")
     add_cluster(command)
     add(
         "--takeover",
         action="store_true",
-        help="take hosts of the cluster that another anvil-mux has, which ends then",
+        help="take the cluster over from another anvil-mux, which then exits",
     )
     add(
         "--pin",
         action=argparse.BooleanOptionalAction,
-        help="serve on one CPU always, or never (default: under load, if a CPU is free); engines keep all",
+        help="always run anvil-mux on one CPU, or never; by default only under load; engines use all",
     )
-    add("--watch", action="store_true", help="reload whenever the files of the configuration change")
-    add("--access-log", metavar="FILE", default="-", help="a file, - for standard error (default), or off")
+    add("--watch", action="store_true", help="reload whenever a configuration file changes")
+    add(
+        "--access-log",
+        metavar="FILE",
+        default="-",
+        help="where to log requests: a file, - for standard error (default), or off",
+    )
     add("--log-format", choices=("human", "json"), default="human")
-    add("--event-log", metavar="FILE", help="append every event to a file that `anvil-mux simulate` reads")
+    add(
+        "--event-log",
+        metavar="FILE",
+        help="append every event to a file, which `anvil-mux simulate` can read",
+    )
     add(
         "--event-log-size",
         type=read_size,
         default=128 << 20,
         metavar="SIZE",
-        help="set the event log aside as FILE.1 to FILE.3 when it has this size (default 128MiB; 0: never)",
+        help="rotate the event log to FILE.1, FILE.2 and FILE.3 at this size (default 128MiB; 0: never)",
     )
     add(
         "-q",
@@ -188,10 +197,15 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         const=-1,
         default=0,
         dest="verbosity",
-        help="only what is wrong",
+        help="log only problems",
     )
     add(
-        "-v", "--verbose", action="store_const", const=1, dest="verbosity", help="also single requests' waits"
+        "-v",
+        "--verbose",
+        action="store_const",
+        const=1,
+        dest="verbosity",
+        help="log the waits of single requests too",
     )
 
 
@@ -202,44 +216,46 @@ def _add_check(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--suggest",
         action="store_true",
-        help="say what would become of files without x-anvil, and print what to add; needs no Docker",
+        help="explain what files without x-anvil would become, and print what to add; needs no Docker",
     )
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
     add_files(command)
     add_json(command)
-    command.add_argument("--show-origin", action="store_true", help="say where each value comes from")
-    command.add_argument("--docs", action="store_true", help="describe every setting, as Markdown tables")
+    command.add_argument("--show-origin", action="store_true", help="show where each value comes from")
+    command.add_argument(
+        "--docs", action="store_true", help="print a description of every setting, as Markdown tables"
+    )
     command.add_argument(
         "--schema", action="store_true", help="print a JSON Schema of compose files, for editors"
     )
-    command.add_argument(
-        "--routing", action="store_true", help="show the routing policies, as they would be written"
-    )
+    command.add_argument("--routing", action="store_true", help="show the routing policies as YAML")
 
 
 def _add_logs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="a model, or the service of a replica")
+    command.add_argument("model", metavar="MODEL", help="a model, or the service of one replica")
     command.add_argument(
         "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
     )
-    command.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
-    command.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="how many (default 100)")
-    command.add_argument("--url", help="where anvil-mux is; see `ps`")
+    command.add_argument("-f", "--follow", action="store_true", help="keep printing what the engine logs")
+    command.add_argument(
+        "-n", "--lines", type=int, default=100, metavar="N", help="number of last lines (default 100)"
+    )
+    command.add_argument("--url", help="address of anvil-mux; see `ps`")
     add_json(command)
 
 
 def _add_completion(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
     command.add_argument("--models", action="store_true", help="print the models of a running anvil-mux")
-    command.add_argument("--url", help="where that is; see `ps`")
+    command.add_argument("--url", help="address of anvil-mux; see `ps`")
     command.set_defaults(files=[])
     command.epilog = 'In ~/.bashrc: eval "$(anvil-mux completion bash)"'
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    about = "What a swap takes, and how much of that is anvil-mux's overhead"
+    about = "Measure how long swaps take, and how much of that is anvil-mux's overhead"
     command = parser.add_subparsers(metavar="WHAT", required=True).add_parser(
         "swap", help=about, description=f"{about}."
     )
@@ -251,28 +267,29 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=read_positive,
         default=0,
         metavar="N",
-        help="also measure N requests that wait for a swap, beside as many that are sent directly",
+        help="also measure N requests that wait for a swap, compared with N that are sent directly",
     )
     add(
         "--also",
         action="append",
         default=[],
         metavar="FILE",
-        help="also measure the services of another compose file, a project of its own; may be repeated",
+        help="also measure the services of another compose file (a separate project); may be repeated",
     )
-    add("--csv", metavar="FILE", help="write every swap to a file, with its phases and its engine")
-    add("--plot", metavar="FILE", help="draw the phases, a panel for each engine (needs matplotlib)")
+    add("--csv", metavar="FILE", help="write every swap to a CSV file, with its phases and its engine")
+    add("--plot", metavar="FILE", help="plot the phases, one panel for each engine (needs matplotlib)")
     add_json(command)
     command.epilog = (
-        "Swaps between all backends of the file that cannot stay side by side, by each of their standby "
-        "levels, through a multiplexer and by hand in turn. It stops what runs of the project, and leaves "
-        "nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
-        "next answer. OVERHEAD is what a swap took longer than by hand, and half of the swaps are within "
-        "HALF-WITHIN: the machine's noise. COLD/BACK is a cold start over the way back, both until that "
-        "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. A "
-        "burst is measured from the moment at which the model is ready until all are answered; DIRECT are "
-        "as many requests at once to an engine just started, each on a connection of its own. Exit code 1: "
-        "something could not be measured."
+        "Swaps all pairs of backends in the file that do not fit side by side, with each of their standby "
+        "levels, alternating between anvil-mux and the same steps by hand. Running engines of the project "
+        "are stopped first, and nothing is left running. Times are medians in seconds, from the end of the "
+        "last request to the first byte of the next answer. OVERHEAD is how much longer a swap took than by "
+        "hand; half of the swaps are within HALF-WITHIN, the machine's noise. COLD/BACK is the time of a "
+        "cold start divided by that of coming back from standby. GIB is the GPU memory that was loaded "
+        "again, BUS what the GPU's link could carry in a second. A burst is measured from the moment the "
+        "model is ready until all requests are answered; DIRECT is the same number of requests sent at once "
+        "to a freshly started engine, each on its own connection. Exit code 1: something could not be "
+        "measured."
     )
 
 
@@ -307,7 +324,7 @@ def _serve(given: argparse.Namespace) -> int:
 def _choose_demo(given: argparse.Namespace) -> None:
     """Serve the compose file that comes with the package, and stop its engines at the end."""
     if given.files:
-        given.refuse("--demo brings a compose file of its own: leave out either it or FILE")
+        given.refuse("--demo has its own compose file: leave out either --demo or FILE")
     given.files = [str(DEMO)]
     given.on_exit = given.on_exit or "stop"
     # The file names it: a Python on PATH may be older than this one, or missing.
@@ -725,61 +742,69 @@ Command = Callable[[argparse.Namespace], int]
 
 COMMANDS: dict[str, tuple[str, Command, Add]] = {
     "serve": ("Serve the models of a compose file (the default)", _serve, _add_serve),
-    "check": ("List the models, GPUs and ports of a compose file and every problem", _check, _add_check),
+    "check": ("Check a compose file: list its models, GPUs and ports, and every problem", _check, _add_check),
     "config": ("Show the settings in effect", _config, _add_config),
     "import": (
-        "Make a compose file of another program's configuration",
+        "Convert the configuration of llama-swap or Ollama to a compose file",
         importing.run,
         importing.add_arguments,
     ),
-    "ps": ("Show the models of a running anvil-mux", asking.ps, asking.add_address),
+    "ps": ("Show the models and their states", asking.ps, asking.add_address),
     "top": (
-        "Show the same as it changes, with GPUs, queues and the last events",
+        "Show models, GPUs, queues and events, updated live",
         asking.top,
         asking.add_address,
     ),
     "why": (
-        "Say what a request for a model would wait for now, how long and why",
+        "Explain what a request for a model would wait for now, and how long",
         asking.why,
         asking.add_why,
     ),
-    "events": ("Show what happened lately, with reasons", asking.events, asking.add_events),
+    "events": ("Show recent events and their reasons", asking.events, asking.add_events),
     "load": ("Load a model and wait until it is ready", asking.load, asking.add_model),
     "unload": (
-        "Evict a model, or stop one in standby; after drain_timeout its requests are severed (aborted)",
+        "Unload a model, or stop one in standby; requests still running after drain_timeout are aborted",
         asking.unload,
         asking.add_unload,
     ),
     "pause": (
-        "Have all models drained and stopped, and load none, so that the GPUs are free for others",
+        "Stop all models and load none until `resume`, to free the GPUs for other programs",
         pausing.pause,
         pausing.add_pause,
     ),
     "resume": ("End a pause", pausing.resume, asking.add_address),
-    "pin": ("Keep a model, once it is resident, from being evicted for others", asking.pin, asking.add_model),
-    "unpin": ("Let a pinned model be evicted for others again", asking.unpin, asking.add_model),
+    "pin": ("Keep a model from being evicted for other models", asking.pin, asking.add_model),
+    "unpin": ("Allow a pinned model to be evicted again", asking.unpin, asking.add_model),
     "hosts": (
-        "List the hosts of a running anvil-mux, drain one, or declare it gone",
+        "List the hosts of a cluster, drain one, or declare it gone",
         hosts.run,
         hosts.add_arguments,
     ),
     "requests": (
-        "Show the last requests, or one of them with what was asked and answered",
+        "Show the last captured requests, or one of them with its bodies",
         requests.run,
         requests.add_arguments,
     ),
-    "usage": ("Show what each API key has used of each model", usage.run, usage.add_arguments),
-    "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
-    "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
-    "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),
+    "usage": ("Show how much each API key has used each model", usage.run, usage.add_arguments),
+    "reload": ("Apply changes of the compose files", asking.reload, asking.add_address),
+    "logs": ("Show the last lines of an engine's log", _logs, _add_logs),
+    "simulate": (
+        "Compare policies on recorded or generated traffic, in virtual time",
+        studying.run,
+        studying.add_arguments,
+    ),
     "replay": (
-        "Play traffic against a running server, and show what its clients saw",
+        "Send recorded or generated traffic to a running server and measure it",
         replaying.run,
         replaying.add_arguments,
     ),
-    "profile": ("Measure how fast a model's engine is, for routing", asking.profile, asking.add_profile),
-    "bench": ("Measure what swaps take, on the real engines", _bench, _add_bench),
-    "completion": ("Print what makes a shell complete these commands", _completion, _add_completion),
+    "profile": (
+        "Measure the speed of a model's engine, for routing policies",
+        asking.profile,
+        asking.add_profile,
+    ),
+    "bench": ("Measure how long swaps take on the real engines", _bench, _add_bench),
+    "completion": ("Print a shell completion script", _completion, _add_completion),
     "version": ("Show the version and the commit", _version, add_json),
 }
 

@@ -17,7 +17,7 @@ def add_pause(command: argparse.ArgumentParser) -> None:
         dest="seconds",
         type=lambda text: read_value(read_seconds, text),
         metavar="TIME",
-        help="end by itself after this time, as 30m or 2h; by default it lasts until `resume`",
+        help="resume automatically after this time, such as 30m or 2h; by default not before `resume`",
     )
     add_address(command)
 
@@ -30,7 +30,7 @@ def pause(given: argparse.Namespace) -> int:
     until = f"until {time_of_day(told['until'])}" if told["until"] else "until `anvil-mux resume`"
     say(f"paused {until}: models are stopped once their requests have ended (after drain_timeout at most)")
     if not told["kept"]:
-        say("warning: this could not be written down, so a restart of anvil-mux ends it")
+        say("warning: the pause could not be saved, so a restart of anvil-mux ends it")
     return 0
 
 
@@ -39,5 +39,9 @@ def resume(given: argparse.Namespace) -> int:
     if given.json:
         print_json(told)
     else:
-        say("resumed: models are loaded when they are asked for" if told["paused"] else "it was not paused")
+        say(
+            "resumed: models are loaded again when requests ask for them"
+            if told["paused"]
+            else "it was not paused"
+        )
     return 0

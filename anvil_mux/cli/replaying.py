@@ -33,85 +33,89 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=_profiles,
         default=(),
         metavar="NAME[,NAME]",
-        help="traffic made to order, as in `simulate`",
+        help="a profile of generated traffic, as in `simulate`",
     )
     add(
         "--trace",
         action="append",
         default=[],
         metavar="FILE",
-        help="a workload file or a trace of prompts, or the name of one that is shipped; may be repeated",
+        help="a workload file or prompt trace, or the name of a bundled one; may be repeated",
     )
-    add("--log", metavar="EVENTS", help="the clients of an event log, as `serve --event-log` writes it")
-    add("--url", help="the server; by default ANVIL_URL, the anvil-mux that serves here")
-    add("--against", metavar="URL", help="another server, asked in turns with the first")
+    add("--log", metavar="EVENTS", help="replay the clients of an event log (`serve --event-log`)")
+    add("--url", help="the server to send to; by default ANVIL_URL, or the anvil-mux that runs here")
+    add("--against", metavar="URL", help="a second server to compare with, measured in turns with the first")
     add(
         "--model",
         action="append",
         default=[],
         metavar="[A=]B",
-        help="what the server calls the model A of the traffic; without A=: all of them, or that of a trace "
-        "of prompts",
+        help="the server's name for model A of the traffic; without A=, for every model",
     )
-    add("--key-env", metavar="NAME", help="the variable with the server's key (default ANVIL_API_KEY)")
-    add("--against-key-env", metavar="NAME", help="the variable with the key of --against")
-    add("--repeat", type=read_positive, default=1, metavar="N", help="how often (default 1)")
-    add("--speed", type=_factor, default=1.0, metavar="F", help="divide all moments and pauses by this")
-    add("--limit", type=read_positive, metavar="N", help="send so many requests at most")
-    add("--seed", type=int, default=0, metavar="N", help="draw what is random, and prompts, by this (0)")
-    add("--sessions", type=read_positive, metavar="N", help="so many sessions of a trace of prompts")
+    add(
+        "--key-env",
+        metavar="NAME",
+        help="the variable that holds the server's API key (default ANVIL_API_KEY)",
+    )
+    add("--against-key-env", metavar="NAME", help="the variable that holds the API key of --against")
+    add("--repeat", type=read_positive, default=1, metavar="N", help="how often to run it (default 1)")
+    add("--speed", type=_factor, default=1.0, metavar="F", help="play the traffic F times as fast")
+    add("--limit", type=read_positive, metavar="N", help="send at most N requests")
+    add(
+        "--seed", type=int, default=0, metavar="N", help="the seed for random traffic and prompts (default 0)"
+    )
+    add("--sessions", type=read_positive, metavar="N", help="play N sessions of a prompt trace")
     add(
         "--token-scale",
         type=_factor,
         default=1.0,
         metavar="F",
-        help="multiply the lengths of a trace of prompts",
+        help="multiply the token counts of a prompt trace by this",
     )
     add(
         "--prompt-tokens",
         type=read_positive,
         default=32,
         metavar="N",
-        help="the input of requests whose workload does not tell it (32)",
+        help="prompt length of requests whose workload does not give it (default 32)",
     )
     add(
         "--tokens-per-second",
         type=_factor,
         metavar="N",
-        help="how many tokens a second of service is; by default as fast as the engine was in the warm-up",
+        help="how many tokens correspond to a second of service; by default as measured in the warm-up",
     )
-    add("--chat", action="store_true", help="ask /v1/chat/completions in place of /v1/completions")
+    add("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
     add(
         "--most",
         type=read_positive,
         default=512,
         metavar="N",
-        help="requests under way at once, at most (512)",
+        help="the most requests at once (default 512)",
     )
     add(
         "--warm-up",
         type=_count,
         default=1,
         metavar="N",
-        help="load each model so often before, and ask it alone (default 1); 0: not at all",
+        help="load and measure each model N times before the run (default 1); 0: not at all",
     )
     add(
         "--simulate",
         nargs="?",
         const="",
         metavar="COMPOSE",
-        help="beside it the simulation of the same traffic under this compose file; by default that of an "
-        "anvil-mux that serves here",
+        help="also simulate the same traffic, with this compose file or that of the anvil-mux that runs here",
     )
-    add("--csv", metavar="FILE", help="write every request to a file")
-    add("--plot", metavar="FILE", help="draw who was resident, the queues and the waits (needs matplotlib)")
+    add("--csv", metavar="FILE", help="write every request to a CSV file")
+    add("--plot", metavar="FILE", help="plot the resident models, queues and waits (needs matplotlib)")
     add_json(command)
     command.epilog = (
-        "The first table is that of `simulate`, as the server tells it (an anvil-mux does); SERVING is the "
-        "part of the time in which its GPUs were not being swapped. The second is what clients saw, in "
-        "seconds: TTFT to the first token, E2E to the last, TPOT-MS milliseconds for each further token, "
-        "LATE by how much a request was sent too late at most, since this machine was busy; RATIO is the "
-        "second server over the first. Exit code 1: nothing was answered."
+        "The first table has the columns of `simulate`, as reported by the server if it is an anvil-mux; "
+        "SERVING is the share of the time in which its GPUs were not being swapped. The second shows what "
+        "clients saw, in seconds: TTFT is the time to the first token, E2E to the last, TPOT-MS the "
+        "milliseconds for each further token, LATE how much too late a request was sent at most because this "
+        "machine was busy. RATIO divides the second server by the first. Exit code 1: nothing was answered."
     )
 
 

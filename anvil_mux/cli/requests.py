@@ -16,7 +16,7 @@ HEAD = ("ID", "ENDED", "KEY", "MODEL", "ANSWER", "TOOK", "TOKENS")
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "id", nargs="?", default="", metavar="ID", help="one of them, as X-Request-ID has it"
+        "id", nargs="?", default="", metavar="ID", help="show this request: its X-Request-ID"
     )
     add_address(command)
 

@@ -26,94 +26,98 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "files",
         nargs="*",
         metavar="COMPOSE",
-        help="compose files: their settings, and the backends of a trace or an event log; "
-        "by default every model has GPU 0 to itself",
+        help="compose files whose settings and backends to use; by default every model has GPU 0 to itself",
     )
     add(
         "--routing",
         action="store_true",
-        help="instead: the prompts of each --trace under each routing policy, on replicas of one model",
+        help="simulate routing instead: the prompts of each --trace, on replicas of one model",
     )
     add(
         "--profile",
         type=_profiles,
         default=(),
         metavar="NAME[,NAME]",
-        help="traffic made to order: single, balanced, bursty, dominant, interleave, mixed, two-clients, "
-        "or all",
+        help="generated traffic: single, balanced, bursty, dominant, interleave, mixed, two-clients, or all",
     )
     add(
         "--trace",
         action="append",
         default=[],
         metavar="FILE",
-        help="a workload file, or the name of one that is shipped; may be repeated. With --routing: "
+        help="a workload file, or the name of a bundled one; may be repeated. With --routing: "
         "claude_code_le64k, claude_code_le131k, mooncake_conversation_600s, or a file",
     )
-    add("--log", metavar="EVENTS", help="the clients of an event log, as `serve --event-log` writes it")
+    add("--log", metavar="EVENTS", help="replay the clients of an event log (`serve --event-log`)")
     add(
         "--policy",
         metavar="NAME[,NAME]",
-        help="the policies to compare; by default all: every one that needs no settings. "
-        "With --routing: those of `config --routing`, and of the compose files",
+        help="the policies to compare (default: all that need no settings). "
+        "With --routing: routing policies, as listed by `config --routing`",
     )
     add(
         "--eviction",
         type=_evictions,
         default=(),
         metavar="NAME[,NAME]",
-        help="also compare evictions (cost, lru, demand_lru, or all) instead of the compose files' own; they "
-        "differ only where several models fit on a GPU",
+        help="also compare these evictions (cost, lru, demand_lru, or all); they differ only where several "
+        "models fit on a GPU",
     )
     add(
         "--seeds",
         type=read_positive,
         default=1,
         metavar="N",
-        help="draw what is random with the seeds 0 to N-1 (default 1); the table shows the means",
+        help="repeat with the random seeds 0 to N-1 (default 1) and show the means",
     )
-    add("--check", action="store_true", help="check whether --log breaks an invariant")
+    add("--check", action="store_true", help="check whether the log of --log breaks an invariant")
     add(
         "--plot",
         metavar="FILE",
-        help="draw who was resident, the queues and the waits, or with --routing the means of each policy "
+        help="plot the resident models, queues and waits; with --routing the means of each policy "
         "(needs matplotlib)",
     )
-    add("--replicas", type=read_positive, metavar="N", help="with --routing: how many replicas (default 8)")
+    add(
+        "--replicas",
+        type=read_positive,
+        metavar="N",
+        help="with --routing: the number of replicas (default 8)",
+    )
     add(
         "--sessions",
         type=read_counts,
         metavar="N[,N]",
-        help="with --routing: so many sessions of a trace, drawn anew for each seed (default: all)",
+        help="with --routing: use N sessions of a trace, chosen anew for each seed (default: all)",
     )
     add(
         "--engine",
         type=_engine,
         metavar="KEY=VALUE[,..]",
-        help="with --routing: what a replica can do, as kv_tokens=100000; the others of docs/routing.md",
+        help="with --routing: a property of the simulated engine, such as kv_tokens=100000 (docs/routing.md)",
     )
     add(
         "--engine-profile",
         type=_engine_profile,
         metavar="FILE",
-        help="with --routing: replicas as fast as `anvil-mux profile` measured an engine; policies know it",
+        help="with --routing: simulate replicas as fast as a profile from `anvil-mux profile`",
     )
     add(
         "--slo",
         type=_slo,
         metavar="KEY=SECONDS[,..]",
-        help="with --routing: tell which part of the requests keeps these; with a profile by default "
-        "ttft=6,tpot=0.05",
+        help="with --routing: report what share of requests meets these objectives; with a profile, by "
+        "default ttft=6,tpot=0.05",
     )
-    add("--csv", metavar="FILE", help="with --routing: write every run to a file")
+    add("--csv", metavar="FILE", help="with --routing: write every run to a CSV file")
     add_json(command)
     command.epilog = (
-        "Times in the table are in seconds: from the first arrival to the last answer (MAKESPAN), of all "
-        "evictions and loads together (SWAPPING), and waits. BUSY is the part of the makespan in which "
-        "something was in service. Exit code 1: an invariant is broken. With --routing they are in ms: to "
-        "the first byte (TTFT), to the last (E2E), between tokens (TPOT); HIT is the part of the input that "
-        "was cached, BALANCE the most requests of a replica over the least. SLO-TTFT, SLO-TPOT and SLO are "
-        "the parts of all requests that kept an objective, and both; REFUSED kept none, and has no latency."
+        "Times are in seconds. MAKESPAN is the time from the first arrival to the last answer, SWAPPING that "
+        "of all evictions and loads together; WAIT, P50, P95 and LONGEST are waits. BUSY is the share of the "
+        "makespan in which requests were served. Exit code 1: an invariant is broken. With --routing, times "
+        "are in ms: to the first byte (TTFT), to the last (E2E), between tokens (TPOT). HIT is the share of "
+        "the input that was cached, BALANCE the requests of the busiest replica divided by those of the "
+        "least busy one. SLO-TTFT, SLO-TPOT and SLO are the shares of requests that met one objective, or "
+        "both; REFUSED requests met none, and have no latency."
     )
 
 

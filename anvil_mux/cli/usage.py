@@ -16,7 +16,7 @@ HEAD = ("KEY", "MODEL", "REQUESTS", "FAILED", "TOKENS-IN", "CACHED", "TOKENS-OUT
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--since", default="7d", metavar="TIME", help="how far back, as 12h or 30d (default 7d), to the hour"
+        "--since", default="7d", metavar="TIME", help="how far back, such as 12h or 30d (default 7d)"
     )
     command.add_argument("--csv", action="store_true", help="print CSV")
     add_address(command)

@@ -206,33 +206,37 @@ SETTINGS: dict[str, Setting] = {
         default=f"{default_of(Config, 'host')}:{default_of(Config, 'port')}",
     ),
     "runtime": _at_start(
-        settings.one_of("compose", "process"), "Services as containers or as local processes."
+        settings.one_of("compose", "process"), "Whether services are containers or local processes."
     ),
     "project": _at_start(
         ValueKind("text", _read_project, shapes.text(r"^[a-z0-9][a-z0-9_-]*$")),
-        "The Compose project; by default as Compose names it.",
+        "The name of the Compose project; by default the one that Compose gives it.",
         default="",
         logged=True,
     ),
     "gpus": _live(
         ValueKind("list of ids, or {id: {vram, reserve}}", _read_gpus, _GPUS),
-        "The GPUs that may be used, with their memory and what of it no model gets; by default those that "
-        "are found: NVIDIA's by index or UUID, others as amd0 or intel0 (see gpus.md).",
+        "The GPUs that may be used, with their memory and how much of it to keep free of models; by default "
+        "all that are found: NVIDIA's by index or UUID, others as amd0 or intel0 (see gpus.md).",
         logged=True,
     ),
     "machines": _live(
         ValueKind("{host: {gpus, host_memory}}", _read_machines, _MACHINES),
-        "The same of other hosts, where it is not to be what they report themselves (see cluster.md).",
+        "The GPUs and the memory of other hosts, where they should differ from what the hosts report "
+        "(see cluster.md).",
         fills=("memory_of_hosts",),
         default="",
         logged=True,
     ),
     "policy": _live(
-        settings.CHOSEN, "When a swap is worth its cost.", fills=("policy", "policy_settings"), logged=True
+        settings.CHOSEN,
+        "The policy that decides when a swap is worth its cost (see policies.md).",
+        fills=("policy", "policy_settings"),
+        logged=True,
     ),
     "eviction": _live(
         settings.CHOSEN,
-        "Which models are evicted first.",
+        "The rule that decides which models are evicted first.",
         fills=("eviction", "eviction_settings"),
         logged=True,
     ),
@@ -242,68 +246,83 @@ SETTINGS: dict[str, Setting] = {
             _read_routing,
             _ROUTING,
         ),
-        "Which of a model's replicas gets a request (see docs/routing.md).",
+        "How a request is sent to one of a model's replicas (see routing.md).",
         fills=("routing", "routing_policies", "routing_mode", "routing_store"),
         later=("routing_mode", "routing_store"),
     ),
     "drain_timeout": _live(
-        SECONDS, "How long a swap waits for requests that run; 0: not at all.", logged=True
+        SECONDS,
+        "How long a swap waits for running requests before it severs (aborts) them; 0: not at all.",
+        logged=True,
     ),
     "home_after": _live(
-        SECONDS, "How long nothing else was wanted when a model with `home` comes back.", logged=True
+        SECONDS,
+        "How long its GPUs must have been idle before a model with `home` is loaded again.",
+        logged=True,
     ),
-    "queue_timeout": _live(SECONDS, "The longest wait of a request for its model.", logged=True),
+    "queue_timeout": _live(SECONDS, "The longest time a request waits for its model.", logged=True),
     "max_wait": _live(
         settings.SECONDS_OR_AUTO,
-        "A queue gets its swap after this at the latest, whatever the policy says; auto: 60 s, or "
-        "4/3 of the time that a round over all models takes that wait, if that is longer (see design.md).",
+        "The longest time a policy may hold a queue back before its swap begins. auto: 60 s, or 4/3 of the "
+        "time that it takes to serve every waiting model once, if that is longer (see design.md).",
         logged=True,
     ),
     "max_queue": _live(
-        COUNT, "Requests that may wait, over all models; more are refused as overloaded.", logged=True
+        COUNT,
+        "The most requests that may wait, over all models; further ones are refused as overloaded.",
+        logged=True,
     ),
-    "max_connections": _live(COUNT, "Clients connected at once."),
-    "upstream_timeout": _at_start(SECONDS, "The longest silence of an engine, before or within an answer."),
+    "max_connections": _live(COUNT, "The most client connections at once."),
+    "upstream_timeout": _at_start(SECONDS, "How long an engine may be silent, before or during an answer."),
     "client_timeout": _at_start(
-        SECONDS, "How long a client may take nothing of its answer, which is ended then."
+        SECONDS, "How long a client may read nothing of its answer before the answer is ended."
     ),
-    "loading_grace": _live(SECONDS, "Silence before the keep-alive lines of a waiting stream begin."),
+    "loading_grace": _live(SECONDS, "How long a waiting stream is silent before it gets keep-alive lines."),
     "max_body": _live(SIZE, "The largest JSON request."),
     "max_upload": _live(SIZE, "The largest multipart request (audio, images)."),
-    "default_model": _live(TEXT, "The model of requests that name none."),
+    "default_model": _live(TEXT, "The model for requests that name none."),
     "any_of": _live(
         any_of.KIND,
-        "Names that stand for several models, in order: the one that is resident serves (see staying.md).",
+        "Names that stand for several models, in order of preference; one that is resident serves "
+        "(see staying.md).",
         default="",
     ),
     "host_memory": _live(
         settings.MEMORY,
-        "Host memory for all engines, also in standby; by default 9/10 of the machine's.",
+        "How much host memory all engines together may use, in standby too; by default 9/10 of the host's.",
         logged=True,
     ),
-    "preload": _live(settings.FLAG, "Load every model once at the start, before anybody asks."),
+    "preload": _live(settings.FLAG, "Load every model once at startup, before the first request."),
     "key_file": _live(
-        TEXT, "A file of API keys, one to a line; see docs/security.md. ANVIL_API_KEYS too.", is_file=True
+        TEXT,
+        "A file of API keys, one to a line, beside those in ANVIL_API_KEYS (see security.md).",
+        is_file=True,
     ),
     "tls_cert": _live(
         TEXT, "A file with the certificate (and its chain) for https; needs tls_key.", is_file=True
     ),
     "tls_key": _live(TEXT, "A file with the certificate's private key.", is_file=True),
     "allowed_hosts": _live(
-        settings.NAMES, "Names in the Host header that are answered to besides this machine's; see security."
+        settings.NAMES,
+        "Host names that requests may be addressed to, besides this machine's (see security.md).",
     ),
-    "cors": _live(settings.ORIGINS, "Other web sites whose pages may use this address; see security."),
-    "on_exit": _live(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
+    "cors": _live(
+        settings.ORIGINS, "Web sites (origins) whose pages may use this address (see security.md)."
+    ),
+    "on_exit": _live(settings.one_of("keep", "stop"), "Whether engines keep running or are stopped at exit."),
     "capture": _live(
         settings.whole_number(0, 1000),
-        "How many requests are kept in memory with their bodies, for `anvil-mux requests`; see sharing.md.",
+        "How many of the last requests are kept in memory with their bodies, for `anvil-mux requests` "
+        "(see sharing.md).",
     ),
     "when_paused": _live(
         settings.one_of("refuse", "wait"),
-        "Whether requests that come while anvil-mux is paused (`anvil-mux pause`) are refused, or wait.",
+        "Whether requests are refused or wait while anvil-mux is paused (see sharing.md).",
         logged=True,
     ),
-    "hooks": _at_start(hooks.KIND, "Commands or web addresses that get the events of models."),
+    "hooks": _at_start(
+        hooks.KIND, "Commands to run, or URLs to call, when something happens to a model (see seeing.md)."
+    ),
 }
 """The settings in ``x-anvil`` at the top level, which fill ``Config``."""
 RENAMED = {"hosts": "allowed_hosts"}
@@ -313,87 +332,105 @@ _steers = partial(Setting, live=True, logged=True)
 _replaces = partial(Setting, live=False, logged=True)
 
 SERVICE_SETTINGS: dict[str, Setting] = {
-    "model": _replaces(TEXT, "What clients call it; by default the service's name. Equal: replicas."),
+    "model": _replaces(
+        TEXT,
+        "The name that clients use; by default the service's. Services with the same model are replicas.",
+    ),
     "aliases": _steers(settings.NAMES, "Other names for the model."),
     "gpus": _replaces(
         ValueKind("list of ids, or all", _read_used_gpus, _USED_GPUS),
-        "The GPUs it needs, all of them; by default those that the service reserves, or is given by device "
-        "files (see gpus.md). "
-        "A scaled process may have a list for each replica.",
+        "The GPUs that it needs (all of those listed); by default the ones that the service reserves or is "
+        "given as device files (see gpus.md). A scaled process may have a list for each replica.",
     ),
     "gpu_count": _replaces(
-        COUNT, "Any so many free GPUs of a host, instead of `gpus` (see cluster.md).", fills=None, default=""
+        COUNT,
+        "How many GPUs of a host it needs, no matter which; instead of `gpus` (see cluster.md).",
+        fills=None,
+        default="",
     ),
     "hosts": _replaces(
         ValueKind("list of hosts, any, or {label: value}", _read_hosts, _HOSTS),
-        "Where it may run; by default where anvil-mux runs (see cluster.md).",
+        "The hosts on which it may run; by default only the one that anvil-mux runs on (see cluster.md).",
         fills=("host",),
         default="",
     ),
     "most": _steers(
-        COUNT, "How many are loaded at once, where there are hosts or GPUs to choose among.", default="1"
+        COUNT,
+        "The most copies of it to load at once, where it may run on several hosts or GPUs.",
+        default="1",
     ),
     "vram": _replaces(
         ValueKind("size, or measured", _read_vram, _VRAM),
-        "What it holds on each of its GPUs; measured: what it held when it last left; by default all of it.",
+        "How much memory it needs on each of its GPUs; measured: as much as it held when it was last "
+        "evicted. By default it needs the whole GPU (see sizing.md).",
         fills=("vram", "vram_measured"),
     ),
-    "engine": _replaces(settings.one_of(*ENGINES), "The program inside; by default what the image says."),
-    "port": _replaces(
-        settings.PORT, "Where the engine listens; by default the service's port, or the engine's."
+    "engine": _replaces(
+        settings.one_of(*ENGINES), "The inference engine; by default recognized by the image."
     ),
-    "served_model": _replaces(TEXT, "The id that the engine itself uses; by default what its command says."),
-    "pin": _steers(settings.FLAG, "It is never evicted for another model."),
-    "priority": _steers(PRIORITY, "The higher, the earlier its queue is served and the later it is evicted."),
+    "port": _replaces(
+        settings.PORT,
+        "The port on which the engine listens; by default the service's, or the engine's usual one.",
+    ),
+    "served_model": _replaces(
+        TEXT, "The engine's own name for the model; by default taken from its command."
+    ),
+    "pin": _steers(settings.FLAG, "Never evict it for another model."),
+    "priority": _steers(PRIORITY, "Models with a higher priority are served first and evicted last."),
     "home": _steers(
         settings.FLAG,
-        "It comes back when nothing else was wanted on its GPUs for home_after (see staying.md).",
+        "Load it again whenever its GPUs have been idle for home_after (see staying.md).",
     ),
-    "home_after": _steers(SECONDS, "The same as at the top level, for this model."),
-    "ttl": _steers(SECONDS, "Idle time after which it is evicted though nobody waits; by default never."),
+    "home_after": _steers(SECONDS, "As at the top level, for this model."),
+    "ttl": _steers(SECONDS, "How long it may be idle before it is unloaded; by default for ever."),
     "drain_timeout": _steers(
         settings.SECONDS_OR_NONE,
-        "The same as at the top level, for swaps that evict it; none: as long as its requests take. Where it "
-        "is unloaded by hand, its host is drained or anvil-mux ends, the top level's holds (see staying.md).",
+        "As at the top level, for swaps that evict this model; none: as long as its requests take. The top "
+        "level's applies when somebody unloads it, drains its host or stops anvil-mux (see staying.md).",
     ),
-    "min_residency": _steers(SECONDS, "How long it stays after a load, unless a queue is overdue."),
-    "max_wait": _steers(settings.SECONDS_OR_AUTO, "The same as at the top level, for this model."),
+    "min_residency": _steers(SECONDS, "How long it stays loaded at least, unless another queue is overdue."),
+    "max_wait": _steers(settings.SECONDS_OR_AUTO, "As at the top level, for this model."),
     "max_queue": _steers(
-        COUNT, "Requests that may wait for this model, beside the top level's bound on all together."
+        COUNT, "The most requests that may wait for this model; the top level's limit applies as well."
     ),
-    "routing": _steers(TEXT, "The routing policy of its model; replicas have the same."),
-    "kv_tokens": _steers(COUNT, "How many tokens its engine's cache holds, for the choice among replicas."),
+    "routing": _steers(TEXT, "The routing policy of its model; the same on all replicas."),
+    "kv_tokens": _steers(COUNT, "How many tokens the engine's KV cache holds, for routing among replicas."),
     "infer_type": _replaces(
         settings.one_of(*INFER_TYPES, EITHER),
-        "prefill, decode or either: which of two stages it serves (see docs/routing.md).",
+        "The stage that it serves, where prefill and decode are apart (see routing.md).",
     ),
-    "node": _steers(TEXT, "The machine it is on. The filter failover can take out all of a machine."),
-    "failure_domain": _steers(TEXT, "The group of replicas it is in, for the filter failover too."),
+    "node": _steers(TEXT, "The machine that it is on, for the routing filter failover."),
+    "failure_domain": _steers(
+        TEXT, "The replicas that fail together with it, for the routing filter failover."
+    ),
     "profile": _steers(
-        ValueKind("file", TEXT.read, TEXT.shape), "How fast it is, as `anvil-mux profile` measured it."
+        ValueKind("file", TEXT.read, TEXT.shape), "A file in which `anvil-mux profile` wrote how fast it is."
     ),
     "load_timeout": _steers(SECONDS, "How long a load may take."),
-    "stop_timeout": _steers(SECONDS, "Grace before it is killed; by default stop_grace_period."),
+    "stop_timeout": _steers(
+        SECONDS, "How long it may take to stop before it is killed; by default stop_grace_period."
+    ),
     "evict_to": _replaces(
         settings.listed(WAYS, WAY_ALIASES),
-        "Its standby levels, from the lightest down (sleep-1 is sleep); by default what its command allows: "
-        "sleep, stop or just stop.",
+        "Its standby levels, the lightest first (sleep-1 is sleep). By default [sleep, stop] where its "
+        "command allows sleep, else [stop] (see standby.md).",
         default="",
     ),
     "demote_after": _steers(
-        SECONDS, "Time at one standby level of `evict_to`, after which it is demoted to the next; or never."
+        SECONDS,
+        "How long it stays at one standby level before it is demoted to the next; by default for ever.",
     ),
-    "ram": _steers(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
-    "preload": _steers(settings.FLAG, "The same as at the top level, for this model."),
+    "ram": _steers(settings.MEMORY, "How much host memory it needs while it runs; by default as measured."),
+    "preload": _steers(settings.FLAG, "As at the top level, for this model."),
     "strip": _live(
         ValueKind(
             "list of names", lambda value: check_strip(settings.NAMES.read(value)), settings.NAMES.shape
         ),
-        "Fields of JSON requests that its engine does not get.",
+        "Fields to remove from JSON requests (see clients.md).",
     ),
     "set": _live(
         ValueKind("{name: value}", read_set, _SET),
-        "Fields of JSON requests, and what its engine gets for them.",
+        "Fields to set in JSON requests, whatever the client sent (see clients.md).",
     ),
     "presets": _live(
         ValueKind("{name: {set, strip, system}}", read_presets, _PRESETS),
@@ -401,32 +438,35 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     ),
     "loras": _at_start(
         ValueKind("{name: path}, or list of names", read_loras, _LORAS),
-        "LoRA adapters as names of models (see presets.md); those of vLLM's --lora-modules are so anyway.",
+        "LoRA adapters that clients can ask for like models (see presets.md); those in vLLM's --lora-modules "
+        "need no entry.",
     ),
     "upstream": _steers(
         ValueKind("list of paths", _read_paths, shapes.listed(shapes.text(r"^/[A-Za-z0-9_-]"))),
-        "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
+        "Further paths of the engine that clients may use below /upstream/MODEL; /sdapi/ allows all in it.",
     ),
     "concurrency": _steers(
-        COUNT, "How many requests it is given at once; more are queued, fairly between API keys."
+        COUNT, "The most requests that it runs at once; others queue, and API keys take turns."
     ),
     "prompt_cache": _live(
         settings.MEMORY,
-        "Disk space for the prompts of llama-server's slots, which are saved when it is stopped to make room "
-        "and restored by its next load (see swaps.md); for each replica.",
+        "How much disk space llama-server's prompts may take, for each replica: they are saved when it is "
+        "evicted, and restored by its next load (see swaps.md).",
     ),
     "checkpoint_anyway": _steers(
-        settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
+        settings.FLAG, "Allow checkpoints of an engine on several GPUs; such engines often fail to restore."
     ),
     "url": _replaces(
         elsewhere.URL,
-        "The base URL of a server that somebody else runs, which answers for this model (see elsewhere.md).",
+        "The base URL of a server that somebody else runs and that serves this model (see elsewhere.md).",
     ),
-    "api_key_env": _replaces(TEXT, "The variable, here or in .env, with the key that the server asks for."),
-    "ca_file": _replaces(TEXT, "A file of certificates that vouch for the server; by default the system's."),
+    "api_key_env": _replaces(
+        TEXT, "The variable, in the environment or .env, that holds the API key for url."
+    ),
+    "ca_file": _replaces(TEXT, "A file of certificates to trust for url; by default the system's."),
     "fallback": _live(
         fallback.KIND,
-        "Other models that answer when this one cannot, or not within `after` (see elsewhere.md).",
+        "Models that answer when this one cannot, or not within `after` (see elsewhere.md).",
         fills=("fallback", "fallback_after"),
     ),
 }

@@ -155,7 +155,7 @@ class Adopter:
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
         if full and how != "freeze":
             amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
-            return Unfit(f"it is in standby, and holds {amounts} all the same")
+            return Unfit(f"it is in standby but still holds {amounts}")
         return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
 
     def _awake(self, backend: Backend, url: str) -> Found:

@@ -40,7 +40,11 @@ def gpus_by_vendor() -> list[VendorGpus]:
     for vendor, name in drm.NAMES.items():
         own = tuple(each for each in others if each.id.startswith(vendor))
         unseen = bool(own) and not drm_clients.clients()[1]
-        note = "who holds their memory is known in part: root alone sees all processes" if unseen else ""
+        note = (
+            "only some of the processes that hold their memory are known: root alone sees all"
+            if unseen
+            else ""
+        )
         found.append(VendorGpus(name, own, note if own else cards.why_none or "no card in /sys/class/drm"))
     return found
 

@@ -361,7 +361,7 @@ def _lacks(backend: Backend, about: About) -> Iterator[str]:
         return
     if backend.service.gpus_by == "reservation":
         ids = ", ".join(f"nvidia.com/gpu={id}" for id in backend.gpus) or "nvidia.com/gpu=all"
-        yield f"Podman gives no GPU for a reservation, and says nothing: write devices: [{ids}] (CDI) instead"
+        yield f"Podman silently ignores GPU reservations: write devices: [{ids}] (CDI) instead"
     if backend.service.gpus_by == "cdi" and about.release < PODMAN_CDI:
         newer = ".".join(map(str, PODMAN_CDI))
         yield f"Podman {about.podman} takes no GPU of CDI from Compose; {newer} does, with Compose 2.30"

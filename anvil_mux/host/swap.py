@@ -99,7 +99,10 @@ class Swapper:
                 raise
             except Exception as error:
                 log.warning(
-                    "%s did not come back by %s and is started anew: %s", backend.name, how, _reason(error)
+                    "%s could not be woken from standby (%s) and is started anew: %s",
+                    backend.name,
+                    how,
+                    _reason(error),
                 )
                 self._clean_up(backend, error)
         try:
@@ -144,7 +147,12 @@ class Swapper:
                 died = self.ended(backend)
                 if not died:
                     why = self._why_not_standby(backend, way, error)
-                    log.warning("%s did not go into standby by %s and is stopped: %s", backend.name, how, why)
+                    log.warning(
+                        "%s could not be put into standby (%s) and is stopped instead: %s",
+                        backend.name,
+                        how,
+                        why,
+                    )
         if not died:
             self._save_prompts(backend)
         said = tuple(self.log_tail(backend)) if died else ()

@@ -120,7 +120,7 @@ class Way(Protocol):
 
 
 class Stop:
-    """The service is stopped, and started from nothing."""
+    """The service is stopped; its next load is a cold start."""
 
     frees: ClassVar[bool] = True
     freezes: ClassVar[bool] = False
@@ -156,7 +156,7 @@ class Stop:
 
 
 class Sleep:
-    """The engine keeps running without its GPU memory; the weights stay in host memory."""
+    """The engine sleeps: it frees its GPU memory and keeps the weights in host memory."""
 
     frees: ClassVar[bool] = True
     freezes: ClassVar[bool] = False
@@ -175,13 +175,13 @@ class Sleep:
 
 
 class DeepSleep(Sleep):
-    """The engine keeps running without its GPU memory and its weights; they are read again from disk."""
+    """The engine sleeps and drops its weights, which are read from disk again when it wakes."""
 
     level: ClassVar[int] = 2
 
 
 class Checkpoint:
-    """The CUDA driver moves GPU memory to host memory; then the service is frozen.
+    """The CUDA driver moves the GPU memory to host memory; then the service is frozen.
 
     An engine that can sleep does so first: what it drops, such as its cache, need not be moved. Its processes
     are looked for each time, since engines replace them. Where none uses CUDA, it is only frozen.
@@ -219,7 +219,7 @@ class Checkpoint:
 
 
 class Freeze:
-    """The service is frozen as it is; for engines that hold no GPU memory."""
+    """The service is frozen as it is; only for engines that hold no GPU memory."""
 
     frees: ClassVar[bool] = False
     freezes: ClassVar[bool] = True

@@ -29,7 +29,9 @@ class RequestCounts:
         with self._lock:
             count = self._under_way[key]
             if key.requests is not None and count >= key.requests:
-                raise TooManyRequests(f"This API key has {count} requests under way, and may not have more.")
+                raise TooManyRequests(
+                    f"This API key has {count} requests under way already, as many as it may."
+                )
             self._under_way[key] += 1
         try:
             yield
@@ -41,7 +43,7 @@ class RequestCounts:
         """TooManyRequests if so many requests of ``key`` wait already. Under the lock."""
         count = self._waiting[key]
         if count >= limit:
-            raise TooManyRequests(f"This API key has {count} requests waiting, and may not have more.")
+            raise TooManyRequests(f"This API key has {count} requests waiting already, as many as it may.")
 
     def count_waiting(self, ticket: Ticket, change: int) -> None:
         """Count a ticket that waits, or waits no longer. Under the lock."""

@@ -105,7 +105,7 @@ class Access:
             return entry
         key = self.keys.of(request.fields)
         if entry.route is api.NO_ROUTE and not _may(key, request.path):
-            raise Forbidden("this API key is for models, not for this")
+            raise Forbidden("this API key may be used for models only")
         return entry._replace(key=key)
 
     def _check_origin(self, request: http1.Request, entry: Entry) -> None:

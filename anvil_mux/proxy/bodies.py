@@ -22,7 +22,7 @@ class _Chunked:
 
     def feed(self, data: bytes) -> bytes:
         if not data:
-            raise BackendError("The engine's connection ended within its answer.")
+            raise BackendError("The engine's connection ended in the middle of its answer.")
         end = self._counter.feed(data)
         if end is None:
             return data
@@ -43,7 +43,7 @@ class _Decoded:
 
     def feed(self, data: bytes) -> bytes:
         if not data:
-            raise BackendError("The engine's connection ended within its answer.")
+            raise BackendError("The engine's connection ended in the middle of its answer.")
         payload = self._decoder.feed(data)
         self.ended = self._decoder.done
         self.clean = not self._decoder.rest
@@ -63,7 +63,7 @@ class _Counted:
 
     def feed(self, data: bytes) -> bytes:
         if not data:
-            raise BackendError("The engine's connection ended within its answer.")
+            raise BackendError("The engine's connection ended in the middle of its answer.")
         self.clean = len(data) <= self._missing
         data = data[: self._missing]
         self._missing -= len(data)

@@ -199,7 +199,7 @@ class Client:
                 except OSError as error:
                     raise ClientGone(f"The client broke off: {error}.") from None
                 if not count:
-                    raise ClientGone("The client closed its connection within the request's body.")
+                    raise ClientGone("The client closed its connection in the middle of the request's body.")
                 have += count
                 pace.check(have)
         self._unread, self._begun = None, False
@@ -299,7 +299,7 @@ class Client:
             if sent:
                 unread = Unread(self.socket, now)
             elif unread.seconds(now) > self._patience:
-                raise ClientStalled(f"The client took nothing of its answer for {self._patience:g} s.")
+                raise ClientStalled(f"The client read nothing of its answer for {self._patience:g} s.")
 
     def part(self) -> None:
         """Says that nothing more is sent and reads on for a moment.

@@ -193,7 +193,7 @@ class Dispatcher:
         asked, target = question.asked, question.target
         wanted = " or ".join(target.choices or (target.preset or target.model,))
         ready = [name for name in self._mux.overview.residents() if asked.access.may_use(asked.key, name)]
-        text = f"{wanted} is not resident, and this request may force no swap (swap: never)."
+        text = f"{wanted} is not loaded, and this request does not allow a swap (swap: never)."
         there = f"Resident: {', '.join(ready)}." if ready else "No model is resident."
         return NothingResident(f"{text} {there}")
 

@@ -202,11 +202,11 @@ class Forwarder:
             case End.CLIENT_GONE:
                 raise ClientGone("The client left its stream.")
             case End.UNREAD:
-                raise ClientStalled(f"The client took nothing for {self._relay.client_timeout:g} s.")
+                raise ClientStalled(f"The client read nothing for {self._relay.client_timeout:g} s.")
             case End.SEVERED:
                 raise exchange.lease.severed_error()
             case End.STALLED:
-                raise Silent(f"{engine} went silent within its answer.")
+                raise Silent(f"{engine} went silent in the middle of its answer.")
             case End.DIED:
                 raise BrokenOff(f"{engine} broke off its answer.")
 

@@ -164,7 +164,7 @@ class Handler:
             reply.refuse(error)
         except Exception:
             log.exception("request %s failed", id)
-            reply.refuse(MuxError("anvil-mux made a mistake; its log says more."))
+            reply.refuse(MuxError("Internal error in anvil-mux; its log says more."))
         self._record(record, asked, reply)
         return reply.keep
 

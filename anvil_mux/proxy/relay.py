@@ -355,9 +355,9 @@ class Exchange:
             return ended, lease.severed_error()
         if ended.by == "unread":
             seconds = self._relay.client_timeout
-            return ended, ClientStalled(f"The client took nothing of what was said for {seconds:g} s.")
+            return ended, ClientStalled(f"The client read nothing for {seconds:g} s.")
         if ended.by == "silence":
-            return ended, BackendError(f"Nothing was said for {self._relay.timeout:g} s.")
+            return ended, BackendError(f"Both sides were silent for {self._relay.timeout:g} s.")
         if ended.by == "engine" and ended.open:
             return ended, BrokenOff(f"{self._name} broke off the connection.")
         return ended, None

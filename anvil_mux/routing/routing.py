@@ -179,54 +179,54 @@ class Metric:
 
 
 def num_requests(work: Work, replica: Replica) -> float:
-    """Requests that it has."""
+    """Requests at the replica."""
     return replica.num_requests
 
 
 def num_waiting_requests(work: Work, replica: Replica) -> float:
-    """Requests that it has and does not answer yet."""
+    """Requests at the replica of which no byte of the answer has come."""
     return replica.num_waiting_requests
 
 
 def num_tokens(work: Work, replica: Replica) -> float:
-    """Tokens in all its requests."""
+    """Tokens in all requests at the replica."""
     return replica.num_tokens
 
 
 def all_prefills_tokens_num(work: Work, replica: Replica) -> float:
-    """Input tokens that it has still to compute."""
+    """Input tokens that the replica still has to compute."""
     return replica.prefill_tokens
 
 
 def kv_cache_hit_len(work: Work, replica: Replica) -> float:
-    """Input tokens of this request that are in its cache; more is better."""
+    """Input tokens of this request that the replica has cached; more is better."""
     return replica.hit_tokens
 
 
 def prefix_miss_tokens(work: Work, replica: Replica) -> float:
-    """Input tokens of this request that are not in its cache."""
+    """Input tokens of this request that the replica has not cached."""
     return max(work.tokens - replica.hit_tokens, 0)
 
 
 def cache_aware_all_prefills_tokens_num(work: Work, replica: Replica, *, min_tokens: int = 1) -> float:
-    """Input tokens that it would have to compute, were this request its own (least prefill work left)."""
+    """Input tokens that the replica would have to compute if it got this request."""
     if work.tokens < min_tokens:
         return replica.prefill_tokens + work.tokens
     return replica.prefill_tokens + max(work.tokens - replica.hit_tokens, 0)
 
 
 def all_decodes_tokens_num(work: Work, replica: Replica) -> float:
-    """Tokens in the requests that it answers."""
+    """Tokens in the requests that the replica is answering."""
     return replica.decode_tokens
 
 
 def decode_batch_size(work: Work, replica: Replica) -> float:
-    """Requests that it answers."""
+    """Requests that the replica is answering."""
     return replica.decode_batch
 
 
 def kv_cache_usage_ratio_projected(work: Work, replica: Replica) -> float:
-    """How full its cache would be with all that it has taken on."""
+    """How full the replica's cache will be with all requests that it has accepted."""
     if not replica.kv_tokens:
         return math.inf
     if replica.kv_usage is None:  # then what several requests share counts for each of them
@@ -235,7 +235,7 @@ def kv_cache_usage_ratio_projected(work: Work, replica: Replica) -> float:
 
 
 def predicted_ttft(work: Work, replica: Replica) -> float:
-    """Milliseconds to the first byte of this request's answer, by the replica's profile."""
+    """Predicted milliseconds to the first byte of the answer, from the replica's profile."""
     if replica.profile is None:
         return math.inf
     tokens = cache_aware_all_prefills_tokens_num(work, replica)
@@ -243,7 +243,7 @@ def predicted_ttft(work: Work, replica: Replica) -> float:
 
 
 def predicted_tpot(work: Work, replica: Replica) -> float:
-    """Milliseconds for each further token of its answer, by the replica's profile."""
+    """Predicted milliseconds for each further token of the answer, from the replica's profile."""
     if replica.profile is None:
         return math.inf
     batch = replica.decode_batch + 1
@@ -253,20 +253,20 @@ def predicted_tpot(work: Work, replica: Replica) -> float:
 def lmetric(
     work: Work, replica: Replica, *, plus: float = 0.0, least: float = 0.0, decode_weight: float = 0.0
 ) -> float:
-    """Input tokens to compute, times (its requests + `plus`, at least `least`)."""
+    """Input tokens to compute, times the replica's requests plus `plus` (at least `least`)."""
     tokens = cache_aware_all_prefills_tokens_num(work, replica) + decode_weight * replica.decode_tokens
     return tokens * max(replica.num_requests + plus, least)
 
 
 def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
-    """Input tokens to compute, slowed down by `kappa` for each token of the requests that it answers."""
+    """Input tokens to compute, more by `kappa` for each token of the requests being answered."""
     return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
 
 
 def delay(
     work: Work, replica: Replica, *, burden: float = 0.2, crowd: float = 2.0, fullness: float = 2.0
 ) -> float:
-    """Input tokens to compute, were the request its own, and more for the delay that it means for others."""
+    """Input tokens to compute if the replica got this request, weighted by how much that delays others."""
     missing = max(work.tokens - replica.hit_tokens, 0)
     # A large request is a burden to those who follow it: most where most requests go.
     size = missing / replica.usual_tokens if replica.usual_tokens else 1.0
@@ -279,13 +279,13 @@ def delay(
 
 
 def bucket(work: Work, replica: Replica, *, of: Metric, size: float = 512.0) -> float:
-    """`of` in whole steps of `size`, so that small differences are none."""
+    """The metric `of` rounded down to steps of `size`, so that small differences do not count."""
     value = of.rank(work, replica)
     return value // size if size and math.isfinite(value) else value
 
 
 def weighted_sum(work: Work, replica: Replica, *, of: Mapping[Metric, float]) -> float:
-    """The sum of metrics, each times its weight."""
+    """The weighted sum of several metrics."""
     return sum([metric.rank(work, replica) * weight for metric, weight in of.items()])
 
 
@@ -329,24 +329,24 @@ MADE_OF_OTHERS = frozenset(["bucket", "weighted_sum"])
 
 
 def schedulability(work: Work, replica: Replica) -> bool:
-    """Removes a replica that cannot serve now; `failover` removes its failure domain."""
+    """Removes a replica that cannot serve now; with `failover`, its whole failure domain."""
     return replica.schedulable
 
 
 def staleness(work: Work, replica: Replica, *, seconds: float = 60.0) -> bool:
-    """Removes a replica whose engine did not answer for longer than `seconds`, and its failure domain."""
+    """Removes a replica whose engine has not answered for `seconds`; with `failover`, its failure domain."""
     return int(replica.age_seconds) <= seconds
 
 
 def below(
     work: Work, replica: Replica, *, metric: Metric, threshold: float, in_fallback: bool = False
 ) -> bool:
-    """Removes a replica unless `metric` is below `threshold` (above it, where more is better)."""
+    """Removes a replica whose `metric` is not below `threshold` (not above, where more is better)."""
     return metric.rank(work, replica) < (-threshold if metric.higher else threshold)
 
 
 def infer_type(work: Work, replica: Replica, *, type: str = "") -> bool:
-    """Removes a replica unless it is of this `type`, or of either; by default of the stage to be placed."""
+    """Removes a replica that cannot serve the stage `type`; by default the stage to be placed."""
     return replica.infer_type in (type or work.infer_type, EITHER)
 
 
@@ -370,7 +370,7 @@ Domain = Literal["instance", "node", "failure-domain", "node-failure-domain"]
 
 
 def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance") -> Set[str]:
-    """Removes all in the failure domain of a replica that has failed."""
+    """Removes all replicas in the failure domain of one that has failed."""
     gone = {replica.backend for replica in replicas if replica.backend in failed}
     if gone and domain.startswith("node"):
         gone |= _sharing(replicas, gone, "node")
@@ -420,7 +420,7 @@ def by_metric(
     top_k: int = 1,
     ties: Literal["round_robin", "first"] = "round_robin",
 ) -> Pick:
-    """The best by the first of the metrics, among equals by the next; with `top_k` any of the best few."""
+    """The best replica by the first metric, ties broken by the next; with `top_k`, one of the best few."""
     picked = seen.memory.picked if ties == "round_robin" else {}
 
     def order(replica: Replica) -> tuple[float, ...]:
@@ -434,13 +434,13 @@ def by_metric(
 
 
 def round_robin(work: Work, left: Sequence[Replica], seen: SelectionContext) -> Pick:
-    """The one that was picked longest ago."""
+    """The replica that was picked longest ago."""
     picked = seen.memory.picked
     return min(left, key=lambda replica: picked.get(replica.backend, 0)), "its turn"
 
 
 def fixed_preference(work: Work, left: Sequence[Replica], seen: SelectionContext) -> Pick:
-    """The same one for as long as it is left."""
+    """The same replica for as long as the filters leave it."""
     for replica in left:
         if replica.backend == seen.memory.last:
             return replica, "the same as before"
@@ -448,7 +448,7 @@ def fixed_preference(work: Work, left: Sequence[Replica], seen: SelectionContext
 
 
 def power_of_two(work: Work, left: Sequence[Replica], seen: SelectionContext, *, by: Metric) -> Pick:
-    """The better of two that are drawn."""
+    """The better of two randomly drawn replicas."""
     first = seen.memory.draw(len(left))
     second = (first + 1 + seen.memory.draw(len(left) - 1, 1)) % len(left) if len(left) > 1 else first
     best = min(left[first], left[second], key=lambda replica: by.rank(work, replica))
@@ -464,7 +464,7 @@ def sticky(
     min_hit_ratio: float = 0.0,
     overload_factor: float = math.inf,
 ) -> Pick:
-    """The replica that had its session before, unless little is cached there or it has too much to do."""
+    """The replica that served the session before, unless it has little cached or is overloaded."""
     owner = seen.memory.owners.get(work.session, "") if work.session else ""
     for replica in left if owner else ():
         if replica.backend != owner:
@@ -477,7 +477,7 @@ def sticky(
 
 
 def adaptive_prefill(work: Work, left: Sequence[Replica], seen: SelectionContext, *, by: Metric) -> Pick:
-    """The best by the metric; among equals one that does nothing but prefill."""
+    """The best replica by the metric; among equals, one that only does prefill."""
 
     def order(replica: Replica) -> tuple[float, bool, int]:
         picked = seen.memory.picked.get(replica.backend, 0)
@@ -490,7 +490,7 @@ def adaptive_prefill(work: Work, left: Sequence[Replica], seen: SelectionContext
 def adaptive_decode(
     work: Work, left: Sequence[Replica], seen: SelectionContext, *, by: Metric, threshold: float, ties: Metric
 ) -> Pick:
-    """The fullest below `threshold`, of those that only decode if there are any; else the emptiest of all."""
+    """The fullest replica below `threshold`, preferably one that only decodes; else the emptiest."""
 
     def order(replica: Replica) -> tuple[float, int, float, int]:
         picked = seen.memory.picked.get(replica.backend, 0)

@@ -51,40 +51,40 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 """State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""
 
 KINDS = {
-    "queued": "a request waits for its model, or for the one `backend` that has what it goes on from; "
-    "`bound`, where its queue begins, is after how many seconds that is overdue",
-    "leased": "a request has its backend; `seconds` is what it waited",
-    "released": "a lease ended; with a `cause` before its answer had",
-    "gone": "a waiting request's client left",
+    "queued": "a request waits for its model, or for the one `backend` that has the answer it continues; "
+    "on the first of a queue, `bound` is the number of seconds after which the queue is overdue",
+    "leased": "a request was given a backend; `seconds` is how long it waited",
+    "released": "a lease ended; if it has a `cause`, before its answer was complete",
+    "gone": "the client of a waiting request closed its connection",
     "failed": "a request ended without a lease; the `detail` of its `cause` is the error's code",
-    "deferred": "the policy holds a swap back; `seconds` from now at most, or it is said again",
-    "draining": "a backend gets no new leases, because it makes room for `target` or for another `cause`",
-    "severed": "a request still leased when the drain ended, which took `seconds`; `cause` is evicted "
+    "deferred": "the policy holds a swap back for at most `seconds`; repeated if it is held back longer",
+    "draining": "a backend gets no new requests, to make room for `target` or for another `cause`",
+    "severed": "a request was aborted because the drain ended, after `seconds`; its `cause` is evicted "
     "(for `target`), unloaded, changed, removed, idle, surplus, policy, silent, host_lost, "
     "host_drained, paused or shutdown",
-    "evicting": "a backend begins to leave its GPUs; `seconds` is what the drain took",
-    "stopped": "a backend holds nothing; with a `cause` it failed to load, or died",
-    "standby": "a backend was evicted and not stopped, and is at the standby level `way`; with a `cause` "
-    "it could not be stopped, or was found so when its host was back",
-    "demoting": "a backend in standby goes to a deeper standby level",
+    "evicting": "a backend is being taken off its GPUs; `seconds` is how long the drain took",
+    "stopped": "a backend holds nothing; if it has a `cause`, it failed to load or died",
+    "standby": "a backend was evicted but not stopped, and is at the standby level `way`; if it has a "
+    "`cause`, it could not be stopped, or was found in standby when its host came back",
+    "demoting": "a backend in standby is moved to a deeper standby level",
     "stuck": "a backend could not be stopped and may hold its GPUs",
     "loading": "a backend is being loaded",
-    "cancelling": "a load is ended before its time, for a `cause`; the queue of `target` needs its GPUs",
-    "ready": "a backend may be leased; `seconds` is what the load took",
-    "pinned": "a model is evicted for no other one from now on, once it is resident",
-    "unpinned": "a model may be evicted for others again",
-    "host_lost": "nobody hears of a host any more: the one that its `cause` names",
-    "host_back": "a host that was lost is heard of again; then comes what was found of its backends, where "
-    "it is not what it was",
-    "host_drained": "a host is to have nothing on it: what is there is drained and stopped",
-    "host_undrained": "a host that was drained may have backends again",
-    "paused": "nothing stays or is loaded on any host for `seconds`, or until it is resumed; also said when "
-    "the end of a pause is set anew",
-    "resumed": "models may be loaded again; `cause` is resumed (by hand) or pause_over",
-    "host_away": "nothing is begun on a host for now, and requests go on: its agent does not answer",
+    "cancelling": "a load is being cancelled; the queue of `target`, if there is one, needs its GPUs",
+    "ready": "a backend can serve; `seconds` is how long the load took",
+    "pinned": "a model will not be evicted for another one, once it is resident",
+    "unpinned": "a model may be evicted for another one again",
+    "host_lost": "the host that the `cause` names no longer answers, and neither do its engines",
+    "host_back": "a lost host answers again; events about those of its backends that have changed follow",
+    "host_drained": "a host is being emptied: its backends are drained and stopped, and none is loaded there",
+    "host_undrained": "a host that was drained may be used again",
+    "paused": "all models are drained and stopped, and none is loaded for `seconds`, or until somebody "
+    "resumes; repeated when the end of the pause is changed",
+    "resumed": "models may be loaded again; the `cause` is resumed (by hand) or pause_over",
+    "host_away": "the agent of a host does not answer: its engines go on serving, but nothing is loaded or "
+    "evicted there",
     "host_heard": "the agent of a host that was away answers again",
-    "reloaded": "another configuration holds from now on; the `detail` of its `cause` is what is different",
-    "reload_failed": "another configuration was refused for a `cause`, and nothing has changed",
+    "reloaded": "a new configuration took effect; the `detail` of its `cause` says what changed",
+    "reload_failed": "a new configuration was refused for a `cause`, and nothing changed",
 }
 """Each kind of event -> what it means."""
 

@@ -38,7 +38,7 @@ class Eviction(Protocol):
 
 @dataclass(frozen=True)
 class LeastRecentlyUsed:
-    """Low priority first, then idle ones, then the one that was used longest ago."""
+    """Evict models of low priority first, then idle ones, then the least recently used."""
 
     def order(self, candidate: Candidate) -> tuple[int, bool, float, str]:
         return (candidate.priority, candidate.leases > 0, candidate.last_used, candidate.backend)
@@ -46,7 +46,7 @@ class LeastRecentlyUsed:
 
 @dataclass(frozen=True)
 class LeastLoss:
-    """Low priority first, then idle ones, then the one that is seldom asked for and quick to load again."""
+    """Evict models of low priority first, then idle ones, then the least used and quickest to reload."""
 
     def order(self, candidate: Candidate) -> tuple[int, bool, float, float, str]:
         one = candidate
@@ -55,7 +55,7 @@ class LeastLoss:
 
 @dataclass(frozen=True)
 class LeastDemand:
-    """Low priority first, then the one with the fewest requests, then the least recently used.
+    """Evict models of low priority first, then those with the fewest requests, then the least recently used.
 
     As SwapServeLLM has it (its section 3.5). Requests are those that run there and those that wait for a
     place.

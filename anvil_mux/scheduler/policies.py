@@ -201,7 +201,7 @@ TINY_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class Eager:
-    """Swap at once, the longest waiting queue first. Batches form while a load runs (ADR-0006)."""
+    """Swap at once, for the queue that has waited longest. Batches form while a load runs (ADR-0006)."""
 
     def decide(self, seen: Snapshot) -> Decision:
         if not seen.queues:
@@ -212,12 +212,12 @@ class Eager:
 
 @dataclass(frozen=True)
 class Debounce:
-    """Hold a swap that evicts a model until its queue has been quiet (the follow-up that ADR-0006 names)."""
+    """Swap when no request has arrived for a moment, so that a burst is served together (ADR-0006)."""
 
     quiet: float = 1.0
-    """Seconds without a new arrival after which the swap begins."""
+    """Seconds without a new request after which the swap begins."""
     max_hold: float = 10.0
-    """Seconds after the first arrival at which it begins in any case."""
+    """Seconds after the first request at which it begins in any case."""
 
     def decide(self, seen: Snapshot) -> Decision:
         due = [(self._due(queue), queue) for queue in seen.queues]
@@ -242,24 +242,24 @@ class Debounce:
 
 @dataclass(frozen=True)
 class CostAware:
-    """Swap when enough requests wait to be worth it (llmux v0.9: five checks in the order of its v3).
+    """Swap when enough requests wait to be worth its cost (the policy of llmux v0.9).
 
     Differs where llmux was at fault: each deferral is decided anew when its time has come, and nothing is
     decided from half a swap. A cost is evict + load, without the drain.
     """
 
     amortization: float = 0.5
-    """Requests that must wait per second of the swap's cost."""
+    """Requests that must wait, for each second that the swap costs."""
     window: float = 2.0
     """Seconds to wait for more requests after the first."""
     max_wait: float = 15.0
-    """Seconds after the first arrival at which the swap begins in any case."""
+    """Seconds after the first request at which the swap begins in any case."""
     prior: float = 10.0
-    """Seconds that a swap costs in a direction never seen."""
+    """Seconds that a swap is assumed to cost before the first one was measured."""
     cap: float = 60.0
-    """Seconds that a swap costs at most."""
+    """Seconds that a swap is assumed to cost at most."""
     serving_window: bool = True
-    """A model serves for at least as long as the swap costs (v3); False is v2."""
+    """Whether a model serves for at least as long as the swap costs (llmux v3) or not (v2)."""
 
     def decide(self, seen: Snapshot) -> Decision:
         since: dict[tuple[str, ...], float] = {}
@@ -299,12 +299,12 @@ def _since(evicts: tuple[str, ...], seen: Snapshot) -> float:
 
 @dataclass(frozen=True)
 class TimeSlice:
-    """Each model serves for a slice of time in proportion to its share of the requests (llmux, report 3)."""
+    """Swap when the model's time slice is over; slices are proportional to the shares of requests (llmux)."""
 
     period: float = 20.0
-    """Seconds that are shared out between the model that serves and those that wait."""
+    """Seconds that are divided among the model that serves and those that wait."""
     least: float = 3.0
-    """The shortest slice, in loads of the model that serves."""
+    """The shortest slice, as a multiple of the load time of the model that serves."""
 
     def decide(self, seen: Snapshot) -> Decision:
         for queue in seen.queues:
@@ -345,7 +345,7 @@ class TimeSlice:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Swap when enough wait to pay for the way there and back, at a moment when little has to be drained.
+    """Swap when enough requests wait to pay for the swap and the way back, while few requests run.
 
     Two models that take turns lose ``S`` seconds per turn: both loads, both evictions, both drains. If a
     queue grows by ``l`` requests a second, and that of the model that goes by ``r`` once it is gone, the
@@ -373,7 +373,7 @@ class Adaptive:
     """
 
     pause: float = 0.25
-    """Seconds after the newest request in which the model that goes may be asked again, if it was in use."""
+    """Seconds that a model in use is kept after its last answer, in case its client asks again."""
 
     def decide(self, seen: Snapshot) -> Decision:
         if not seen.queues:

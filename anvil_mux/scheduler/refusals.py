@@ -137,11 +137,9 @@ def lack_of_memory(
 def no_room_to_wait(model: Model, waiting: int, most: int) -> Overloaded | None:
     """Why one more request may not wait for ``model``; ``waiting``: how many do for all, of ``most``."""
     if model.is_queue_full:
-        text = (
-            f"overloaded: the queue of {model.name} is full: {len(model.queue)} wait, by its own max_queue."
-        )
+        text = f"overloaded: the queue of {model.name} is full: {len(model.queue)} waiting (its max_queue)."
     elif waiting >= most:
-        text = f"overloaded: the queues of all models together are full: {waiting} wait, by max_queue."
+        text = f"overloaded: the queues of all models together are full: {waiting} waiting (max_queue)."
     else:
         return None
     return Overloaded(f"{text} Try again.")
@@ -152,7 +150,7 @@ def not_resident(state: GroupState, model: str, now: float) -> MuxError:
     pause = state.hosts[0].pause
     if pause.refuses:
         return pause.error(now)
-    return NothingResident(f"{model} is not resident, and this request may force no swap (swap: never).")
+    return NothingResident(f"{model} is not loaded, and this request does not allow a swap (swap: never).")
 
 
 def of_crashes(ticket: Ticket) -> MuxError | None:
@@ -160,5 +158,5 @@ def of_crashes(ticket: Ticket) -> MuxError | None:
     if len(ticket.crashes) < MOST_CRASHES:
         return None
     *_, last = ticket.crashes
-    often = f"{len(ticket.crashes)} times engines ended under this request, which is not sent again"
+    often = f"{len(ticket.crashes)} engines ended while they worked on this request, so it is not sent again"
     return Crashed(with_log(f"{often}: {last.backend} {last.why}.", last.log))

@@ -117,7 +117,7 @@ class HostMemory:
         need = target.least_ram  # what it has pinned since then goes with a stop
         if self.budget is None or need <= self.budget:
             return ""
-        return f"it needs {gib(need)} of host memory; engines may have {gib(self.budget)}"
+        return f"it needs {gib(need)} of host memory; all engines together may use {gib(self.budget)}"
 
     def insisting(self, but: Slot) -> list[tuple[str, int]]:
         """The other backends that do not give up host memory, and how much they have, largest first."""

@@ -60,8 +60,8 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
     if ready:
         busy = sum(len(slot.holders) for slot in ready)
         if not model.takes():
-            text = f"it is resident{_on(ready)}, but takes no more than the {busy} that run"
-            text = f"{text}; {len(model.queue)} wait before it."
+            text = f"it is resident{_on(ready)}, but runs as many requests as it may ({busy})"
+            text = f"{text}; {len(model.queue)} wait before this one."
             return WaitEstimate(model.name, "waits", None, None, text)
         return WaitEstimate(model.name, "served", 0.0, 0.0, f"it is resident{_on(ready)}, {_serving(busy)}.")
     found = awaited(state, model, now)
@@ -103,12 +103,12 @@ def _coming(
     names = _names(victim.model for victim in found.victims)
     drain = _drain(state, found.victims, now)
     if drain.answers:
-        text = f"{names} must make room for it, where {drain.words}"
+        text = f"it waits for {names} to make room; {drain.words}"
         about = drain.seconds + cost.seconds
         return WaitEstimate(
             model, "waits", about, _bounded(cost.seconds + drain.most), f"{text}.", waits_for=drain.answers
         )
-    text = f"{names} must leave, then it is loaded" if names else "its load begins"
+    text = f"it waits for {names} to be evicted, then it is loaded" if names else "its load begins"
     return WaitEstimate(model, "waits", cost.seconds, None, f"{text}.")
 
 
@@ -130,7 +130,7 @@ def _drain(state: GroupState, leaving: Sequence[Slot], now: float) -> _Drain:
         slot.drain_until - now if slot.state == "draining" else state.drain_timeout(slot) for slot in busy
     ]
     most = max(*ends, 0.0)
-    longest = f"for {span(most)} at the longest" if most < FOREVER else "for as long as it takes"
+    longest = f"for at most {span(most)}" if most < FOREVER else "for as long as it takes"
     running = answers(busy, now)
     words = f"{_running(sum(len(slot.holders) for slot in busy))}, {longest} ({running[0].words})"
     own = [slot for slot in busy if slot.backend.drain_timeout is not None]
@@ -151,9 +151,9 @@ def _planned(state: GroupState, model: str, found: Awaited, now: float) -> WaitE
     about, most = None, cost.seconds + drain.most
     if isinstance(found.decision, SwapTo) and found.decision.model == model:
         about = drain.seconds + cost.seconds
-        text = f"{names} must make room at once" if victims else "there is room"
+        text = f"{names} will be evicted now" if victims else "there is room"
         text += f" ({sentence(found.decision.cause)})"
-        text += f"; there {drain.words}" if drain.words else ""
+        text += f"; {drain.words}" if drain.words else ""
         return WaitEstimate(
             model, "waits", about, _bounded(most), f"{text}; {takes}.", waits_for=drain.answers
         )
@@ -161,11 +161,11 @@ def _planned(state: GroupState, model: str, found: Awaited, now: float) -> WaitE
         until = min(found.decision.until, found.overdue_at)
         about = until - now + cost.seconds if found.decision.until < FOREVER else None
         reason = sentence(found.decision.cause)
-        text = f"{names or 'what is resident'} may stay for now ({reason}), for {span(late)} at the longest"
+        text = f"{names or 'what is resident'} may stay for now ({reason}), for at most {span(late)}"
     else:
         other = found.decision.model if found.decision else ""
         reason = sentence(found.decision.cause) if found.decision else ""
-        text = f"{other} comes first ({reason}), for {span(late)} at the longest"
+        text = f"{other} comes first ({reason}), for at most {span(late)}"
     return WaitEstimate(
         model, "waits", about, _bounded(late + most), f"{text}; {takes}.", waits_for=drain.answers
     )
@@ -180,7 +180,7 @@ def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> Wai
     drain = _drain(state, (), now)
     if leaving:
         goal, _ = drains(state.swaps).get(leaving[0].name, ("", now))
-        text = f"it is leaving its GPUs{f' for {goal}' if goal else ''}, and can come back after that"
+        text = f"it is being evicted{f' for {goal}' if goal else ''}, and can be loaded again after that"
         drain = _drain(state, leaving, now)
     elif moving:
         text = f"its GPUs are not free: {_names(f'{slot.model} is {slot.state}' for slot in moving)}"
@@ -188,9 +188,9 @@ def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> Wai
     else:
         stays = max([slot.loaded + slot.backend.min_residency - now for slot in others], default=0.0)
         names = _names(slot.model for slot in others) or "what is resident"
-        text = f"{names} may stay for min_residency, {span(max(stays, 0.0))} more"
+        text = f"{names} may stay for {span(max(stays, 0.0))} more (min_residency)"
     if drain.words:
-        text = f"{text}; there {drain.words}"
+        text = f"{text}; {drain.words}"
     late = max(found.overdue_at - now, 0.0)
     turn = "then it is its turn" if drain.most == FOREVER else f"its turn comes in {span(late)} at the latest"
     return WaitEstimate(model.name, "waits", None, None, f"{text}; {turn}.", waits_for=drain.answers)
@@ -210,4 +210,4 @@ def _serving(count: int) -> str:
 
 
 def _running(count: int) -> str:
-    return "1 request still runs" if count == 1 else f"{count} requests still run"
+    return "1 request still runs there" if count == 1 else f"{count} requests still run there"

@@ -65,7 +65,7 @@ def tls_context(config: Config) -> ssl.SSLContext | None:
         return build_context(config.tls_cert, config.tls_key)
     except OSError as error:
         files = f"{config.tls_cert} and {config.tls_key}"
-        raise ConfigError([f"tls_cert: {files} do not serve: {error.strerror or error}"]) from None
+        raise ConfigError([f"tls_cert: {files} cannot be used: {error.strerror or error}"]) from None
 
 
 def files(config: Config) -> dict[str, str | None]:

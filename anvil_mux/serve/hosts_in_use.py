@@ -146,11 +146,11 @@ class HostsInUse:
             is_changed = self.cluster.look()
         except AgentSilent as error:
             if not self._is_away:
-                self._say(f"control of the cluster is away, and requests go on: {error.message}")
+                self._say(f"the cluster cannot be controlled at the moment, requests go on: {error.message}")
             self._is_away = True
             return LOOK_SECONDS
         if self._is_away:
-            self._say("control of the cluster is back")
+            self._say("the cluster can be controlled again")
         self._is_away = False
         self._tell_problems(self.cluster.problems)
         for name in self.cluster.nodes:
@@ -174,7 +174,7 @@ class HostsInUse:
     def problem(self) -> str:
         """Why the cluster cannot be steered now, "" if it can. Never blocks."""
         if self._is_away:
-            return "control is away: requests go on, and nothing is swapped on other hosts"
+            return "the cluster cannot be controlled: requests go on, but nothing is swapped on other hosts"
         away = [name for name, each in self.watches.items() if each.state in ("away", "lost")]
         return f"not here: {', '.join(away)}" if away else ""
 

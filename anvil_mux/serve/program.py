@@ -105,7 +105,7 @@ class TakenOver:
         """End the program as SIGTERM does, once. Any thread."""
         if not self.code:
             self.code = TAKEN_OVER_CODE
-            self._say(f"{why}: this one ends, and its engines run on")
+            self._say(f"{why}: this anvil-mux ends, its engines keep running")
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -166,11 +166,11 @@ class Sharing:
                     told.setdefault(backend, []).append(report)
         except StoreError as error:
             if not self._fails:
-                self._say(f"the store of routing does not answer ({error}): by our own counts until it does")
+                self._say(f"the routing store does not answer ({error}): own counts are used until it does")
             self._fails = True
         else:
             if self._fails:
-                self._say("the store of routing answers again")
+                self._say("the routing store answers again")
             self._fails = False
         self._heard(told)
         return self._every

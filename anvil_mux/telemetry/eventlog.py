@@ -223,7 +223,7 @@ class EventLog:
             fresh = self._rotation.turn()
         except OSError as error:
             self._rotation = None
-            self._complain_once(f"the event log cannot be set aside ({error.strerror}), so it grows on")
+            self._complain_once(f"the event log cannot be set aside ({error.strerror}), so it keeps growing")
             return False
         os.dup2(fresh, self._descriptor)  # whoever opened the first one closes it
         os.close(fresh)

@@ -85,7 +85,8 @@ class Feed:
         """Counts a watcher, each of which holds a thread; Overloaded if there are too many."""
         with self._bell:
             if self._watchers >= WATCHERS:
-                raise Overloaded(f"overloaded: {WATCHERS} look on already (open pages count). Try again.")
+                text = f"overloaded: {WATCHERS} viewers are connected already (open pages count)"
+                raise Overloaded(f"{text}. Try again.")
             self._watchers += 1
         try:
             yield

@@ -34,7 +34,9 @@ def of_models(status: Status) -> Iterator[Metric]:
     yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
     far = [(m.model, m.progress.fraction) for m in models if m.progress]
     done: Samples = {(model,): fraction for model, fraction in far if fraction is not None}
-    yield _gauge("anvil_model_load_progress_ratio", "How much of a load is done, if known.", "model", done)
+    yield _gauge(
+        "anvil_model_load_progress_ratio", "Progress of a load from 0 to 1, if known.", "model", done
+    )
     backends = [backend for model in models for backend in model.backends]
     told = [backend for backend in backends if _is_told(backend)]
     states = {(b.backend, state): float(b.state == state) for b in told for state in STATES}
@@ -44,13 +46,13 @@ def of_models(status: Status) -> Iterator[Metric]:
     requests: Samples = {(name, "running"): float(load.running) for name, load in loads.items()}
     waiting = {name: load.waiting for name, load in loads.items() if load.waiting is not None}
     requests |= {(name, "waiting"): float(count) for name, count in waiting.items()}
-    text = "Requests at the engine, as it says itself."
+    text = "Requests at the engine, as the engine reports them."
     yield _gauge("anvil_engine_requests", text, "backend state", requests)
     usage: Samples = {(name,): load.usage for name, load in loads.items() if load.usage is not None}
-    text = "How full the engine's cache is, as it says itself."
+    text = "Fill level of the engine's KV cache, as the engine reports it."
     yield _gauge("anvil_engine_cache_usage_ratio", text, "backend", usage)
     ages: Samples = {(name,): each.age_seconds for name, each in said.items()}
-    text = "How old the engine's last figures are."
+    text = "Age of the figures that the engine reported last."
     yield _gauge("anvil_engine_figures_age_seconds", text, "backend", ages)
 
 
@@ -68,45 +70,52 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     yield _gauge("anvil_gpu_residents", "Backends that hold the GPU.", "gpu", held)
     promised: Samples = {(gpu.gpu, model): 1.0 for gpu in gpus for model in gpu.reserved_for}
     yield _gauge(
-        "anvil_gpu_reserved", "1 while a swap under way keeps the GPU for the model.", "gpu model", promised
+        "anvil_gpu_reserved",
+        "1 while the GPU is reserved for the model by a running swap.",
+        "gpu model",
+        promised,
     )
     seen = {gpu.gpu: sight.get(gpu.gpu, Seen()) for gpu in gpus}
     total = {gpu.gpu: gpu.total if seen[gpu.gpu].total is None else seen[gpu.gpu].total for gpu in gpus}
-    yield _by_gpu("anvil_gpu_memory_total_bytes", "Memory of the GPU, where it is known.", total)
+    yield _by_gpu("anvil_gpu_memory_total_bytes", "Memory of the GPU, if known.", total)
     used = {gpu: each.used for gpu, each in seen.items()}
-    yield _by_gpu("anvil_gpu_memory_used_bytes", "What is used of it, by anybody.", used)
+    yield _by_gpu("anvil_gpu_memory_used_bytes", "Used memory of the GPU, whoever uses it.", used)
     reserve = {gpu.gpu: gpu.reserve for gpu in gpus}
-    yield _by_gpu("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
+    yield _by_gpu("anvil_gpu_memory_reserve_bytes", "Memory of the GPU that is kept free of models.", reserve)
     foreign = {gpu: sum(s.used or 0 for s in each.others) for gpu, each in seen.items() if gpu in sight}
-    yield _by_gpu("anvil_gpu_memory_other_bytes", "What other processes hold.", foreign)
+    yield _by_gpu("anvil_gpu_memory_other_bytes", "Memory of the GPU that other processes hold.", foreign)
     kept = {gpu.gpu: sum(amount for _, amount in gpu.residuals) for gpu in gpus}
-    yield _by_gpu("anvil_gpu_memory_residual_bytes", "What backends in standby still hold.", kept)
+    yield _by_gpu(
+        "anvil_gpu_memory_residual_bytes", "Memory of the GPU that backends in standby still hold.", kept
+    )
     sensors = {gpu: each.sensors for gpu, each in seen.items()}
     busy = {gpu: each.utilization for gpu, each in sensors.items()}
-    text = "The share of the last moment in which the GPU computed, where it tells."
+    text = "Utilization of the GPU from 0 to 1, if it reports it."
     yield _by_gpu("anvil_gpu_utilization_ratio", text, busy)
     heat = {gpu: each.celsius for gpu, each in sensors.items()}
-    yield _by_gpu("anvil_gpu_temperature_celsius", "How hot the GPU is, where it tells.", heat)
+    yield _by_gpu("anvil_gpu_temperature_celsius", "Temperature of the GPU, if it reports it.", heat)
     power = {gpu: each.watts for gpu, each in sensors.items()}
-    yield _by_gpu("anvil_gpu_power_watts", "The power that the GPU takes, where it tells.", power)
+    yield _by_gpu("anvil_gpu_power_watts", "Power draw of the GPU, if it reports it.", power)
 
 
 def of_pause(status: Status) -> Iterator[Metric]:
     paused: Samples = {(): float(status.pause is not None)}
-    yield _gauge("anvil_paused", "1 while anvil-mux is paused by hand.", "", paused)
+    yield _gauge("anvil_paused", "1 while anvil-mux is paused.", "", paused)
 
 
 def of_hosts(status: Status, round_trips: Mapping[str, float]) -> Iterator[Metric]:
     """The hosts beside the one that anvil-mux runs on; ``round_trips``: seconds to each agent and back."""
     lost: Samples = {(host.host,): float(host.is_lost) for host in status.hosts}
-    yield _gauge("anvil_host_lost", "1 while nobody hears of the host.", "host", lost)
+    yield _gauge(
+        "anvil_host_lost", "1 while the host is lost: neither its agent nor its engines answer.", "host", lost
+    )
     away: Samples = {(host.host,): float(host.is_away) for host in status.hosts}
-    text = "1 while the agent of the host is silent and its engines answer."
+    text = "1 while the agent of the host does not answer but its engines do."
     yield _gauge("anvil_host_away", text, "host", away)
     drained: Samples = {(host.host,): float(host.is_drained) for host in status.hosts}
     yield _gauge("anvil_host_drained", "1 while the host is drained by hand.", "host", drained)
     trips: Samples = {(host,): seconds for host, seconds in round_trips.items()}
-    text = "How long the agent of the host took to answer last, of hosts that are here."
+    text = "Last round-trip time to the agent of the host."
     yield _gauge("anvil_host_round_trip_seconds", text, "host", trips)
 
 
@@ -127,7 +136,7 @@ def of_costs(costs: Iterable[Cost], models: Container[str]) -> Iterator[Metric]:
         key = source, cost.target, cost.way
         dearest[key] = max(cost.seconds, dearest.get(key, 0.0))
     yield _gauge(
-        "anvil_swap_cost_seconds", "What a swap costs, without its drain, as learned.", "from to way", dearest
+        "anvil_swap_cost_seconds", "Learned duration of a swap, without its drain.", "from to way", dearest
     )
 
 
@@ -141,11 +150,11 @@ def of_footprints(footprints: Iterable[Footprint]) -> Iterator[Metric]:
             key = each.backend, each.way
             kept |= {(*key, gpu): float(amount) for gpu, amount in each.residual.items()}
             host[key] = float(each.host_bytes)
-    text = "What a backend held of a GPU when it last left it."
+    text = "GPU memory that the backend held when it was last evicted."
     yield _gauge("anvil_backend_memory_bytes", text, "backend gpu", held)
-    text = "What a backend still held of a GPU when it was last in standby."
+    text = "GPU memory that the backend still held when it was last in standby."
     yield _gauge("anvil_backend_residual_bytes", text, "backend way gpu", kept)
-    text = "What a backend kept in host memory when it was last in standby."
+    text = "Host memory that the backend held when it was last in standby."
     yield _gauge("anvil_backend_host_bytes", text, "backend way", host)
 
 

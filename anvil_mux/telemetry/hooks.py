@@ -106,7 +106,7 @@ class Telling:
     def tell(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
         """Tells of those events that the hook is for."""
         if missed:
-            self._complain(f"hook {self._hook.name} is too slow: {missed} events were not told")
+            self._complain(f"hook {self._hook.name} is too slow: {missed} events were not delivered")
         for told in events:
             what = self._news(told)
             if what in self._hook.on:

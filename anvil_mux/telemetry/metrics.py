@@ -434,14 +434,14 @@ class Metrics:
         )
         yield _counter(
             "anvil_cache_forecast_tokens",
-            "Tokens of prompts that a replica was thought to have cached, or had, by who was right.",
+            "Prompt tokens that were predicted to be cached at a replica, or were, by kind of outcome.",
             "model kind",
             _by_kind(FORECASTS, self._forecasts),
         )
         yield from self.usage.collect()
         yield _counter(
             "anvil_fallbacks",
-            "Requests that another model answered, by the code of the error that their own came to.",
+            "Requests that a fallback answered, by the error code of the model that was asked for.",
             "model to cause",
             self._fallbacks,
         )
@@ -460,48 +460,48 @@ class Metrics:
         return ()
 
     def _of_swaps(self) -> Iterator[Metric]:
-        yield _counter("anvil_model_loads", "Loads, by how they ended.", "model result", self._loads)
+        yield _counter("anvil_model_loads", "Loads, by result.", "model result", self._loads)
         yield _histogram(
             "anvil_model_load_duration_seconds",
-            "Loads, those that failed too.",
+            "Duration of loads, failed ones included.",
             "model result",
             self._load_seconds,
         )
         yield _counter(
             "anvil_swaps",
-            "Swaps (drain + evict + load) by how the model came back and how they ended: ok, failed, "
-            "stuck, cancelled, reprieved.",
+            "Swaps (drain + evict + load), by standby level and result: ok, failed, stuck, cancelled or "
+            "reprieved.",
             "from to way result",
             self._swaps,
         )
         yield _histogram(
             "anvil_swap_duration_seconds",
-            "Swaps, from the first drain until the load ended.",
+            "Duration of swaps, from the first drain to the end of the load.",
             "result",
             self._swap_seconds,
         )
         yield _counter(
             "anvil_gpu_swap_seconds",
-            "Time in which the GPU was swapped: from the first drain until the load for it ended.",
+            "Time that the GPU spent in swaps, from the first drain to the end of the load.",
             "gpu",
             self._gpu_swap_seconds,
         )
         yield _histogram(
             "anvil_swap_phase_seconds",
-            "What models went through: cooldown, drain, save, evict, verify, freeze, load, ready, restore, "
-            "probe.",
+            "Duration of the phases of a swap: cooldown, drain, save, evict, verify, freeze, load, ready, "
+            "restore, probe.",
             "model phase",
             self._phases,
         )
         yield _counter(
             "anvil_stalled_clients",
-            "Requests that ended because their client took nothing of what waited for it.",
+            "Requests that were ended because their client stopped reading.",
             "model",
             self._stalled,
         )
         yield _counter(
             "anvil_severed_requests",
-            "Requests that were severed, because their drain ended first.",
+            "Requests that were severed (aborted) because a drain ended.",
             "model",
             self._severed,
         )
@@ -511,7 +511,7 @@ class Metrics:
         yield _counter(
             "anvil_evictions", "Models that were evicted, by cause.", "model cause", self._evictions
         )
-        yield _counter("anvil_reloads", "Other configurations, by result.", "result", self._reloads)
+        yield _counter("anvil_reloads", "Reloads of the configuration, by result.", "result", self._reloads)
         yield _counter(
             "anvil_demotions",
             "Backends that were demoted, by their standby level afterwards.",

@@ -123,7 +123,7 @@ class Usage:
         )
         gpu = CounterMetricFamily(
             "anvil_key_gpu_seconds",
-            "GPU time of an API key: of n requests that a backend serves at once each has an nth.",
+            "GPU time of an API key; requests that a backend serves at the same time share it.",
             labels=("key", "model"),
         )
         for (key, model), counts in self._since_start().items():

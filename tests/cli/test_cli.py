@@ -311,7 +311,7 @@ def test_keys_and_certificates_that_cannot_be_used_are_problems(
     assert main([command, str(file)]) == 78
     said = capsys.readouterr().err
     assert "keys.txt:1: a key has at least 8 characters" in said
-    assert "none.pem do not serve: No such file" in said
+    assert "none.pem cannot be used: No such file" in said
 
 
 def test_check_warns_of_an_address_that_serve_would_refuse(
@@ -1413,7 +1413,7 @@ def test_engines_that_the_file_has_no_longer_are_stopped(state: Path) -> None:
     first.stop(signal.SIGKILL)
     with serving(compose(state, "a"), state=state) as second:
         assert not is_alive(pid)
-        second.tells("stopping b: the configuration has it no longer")
+        second.tells("stopping b: removed from the configuration")
 
 
 def scaled(folder: Path, scale: int) -> Path:
@@ -1440,7 +1440,7 @@ def test_a_scaled_process_is_several_replicas_and_those_beyond_a_smaller_scale_a
     first.stop(signal.SIGKILL)
     with serving(scaled(state, 2), state=state) as second:
         assert [is_alive(pid) for pid in pids] == [True, True, False]
-        second.tells("stopping a-3: the configuration has it no longer")
+        second.tells("stopping a-3: removed from the configuration")
         assert second.chat("a")[0] == 200
 
 

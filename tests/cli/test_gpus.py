@@ -33,7 +33,7 @@ def test_check_says_what_was_found_of_each_vendor(
     machine("arc", tmp_path, monkeypatch, nvml.probe(Nvml()))
     assert main(["check", str(compose(tmp_path))]) == 0
     said = capsys.readouterr().err
-    assert "NVIDIA: 0 RTX 24.0 GiB, 1 RTX of a size that it does not tell (declare it: gpus: " in said
+    assert "NVIDIA: 0 RTX 24.0 GiB, 1 RTX of unknown size (declare it: gpus: " in said
     assert "(driver 570.86.15)" in said
     assert (
         "Intel: intel0 Intel 8086:A780 32.0 GiB, 32.0 GiB of it host memory, intel1 Intel 8086:E20B 12.0"

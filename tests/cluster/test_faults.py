@@ -163,7 +163,7 @@ def test_a_second_anvil_mux_is_refused_and_takes_over_when_told_to(site, tmp_pat
     engines = site.engines()
     third = site.begin(9293, words=["--takeover"], state=tmp_path / "second")
     assert site.mux.process.wait(60) == 1
-    site.mux.tells("this one ends, and its engines run on")
+    site.mux.tells("this anvil-mux ends, its engines keep running")
     assert site.complete("a", 9293)[0] == 200
     assert site.engines() == engines
     third.process.terminate()

@@ -39,7 +39,7 @@ PARAMETERS["get_time"]["summer"] = {"type": "boolean"}
 PARIS, ROME = ("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})
 TIME = ("get_time", {"zone": "CET", "summer": True})
 """The calls that the model was made to make."""
-CUT = "broke off|ended within its answer"
+CUT = "broke off|ended in the middle of its answer"
 
 
 @pytest.fixture(scope="session")

@@ -229,7 +229,9 @@ def test_what_a_checkpoint_lacks_is_foretold_and_is_why_it_fails(
         pid = begin_cuda(stack, cuda)
         assert lacking(check(stack)) == lacking("\n".join(foretold))
         assert anvil.chat("model-2")[0] == 200
-        failed = anvil.tells("model-1 did not go into standby by checkpoint and is stopped: .*")[0]
+        failed = anvil.tells(
+            r"model-1 could not be put into standby \(checkpoint\) and is stopped instead: .*"
+        )[0]
         assert f"lock of process {pid}: cuCheckpointProcessLock: CUDA_ERROR_NOT_PERMITTED (800)" in failed
         assert failed.endswith("; ".join(lacking("\n".join(foretold))))
         assert inspect(stack, "model-1")["State"]["Status"] == "exited"

@@ -107,7 +107,9 @@ def test_an_engine_without_its_sleep_routes_is_stopped_instead(tmp_path: Path) -
         says(mux, "b")
         assert states(mux) == {"a": "stopped", "b": "ready"}
         assert says(mux, "a").startswith("This is a.")
-    assert any("a did not go into standby by sleep and is stopped" in line for line in mux.output), mux.output
+    assert any("a could not be put into standby (sleep) and is stopped" in line for line in mux.output), (
+        mux.output
+    )
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

@@ -722,7 +722,7 @@ def test_above_max_queue_requests_are_refused_but_not_those_for_a_resident(seed)
         refused = stage.request(11.0, "b")
         stage.clock.sleep(20.0)
         assert isinstance(refused.error, Overloaded)
-        said = "overloaded: the queues of all models together are full: 2 wait, by max_queue. Try again."
+        said = "overloaded: the queues of all models together are full: 2 waiting (max_queue). Try again."
         assert refused.error.message == said
         assert refused.over == 11.0
         assert stage.mux.overview.status().waiting == 2
@@ -739,7 +739,7 @@ def test_above_its_own_max_queue_a_model_refuses_while_another_still_queues(seed
         waiting = [stage.request(10.0, "b") for _ in range(2)]
         refused, other = stage.request(11.0, "b"), stage.request(12.0, "c")
         stage.clock.sleep(20.0)
-        said = "overloaded: the queue of b is full: 2 wait, by its own max_queue. Try again."
+        said = "overloaded: the queue of b is full: 2 waiting (its max_queue). Try again."
         assert (refused.over, refused.error.message, refused.error.retry_after) == (11.0, said, 5.0)
         assert stage.mux.overview.wait_estimate("b") == WaitEstimate("b", "refused", None, None, said)
         assert stage.mux.overview.wait_estimate("c").verdict == "waits"
@@ -763,7 +763,7 @@ def test_a_reload_gives_a_queue_another_length_and_sends_nobody_away(seed):
         stage.mux.facts.reconfigure(stage.config, {})
         refused = stage.request(stage.clock.now() + 1.0, "b")
         stage.clock.sleep(100.0)
-        assert "by its own max_queue" in refused.error.message
+        assert "(its max_queue)" in refused.error.message
         assert all(result.leased for result in waiting)
 
     Stage(Config(policy="eager", backends=(A, B)), seed=seed).play(main)

@@ -160,7 +160,7 @@ def test_a_header_keeps_a_request_from_forcing_a_swap(any_rig: Rig) -> None:
     status, error, answer = refused(any_rig, b'{"model":"a"}', NEVER)
     assert (status, error["code"]) == (503, "nothing_resident")
     assert error["message"] == (
-        "a is not resident, and this request may force no swap (swap: never). No model is resident."
+        "a is not loaded, and this request does not allow a swap (swap: never). No model is resident."
     )
     assert answer.header(b"retry-after") == b"30"
     answered(any_rig, b'{"model":"org/b"}')
@@ -180,7 +180,7 @@ def test_the_name_may_say_it(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(any_of={"chat": AnyOf(("a", "org/b"), swaps=False)})
     status, error, _ = refused(rig, CHAT)
     assert (status, error["code"]) == (503, "nothing_resident")
-    assert error["message"].startswith("a or org/b is not resident")
+    assert error["message"].startswith("a or org/b is not loaded")
     answered(rig, b'{"model":"org/b"}')
     assert answered(rig, CHAT).header(b"x-anvil-model") == b"org/b"
 
@@ -260,7 +260,7 @@ def test_it_is_told_by_the_names_of_the_presets(preset_rig: Rig) -> None:
     listed = json.loads(client.get(b"/v1/models", extra=head).body)["data"]
     assert [each["id"] for each in listed] == ["law", "chat"]
     client.post(b'{"model":"chat"}', extra=head + NEVER)
-    assert json.loads(client.read().body)["error"]["message"].startswith("law is not resident")
+    assert json.loads(client.read().body)["error"]["message"].startswith("law is not loaded")
     client.post(b'{"model":"chatt"}', extra=head)
     assert json.loads(client.read().body)["error"]["message"].endswith("Known models: chat, law.")
     told = preset_rig.handler.probes.state()["any_of"]

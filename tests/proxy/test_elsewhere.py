@@ -440,7 +440,7 @@ def test_a_fallback_forces_no_swap_either(world: Callable[..., World]) -> None:
     client.post(b'{"model":"chat"}')
     answer = client.read()
     assert answer.status == 503
-    assert b"a is not resident, and this request may force no swap" in answer.body
+    assert b"a is not loaded, and this request does not allow a swap" in answer.body
     assert found.rig.events.of("loading") == []
 
 

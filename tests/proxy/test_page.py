@@ -452,7 +452,9 @@ def test_with_keys_the_password_is_the_key(tmp_path: Path, browser: Chromium, ma
         if may_act:
             browser.wait(f"{state_of('a')} === 'ready'")
         else:
-            browser.wait("document.getElementById('notices').textContent.includes('is for models, not for')")
+            browser.wait(
+                "document.getElementById('notices').textContent.includes('may be used for models only')"
+            )
             assert browser.ask(state_of("a")) == "stopped"
         press(browser, "b", "Why")
         browser.wait(f"{row('b')}.textContent.includes('A request for b')")

@@ -649,13 +649,13 @@ def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(
     third.post(b'{"model":"org/b"}')
     answer = third.read()
     assert (answer.status, code(answer.body)) == (503, "overloaded")
-    assert b"the queue of org/b is full: 1 wait, by its own max_queue" in answer.body
+    assert b"the queue of org/b is full: 1 waiting (its max_queue)" in answer.body
     assert answer.header(b"retry-after") == b"5"
     models = json.loads(rig.client().get(b"/healthz").body)["models"]
     assert (models["org/b"]["waiting"], models["org/b"]["max_queue"]) == (1, 1)
     assert "max_queue" not in models["a"]
     why = json.loads(rig.client().get(b"/why?model=org/b").body)
-    assert (why["verdict"], "by its own max_queue" in why["sentence"]) == ("refused", True)
+    assert (why["verdict"], "(its max_queue)" in why["sentence"]) == ("refused", True)
     asked.send(JSON_OK)
     rig.other.next().send(JSON_OK)
     assert (first.read().status, second.read().status) == (200, 200)
@@ -671,7 +671,7 @@ def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable
     models = json.loads(rig.client().get(b"/healthz").body)["models"]
     assert models["a"]["deferred"] is None
     assert models["org/b"]["deferred"]["cause"] == {"kind": "not_quiet", "seconds": 600.0}
-    assert models["org/b"]["deferred"]["reason"] == "its requests still come less than 600 s apart"
+    assert models["org/b"]["deferred"]["reason"] == "its requests still arrive less than 600 s apart"
     assert 0 < models["org/b"]["deferred"]["seconds_left"] <= 600
     second.leave()
     asked.send(JSON_OK)

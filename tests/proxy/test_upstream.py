@@ -174,7 +174,7 @@ def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[
 def test_a_silent_websocket_is_given_up(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(upstream_timeout=0.2)
     client, asked = switch(rig)
-    assert good_bye_in(client.rest()) == (1011, "Nothing was said for 0.2 s.")
+    assert good_bye_in(client.rest()) == (1011, "Both sides were silent for 0.2 s.")
     assert asked.was_left()
 
 

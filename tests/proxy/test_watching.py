@@ -89,7 +89,7 @@ def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
     rig.feed.ring()
     event = watcher.until("event")
     assert (event["kind"], event["seconds"]) == ("deferred", None)
-    assert (event["cause"], event["reason"]) == ({"kind": "more_awaited"}, "more may come")
+    assert (event["cause"], event["reason"]) == ({"kind": "more_awaited"}, "more requests may come")
     assert watcher.until("requests")["requests"][0]["id"] == "r1"
 
 

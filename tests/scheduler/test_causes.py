@@ -82,7 +82,7 @@ def test_no_cause_has_no_words():
 def test_how_a_backend_ended_goes_on_from_its_name():
     assert ending(Cause("died", detail="exited with code 1")) == "exited with code 1"
     early = Cause("died_early", seconds=2.04, detail="exited with code 1")
-    soon = "exited with code 1 2.0 s after it was loaded, before it gave one whole answer"
+    soon = "exited with code 1 2.0 s after it was loaded, before it had completed an answer"
     assert (ending(early), sentence(early)) == (soon, f"died: {soon}")
 
 

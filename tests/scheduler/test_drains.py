@@ -299,7 +299,7 @@ def test_why_says_whose_answer_is_waited_for():
     found = ask(driver, "chat", 2020.0)
     assert (found.seconds, found.at_most) == (480.0 + 11.0, None)
     assert found.because == (
-        "image must make room for it, where 1 request still runs, for as long as it takes "
+        "it waits for image to make room; 1 request still runs there, for as long as it takes "
         "(request abc-1 of image has run for 12 min)."
     )
     assert found.waits_for == (RunningAnswer("image", "abc-1", 720.0),)

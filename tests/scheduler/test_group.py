@@ -1158,7 +1158,7 @@ def test_who_ends_soon_after_its_load_and_never_answered_cools_down_as_if_it_had
     for _ in range(4):
         held = loaded(driver, now)
         driver.core.died("a", now + 1.0, "exited with code 139", ["segmentation fault"])
-        soon = "1.0 s after it was loaded, before it gave one whole answer"
+        soon = "1.0 s after it was loaded, before it had completed an answer"
         assert held.crash.why == f"exited with code 139 {soon}"
         driver.core.release(held, now + 1.0, whole=False)
         refused = driver.request("a", now + 1.0)
@@ -1296,7 +1296,7 @@ def test_a_request_that_was_there_when_two_engines_ended_is_not_leased_a_third_t
         assert other.crash is None
     refused = driver.request("a", 70.0, crashes=before)
     assert (refused.error.status, refused.error.code, refused.error.retry) == (502, "engine_crashed", False)
-    assert "2 times engines ended under this request" in refused.error.message
+    assert "2 engines ended while they worked on this request" in refused.error.message
     assert "exited with code 139" in refused.error.message
     assert "segmentation fault" in refused.error.message
     assert driver.steps(70.0) == []

@@ -159,8 +159,8 @@ def test_what_a_request_would_wait_for_is_told():
     driver.request("a", 2.0)
     told = wait_estimate(driver.core.state, driver.core.state.models["a"], 3.0).sentence
     assert told == (
-        "A request for a waits: it is resident on GPU 0, but takes no more than the 2 that run; "
-        "1 wait before it."
+        "A request for a waits: it is resident on GPU 0, but runs as many requests as it may (2); "
+        "1 wait before this one."
     )
 
 

@@ -47,8 +47,8 @@ def test_a_resident_that_serves_makes_it_wait_for_its_drain() -> None:
     found = ask(driver, "b", 2.0)
     assert (found.seconds, found.at_most) == (5.0, 35.0)
     assert found.sentence == (
-        "A request for b waits about 5.0 s, at most 35 s: a must make room at once (1 waiting, oldest first)"
-        "; there 1 request still runs, for 30 s at the longest (request #2 of a has run for 1.0 s); "
+        "A request for b waits about 5.0 s, at most 35 s: a will be evicted now (1 waiting, oldest first)"
+        "; 1 request still runs there, for at most 30 s (request #2 of a has run for 1.0 s); "
         "then its load takes 4.0 s."
     )
 
@@ -58,7 +58,7 @@ def test_what_the_policy_says_is_told_with_its_reason() -> None:
     found = ask(driver, "b", 5.0)
     assert (found.seconds, found.at_most) == (2.0 + 11.0, 60.0 + 11.0)
     assert found.because == (
-        "a may stay for now (its requests still come less than 2 s apart), for 60 s at the longest; "
+        "a may stay for now (its requests still arrive less than 2 s apart), for at most 60 s; "
         "then its load takes 10 s (a guess)."
     )
 
@@ -68,7 +68,7 @@ def test_another_line_may_come_first() -> None:
     driver.request("c", 1.0)
     found = ask(driver, "b", 3.5)
     assert found.seconds is None
-    assert found.because.startswith("c comes first (1 waiting, queue quiet), for 60 s at the longest; then")
+    assert found.because.startswith("c comes first (1 waiting, queue quiet), for at most 60 s; then")
 
 
 def test_a_request_joins_the_swap_that_is_under_way() -> None:
@@ -78,12 +78,12 @@ def test_a_request_joins_the_swap_that_is_under_way() -> None:
     driver.steps(2.0)
     found = ask(driver, "b", 12.0)
     assert found.sentence == (
-        "A request for b waits about 11 s, at most 31 s: a must make room for it, where 1 request still runs,"
-        " for 20 s at the longest (request #2 of a has run for 11 s)."
+        "A request for b waits about 11 s, at most 31 s: it waits for a to make room; 1 request still runs "
+        "there, for at most 20 s (request #2 of a has run for 11 s)."
     )
     driver.core.release(running, 13.0)
     assert driver.steps(13.0) == ["evict a"]
-    assert ask(driver, "b", 13.0).because == "a must leave, then it is loaded."
+    assert ask(driver, "b", 13.0).because == "it waits for a to be evicted, then it is loaded."
 
 
 def test_a_load_under_way_says_how_much_is_left_of_it() -> None:
@@ -130,8 +130,8 @@ def test_one_that_leaves_comes_back_later() -> None:
     driver.request("b", 2.0)
     driver.steps(2.0)
     assert ask(driver, "a", 3.0).because == (
-        "it is leaving its GPUs for b, and can come back after that; there 1 request still runs, for 29 s at "
-        "the longest (request #2 of a has run for 2.0 s); its turn comes in 60 s at the latest."
+        "it is being evicted for b, and can be loaded again after that; 1 request still runs there, for at "
+        "most 29 s (request #2 of a has run for 2.0 s); its turn comes in 60 s at the latest."
     )
 
 
@@ -145,7 +145,7 @@ def test_the_gpu_may_be_in_another_swap() -> None:
 def test_a_resident_may_stay_for_its_time() -> None:
     driver = Driver(backend("a", min_residency=30.0), B).with_resident("a")
     assert ask(driver, "b", 10.0).because == (
-        "a may stay for min_residency, 20 s more; its turn comes in 60 s at the latest."
+        "a may stay for 20 s more (min_residency); its turn comes in 60 s at the latest."
     )
 
 

@@ -333,7 +333,7 @@ def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Pa
         try:
             runtime.start(config.backends[1])
             assert reload(running) == 0
-            running.tells("b: runs already")
+            running.tells("b: was running already")
             assert states(running) == {"a": "stopped", "b": "ready"}
         finally:
             runtime.close()
@@ -377,7 +377,7 @@ def test_who_was_to_be_replaced_when_the_program_was_killed_is_not_taken_over(
     with serving(file, state=state, on_exit="keep") as running:
         assert first_word(running, "a") == "other"
     with serving(file, state=state) as running:
-        running.tells("a: runs already")
+        running.tells("a: was running already")
 
 
 def test_the_event_log_begins_anew_under_the_new_configuration(house: House, state: Path) -> None:

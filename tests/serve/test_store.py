@@ -190,7 +190,7 @@ def test_a_redis_that_does_not_answer_is_told_once_and_nothing_is_heard(tmp_path
     sharing.once()
     sharing.once()
     assert len(said) == 1
-    assert said[0].startswith("the store of routing does not answer")
+    assert said[0].startswith("the routing store does not answer")
     assert heard == [{}, {}]
 
 

@@ -660,7 +660,7 @@ def test_a_file_that_cannot_be_set_aside_grows_on(file: Path) -> None:
     log.close()
     os.close(descriptor)
     assert len(read(file)[0].events) == 2 * eventlog.GROUP
-    assert said == ["the event log cannot be set aside (No such file or directory), so it grows on"]
+    assert said == ["the event log cannot be set aside (No such file or directory), so it keeps growing"]
 
 
 # A running program

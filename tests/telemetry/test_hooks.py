@@ -148,7 +148,7 @@ def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Re
     receiver.status = 500
     telling.tell([loaded], 0)
     name = f"hook {receiver.url}"
-    failed, slow = f"{name} failed: it answered 500", f"{name} is too slow: 3 events were not told"
+    failed, slow = f"{name} failed: it answered 500", f"{name} is too slow: 3 events were not delivered"
     assert said == [failed, slow, failed]
 
 

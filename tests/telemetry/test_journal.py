@@ -265,16 +265,20 @@ SHORT = Cause("host_memory_short")
             "standby (sleep), and could not be stopped: still runs",
         ),
         ("evicting", {"cause": Cause("oldest_first", waiting=1)}, "evicting"),
-        ("evicting", {"cause": Cause("standby_full", way="sleep")}, "evicting: no room for standby by sleep"),
+        (
+            "evicting",
+            {"cause": Cause("standby_full", way="sleep")},
+            "evicting: no room for standby level sleep",
+        ),
         (
             "severed",
             {"ticket": 7, "cause": Cause("evicted", "b"), "target": "b", "seconds": 5.0},
             "severed #7: a was evicted for b before this request ended, after a drain of 5.0 s",
         ),
         ("failed", {"cause": Cause("error", detail="load_failed")}, "failed #0 load_failed"),
-        ("pinned", {}, "pinned: once it is resident no other model evicts it"),
-        ("unpinned", {}, "unpinned: it may be evicted for others again"),
-        ("ready", {"cause": Cause("reprieved")}, "stays after all: it need not make room any more"),
+        ("pinned", {}, "pinned: not evicted for other models once it is loaded"),
+        ("unpinned", {}, "unpinned: may be evicted for other models again"),
+        ("ready", {"cause": Cause("reprieved")}, "stays loaded: it no longer has to make room"),
     ],
 )
 def test_an_event_is_told_in_words(kind: str, more: dict[str, Any], said: str) -> None:
