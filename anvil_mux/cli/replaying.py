@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from anvil_mux.cli import asking
 from anvil_mux.cli.arguments import add_json, configuration, read_positive, read_value
 from anvil_mux.cli.output import FAILED, INTERRUPTED, complain, opened, print_json, print_table, progress, say
+from anvil_mux.errors import MuxError
 
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config
@@ -159,15 +160,28 @@ def run(given: argparse.Namespace) -> int:
             plot.check_file(given.plot)
         watched = [WatchedServer(server, say) for server in servers]
         replay = Replay(watched, settings, _names(given), config, say=say, progress=progress)
-        for made in traffic:
-            if not replay.was_interrupted:
-                replay.play(made)
+        failure = _play(replay, traffic)
         _report(given, replay, config, file)
+    if failure:
+        raise failure
     if replay.was_interrupted:
         return INTERRUPTED
     if not any(answer.status == 200 for one in replay.runs for answer in one.answers):
         return complain("nothing was answered", FAILED)
     return 0
+
+
+def _play(replay: Replay, traffic: Iterable[Workload | Trace]) -> MuxError | None:
+    """Play all of the traffic; what ends that early, once there are figures to be shown."""
+    try:
+        for made in traffic:
+            if not replay.was_interrupted:
+                replay.play(made)
+    except MuxError as error:
+        if not replay.runs:
+            raise
+        return error
+    return None
 
 
 def _traffic(given: argparse.Namespace) -> Iterator[Workload | Trace]:

@@ -93,13 +93,15 @@ class Replay:
         models, resident = self._models(made)
         for each in self._servers:
             each.server.check_models(models)
-        began = time.time()
         try:
-            usual = self._usual(made)
-            paces = [self._warm_up(each, models, resident, usual) for each in self._servers]
+            self._take_turns(made, models, resident)
         except KeyboardInterrupt:
             self.was_interrupted = True
-            return
+
+    def _take_turns(self, made: Workload | Trace, models: Sequence[str], resident: Sequence[str]) -> None:
+        began = time.time()
+        usual = self._usual(made)
+        paces = [self._warm_up(each, models, resident, usual) for each in self._servers]
         played = self._script(made, paces[0])
         places = list(zip(self._servers, paces, strict=True))
         for repeat in range(self._settings.repeat):

@@ -256,12 +256,13 @@ def _has_text(line: bytes) -> bool:
 
 
 def _code_of(text: bytes) -> str:
-    """The code of an error, or its kind."""
+    """The code of an error, or its kind: llama.cpp and vLLM have the status in place of a code."""
     try:
         error = json.loads(text).get("error")
     except (ValueError, AttributeError):
         return ""
-    return str(error.get("code") or error.get("type") or "") if isinstance(error, dict) else ""
+    code, kind = (error.get("code"), error.get("type")) if isinstance(error, dict) else ("", "")
+    return str((code if isinstance(code, str) else None) or kind or code or "")
 
 
 def _words(answer: Any) -> str:

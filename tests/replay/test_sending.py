@@ -88,6 +88,11 @@ def test_a_chat_is_timed_from_its_first_content(engine: FakeEngine) -> None:
             503,
             "overloaded",
         ),
+        (
+            b'HTTP/1.1 400 Bad Request\r\nContent-Length: 40\r\n\r\n{"error":{"code":400,"type":"too_long"}}',
+            400,
+            "too_long",
+        ),
         (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nno", 502, "Bad Gateway"),
     ],
 )
