@@ -16,6 +16,7 @@ import pytest
 from anvil_mux.replay.report import CLIENTS_HEAD
 from tests.docker.conftest import Stack
 from tests.docker.served import ENDLESS, PATIENCE, eventually, served
+from tests.replay.again import REQUESTS, SESSION, check, recorded, sent
 from tests.running import Running
 
 SESSIONS = """
@@ -150,3 +151,23 @@ def test_a_server_that_refuses_everybody_costs_the_other_nothing(
     seen = [(row["repeat"], row["clients"]["requests"], row["errors"]) for row in rows if row["clients"]]
     refused = {"400 exceed_context_size_error": 2}
     assert seen == [(0, 2, {}), (0, 2, refused), (1, 2, refused), (1, 2, {})]
+
+
+def test_the_clients_of_a_log_come_again(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> None:
+    stack = llamacpp_compose(tmp_path, models=2, services={"model-1": ENDLESS, "model-2": ENDLESS})
+    workload, log = tmp_path / "w.jsonl", tmp_path / "events.jsonl"
+    workload.write_text(SESSION.replace('"a"', '"model-1"').replace('"b"', '"model-2"'))
+    with served(stack, "--event-log", str(log)) as mux:
+
+        def play(name: str, *traffic: str) -> Path:
+            table = tmp_path / name
+            how = ["--tokens-per-second", "1000", "--warm-up", "0", "--csv", str(table)]
+            [measured] = [row for row in replay(stack, mux, *traffic, *how) if row["at"] != "simulated"]
+            assert (measured["requests"], measured["failed"]) == (REQUESTS, 0)
+            return table
+
+        first = sent(play("first.csv", "--trace", str(workload)))
+        day = recorded(mux, log, REQUESTS)
+        again = sent(play("again.csv", "--log", str(log)))
+    assert [int(row["tokens"]) for row in first] == [250, 500, 100, 300, 200]
+    check(first, day, again, 1000)
