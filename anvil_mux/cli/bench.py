@@ -17,7 +17,7 @@ With ``burst``, so many requests wait for a swap by a cold start, and go to the 
 the relay. That is measured from the first lease until the last answer's end; by hand the engine is started
 anew, and as many are sent to it at once, each on a connection of its own that it closes.
 
-Nothing that was started is left running, however the benchmark ends.
+Nothing that was started is left running, however the benchmark ends. Ctrl-C leaves the whole rounds so far.
 """
 
 from __future__ import annotations
@@ -71,12 +71,11 @@ class BenchResult:
     """The swaps that were tried in vain, each with the reason."""
     unmeasured: list[Unmeasured] = field(default_factory=list)
     """The standby levels that were not tried."""
+    was_interrupted: bool = False
 
-    def add(self, more: BenchResult) -> None:
-        self.swaps += more.swaps
-        self.bursts += more.bursts
-        self.failed += more.failed
-        self.unmeasured += more.unmeasured
+    def add(self, ring: _Ring) -> None:
+        self.swaps += ring.swaps
+        self.bursts += ring.bursts
 
 
 # Measuring
@@ -87,23 +86,27 @@ def measure_all(
 ) -> BenchResult:
     """Every project after the other; one that cannot be measured does not cost the figures of the others."""
     found = BenchResult()
-    for config in configs:
-        try:
-            found.add(measure(config, repeat, say, burst=burst))
-        except MuxError as error:
-            if len(configs) == 1:
-                raise
-            found.failed.append(f"{config.project}: {error.message}")
+    try:
+        for config in configs:
+            try:
+                measure(config, repeat, say, burst=burst, found=found)
+            except MuxError as error:
+                if len(configs) == 1:
+                    raise
+                found.failed.append(f"{config.project}: {error.message}")
+    except KeyboardInterrupt:
+        found.was_interrupted = True
     return found
 
 
-def measure(config: Config, repeat: int, say: Callable[[str], object], *, burst: int = 0) -> BenchResult:
-    """Every swap, and bursts after it, ``repeat`` times, and what could not be measured.
+def measure(
+    config: Config, repeat: int, say: Callable[[str], object], *, burst: int, found: BenchResult
+) -> None:
+    """Every swap, and bursts after it, ``repeat`` times, and what could not be measured, put into ``found``.
 
     CannotServe while an anvil-mux serves the project.
     """
-    own = [backend for backend in config.backends if not backend.url]
-    found = BenchResult(unmeasured=levels.unmeasured(own))
+    found.unmeasured += levels.unmeasured([backend for backend in config.backends if not backend.url])
     told: list[TimedPhase] = []
 
     def took(backend: Backend, phase: str, seconds: float) -> None:
@@ -122,8 +125,12 @@ def measure(config: Config, repeat: int, say: Callable[[str], object], *, burst:
                     continue
                 try:
                     ring = _Ring(config, host, members, way, told=told, say=say)
-                    found.swaps += ring.run(repeat, burst if way == "stop" else 0)
-                    found.bursts += ring.bursts
+                    try:
+                        ring.run(repeat, burst if way == "stop" else 0)
+                    except KeyboardInterrupt:
+                        found.add(ring)
+                        raise
+                    found.add(ring)
                 except MuxError as error:
                     who = ", ".join(backend.name for backend in members)
                     found.failed.append(f"{who} by {way}: {error.message}")
@@ -131,7 +138,6 @@ def measure(config: Config, repeat: int, say: Callable[[str], object], *, burst:
                     raise BackendError(f"{left} could not be stopped: {'; '.join(found.failed)}")
         finally:
             host.close()
-    return found
 
 
 def rings(config: Config) -> list[tuple[str, list[Backend]]]:
@@ -223,6 +229,7 @@ class _Ring:
             host,
             log=self._observe,
         )
+        self.swaps: list[TimedSwap] = []
         self.bursts: list[Burst] = []
         # Of the swap that is being measured:
         self._log: list[Event] = []
@@ -230,26 +237,28 @@ class _Ring:
         self._missing: set[str] = set()
         self._under_way = threading.Event()
 
-    def run(self, repeat: int, burst: int = 0) -> list[TimedSwap]:
+    def run(self, repeat: int, burst: int = 0) -> None:
+        """Measure; ``swaps`` and ``bursts`` have the rounds that were whole, also when it is interrupted."""
         pairs = list(zip([self._members[-1], *self._members], self._members, strict=False))
-        swaps: list[TimedSwap] = []
         self._mux.start()
         with ThreadPoolExecutor(1, "bench") as pool:
             try:
                 pool.submit(self._ask_multiplexer, self._members[-1]).result()
                 for number in range(repeat + 1):
-                    swaps += self._round(number, pairs, pool)
-                    self._tell_progress(number, repeat, swaps[-len(pairs) :])
+                    swaps = self._round(number, pairs, pool)
+                    self._tell_progress(number, repeat, swaps)
+                    self.swaps += self._counted(swaps) if number else ()
                 for number in range(repeat + 1 if burst else 0):
-                    self.bursts += [self._burst(*pair, burst, number) for pair in pairs]
+                    bursts = [self._burst(*pair, burst, number) for pair in pairs]
+                    self.bursts += bursts if number else ()
             finally:
                 self._end()
-        self.bursts = [each for each in self.bursts if each.round]
-        counted = [swap for swap in swaps if swap.round]
-        for swap in counted:
+
+    def _counted(self, swaps: Sequence[TimedSwap]) -> Sequence[TimedSwap]:
+        for swap in swaps:
             if self._way != "stop" and "ready" in swap.phases:
                 raise BackendError(f"{swap.backend} had to be started anew: it did not wake by {self._way}")
-        return counted
+        return swaps
 
     def _round(self, number: int, pairs: Sequence[_Pair], pool: ThreadPoolExecutor) -> list[TimedSwap]:
         if number % 2:

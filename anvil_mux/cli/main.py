@@ -709,7 +709,8 @@ def _bench(given: argparse.Namespace) -> int:
         for head, *lines in tables:
             if lines:
                 print_table(head, lines)
-    return max([complain(f"not measured: {why}", FAILED) for why in found.failed], default=0)
+    code = max([complain(f"not measured: {why}", FAILED) for why in found.failed], default=0)
+    return INTERRUPTED if found.was_interrupted else code
 
 
 def _completion(given: argparse.Namespace) -> int:
