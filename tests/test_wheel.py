@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,9 @@ SOURCE = Path(anvil_mux.__file__).parent
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHON")}
 
 MOST_BYTES = 1_000_000
-"""Four fifths of it are modules, one fifth the traces that `simulate` brings."""
+"""Four fifths of it are modules."""
+MOST_DATA_BYTES = 180_000
+"""Two thirds of what is no module are the traces that `simulate` brings."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_module_and_data_file_is_in_the_wheel(wheel: Path) -> None:
     packed = set(ZipFile(wheel).namelist())
-    kinds = (".py", ".html", ".yaml", ".gz", ".typed")
+    kinds = (".py", ".html", ".yaml", ".xz", ".typed")
     here = {path.relative_to(SOURCE.parent).as_posix() for path in SOURCE.rglob("*") if path.suffix in kinds}
     assert here <= packed
     assert not {name for name in packed if name.startswith("tests/")}
@@ -86,10 +89,18 @@ def said(*command: object) -> str:
 
 def test_the_wheel_stays_small(wheel: Path) -> None:
     assert wheel.stat().st_size < MOST_BYTES
+    data = [entry for entry in ZipFile(wheel).infolist() if not entry.filename.endswith(".py")]
+    assert sum(entry.compress_size for entry in data) < MOST_DATA_BYTES
 
 
 def test_what_is_installed_tells_the_commit_that_it_was_built_of(place: Path) -> None:
     assert said(place / "anvil-mux", "--version") == f"anvil-mux {anvil_mux.__version__} (abc1234)\n"
+
+
+def test_the_traces_that_come_with_it_are_simulated(place: Path) -> None:
+    words = ("simulate", "--trace", "claude-code-turns", "--policy", "eager", "--json")
+    (row,) = json.loads(said(place / "anvil-mux", *words))
+    assert (row["profile"], row["requests"], row["violations"]) == ("claude-code-turns", 481, 0)
 
 
 def test_the_demo_is_served_from_an_environment_that_has_only_the_wheel(place: Path, tmp_path: Path) -> None:

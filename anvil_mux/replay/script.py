@@ -110,7 +110,7 @@ def find(name: str) -> Workload | Trace:
 
 def _shipped() -> Iterator[Path]:
     for folder in (workload.SHIPPED, prompts.SHIPPED):
-        yield from sorted(folder.glob("*.jsonl.gz"))
+        yield from sorted(folder.glob(workload.SHIPPED_AS))
 
 
 def _is_trace(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Recorded prompts: how long they are, when they came, and which of them begin alike.
 
-A trace holds JSON lines and may be gzipped. The first line is a header, every other one a request:
+A trace holds JSON lines and may be compressed with gzip or xz. The first line is a header, every other one
+a request:
 
     {"trace": "name", "about": "...", "source": "...", "licence": "...", "block_tokens": 64, "seconds": 600}
     {"at": 12.5, "in": 1000, "out": 80, "blocks": "1-12,40-42"}

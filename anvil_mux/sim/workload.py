@@ -4,7 +4,8 @@ A ``Workload`` knows nothing of a compose file: it names models, says when reque
 each is served, and how long the models load. It comes from ``PROFILES`` (traffic made to order), from a file,
 or from the event log of a running program (eventlog.py).
 
-A file holds JSON lines and may be gzipped. The first line is a header, every other one a request:
+A file holds JSON lines and may be compressed with gzip or xz. The first line is a header, every other one
+a request:
 
     {"workload": "name", "about": "...", "source": "...", "licence": "...",
      "models": {"big": {"load_seconds": 30}}, "resident": ["big"], "stop_seconds": 1}
@@ -36,6 +37,8 @@ from anvil_mux.telemetry.eventlog import UNREADABLE, lines
 
 SHIPPED = Path(__file__).parent / "workloads"
 """Workload files that come with the program."""
+SHIPPED_AS = "*.jsonl.xz"
+"""The names of files that come with the program: what gzip makes of them is half as large again."""
 
 
 class BadWorkload(MuxError):
@@ -219,7 +222,7 @@ def find(name: str) -> Path:
 
 def find_among(folder: Path, what: str, name: str) -> Path:
     """The file of this path, or the one of this name in ``folder``, where ``what`` is shipped."""
-    shipped = {file.name.partition(".")[0]: file for file in sorted(folder.glob("*.jsonl.gz"))}
+    shipped = {file.name.partition(".")[0]: file for file in sorted(folder.glob(SHIPPED_AS))}
     if name in shipped and not Path(name).is_file():
         return shipped[name]
     if not Path(name).exists():

@@ -298,19 +298,36 @@ def _line(event: Event) -> str:
 
 UNREADABLE = (OSError, EOFError, zlib.error)
 """The errors that ``lines`` may raise."""
+_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
+"""The first bytes of compressed files."""
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The lines of a text file, which may be compressed with gzip."""
+    """The lines of a text file, which may be compressed with gzip or xz."""
     with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    opener: Callable[..., Any] = gzip.open if packed else open
+        begins = file.read(len(_XZ))
+    if begins == _XZ:
+        yield from _xz_lines(path)
+        return
+    opener: Callable[..., Any] = gzip.open if begins.startswith(_GZIP) else open
     with opener(path, "rt", encoding="utf-8", errors="replace") as text:
         yield from text
 
 
+def _xz_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    try:
+        import lzma
+    except ImportError:  # A Python built by hand may lack it, and serves without.
+        raise OSError("is compressed with xz, and this Python was built without liblzma") from None
+    try:
+        with lzma.open(path, "rt", encoding="utf-8", errors="replace") as text:
+            yield from text
+    except lzma.LZMAError as error:
+        raise OSError(str(error)) from None
+
+
 def read(path: str | os.PathLike[str], warn: Callable[[str], object] = log.warning) -> list[LoggedRun]:
-    """The runs of a file, which may be compressed with gzip. BadLog names the line that cannot be read."""
+    """The runs of a file, which may be compressed like that. BadLog names the line that cannot be read."""
     runs: list[LoggedRun] = []
     broken = ""  # the last line, if it could not be read: fine where a run ends
     for number, text in enumerate(_lines(path), 1):

@@ -12,7 +12,7 @@ from anvil_mux.scheduler.policies import POLICIES, Stay
 from anvil_mux.sim import study
 from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.sim.study import Recording, StudyRun
-from anvil_mux.sim.workload import PROFILES, SHIPPED, BadWorkload, two_clients
+from anvil_mux.sim.workload import PROFILES, SHIPPED, SHIPPED_AS, BadWorkload, two_clients
 from anvil_mux.telemetry import eventlog
 
 
@@ -194,7 +194,7 @@ def test_a_trace_meets_the_backends_of_the_configuration(tmp_path):
         study.trace(str(file), Config((Backend("b", "b"), Backend("d", "d"))))
 
 
-@pytest.mark.parametrize("name", sorted(file.name.partition(".")[0] for file in SHIPPED.glob("*.gz")))
+@pytest.mark.parametrize("name", sorted(file.name.partition(".")[0] for file in SHIPPED.glob(SHIPPED_AS)))
 def test_what_is_shipped_runs_soundly(name):
     told = study.run(study.trace(name), "eager")
     assert told.wrong == []

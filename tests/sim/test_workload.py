@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import lzma
+import sys
 from itertools import pairwise
 from math import log
 from statistics import median, pstdev
@@ -149,13 +151,16 @@ LINES = [
 ]
 
 
+PACKED = {".gz": gzip.compress, ".xz": lzma.compress}
+
+
 def written(path, lines):
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    path.write_bytes(PACKED.get(path.suffix, bytes)(text.encode()))
     return path
 
 
-@pytest.mark.parametrize("name", ["w.jsonl", "w.jsonl.gz"])
+@pytest.mark.parametrize("name", ["w.jsonl", "w.jsonl.gz", "w.jsonl.xz"])
 def test_a_file_holds_requests_that_come_anyway_and_sessions(tmp_path, name):
     made = workload.read(written(tmp_path / name, [*LINES, ""]))
     assert (made.name, made.resident, made.stop_seconds) == ("two", ("small",), 1.5)
@@ -215,37 +220,50 @@ def test_what_is_wrong_is_told_with_its_line(tmp_path, lines, number, problem):
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path):
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(json.dumps(HEADER).encode())[:-9])
-    for file in (tmp_path, cut):
+    whole = json.dumps(HEADER).encode()
+    cut, cut_xz, bad_xz = tmp_path / "cut.gz", tmp_path / "cut.xz", tmp_path / "bad.xz"
+    cut.write_bytes(gzip.compress(whole)[:-9])
+    cut_xz.write_bytes(lzma.compress(whole)[:-9])
+    bad_xz.write_bytes(lzma.compress(whole)[:6] + bytes(40))
+    for file in (tmp_path, cut, cut_xz, bad_xz):
         with pytest.raises(BadWorkload, match="cannot be read"):
             workload.read(file)
+
+
+def test_a_python_without_xz_says_so(tmp_path, monkeypatch):
+    file = written(tmp_path / "w.xz", LINES)
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    with pytest.raises(BadWorkload, match="is compressed with xz, and this Python was built without liblzma"):
+        workload.read(file)
 
 
 def test_a_shipped_workload_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(workload, "SHIPPED", tmp_path)
     monkeypatch.chdir(tmp_path)
-    shipped = written(tmp_path / "some.jsonl.gz", LINES)
+    shipped = written(tmp_path / "some.jsonl.xz", LINES)
     assert workload.find("some") == shipped
-    assert workload.find("some.jsonl.gz").resolve() == shipped
+    assert workload.find("some.jsonl.xz").resolve() == shipped
     with pytest.raises(BadWorkload, match="other: no such file; shipped workloads: some"):
         workload.find("other")
 
 
 def test_a_file_of_the_user_comes_before_a_shipped_one_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.setattr(workload, "SHIPPED", tmp_path)
-    written(tmp_path / "some.jsonl.gz", LINES)
+    written(tmp_path / "some.jsonl.xz", LINES)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     own = written(tmp_path / "here" / "some", LINES)
     assert workload.find("some").resolve() == own
 
 
-@pytest.mark.parametrize("file", sorted(workload.SHIPPED.glob("*.gz")), ids=lambda file: file.name)
+SHIPPED = sorted(workload.SHIPPED.glob(workload.SHIPPED_AS))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
 def test_what_is_shipped_can_be_read_and_says_where_it_comes_from(file):
     made = workload.read(file)
-    assert file.name == f"{made.name}.jsonl.gz"
-    with gzip.open(file, "rt") as lines:
+    assert file.name == f"{made.name}.jsonl.xz"
+    with lzma.open(file, "rt") as lines:
         header = json.loads(next(lines))
     assert header["source"]
     assert header["licence"]
