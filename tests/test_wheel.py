@@ -58,6 +58,7 @@ def test_every_module_and_data_file_is_in_the_wheel(wheel: Path) -> None:
     kinds = (".py", ".html", ".yaml", ".xz", ".typed")
     here = {path.relative_to(SOURCE.parent).as_posix() for path in SOURCE.rglob("*") if path.suffix in kinds}
     assert here <= packed
+    assert "anvil_mux/proxy/glossary.md" in packed  # a link in the checkout
     assert not {name for name in packed if name.startswith("tests/")}
 
 

@@ -157,7 +157,7 @@ def test_every_kind_of_text_is_read() -> None:
     assert {"compose/demo.yaml", "contrib/anvil-mux.service", "grafana/anvil-mux.json"} <= places
 
 
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+GLOSSARY, _, ON_PAGE = (ROOT / "docs" / "glossary.md").read_text().partition("\n## ")
 ROWS = re.findall(r"^\| (.+?) \| (.+?) \| ((?:state|event|setting) .+?) \|$", GLOSSARY, re.M)
 NAMED = {
     "state": {start for start, _ in TRANSITIONS} | {*TRANSITIONS.values()},

@@ -101,11 +101,13 @@ class Access:
     def check(self, request: http1.Request, entry: Entry) -> Entry:
         """``entry`` with the key that the request shows; BadRequest, Unauthorized, Forbidden."""
         self._check_origin(request, entry)
-        if not self.keys or request.path in OPEN or is_preflight(request, entry.reader):
+        is_open = request.path in OPEN or is_page(request) or is_preflight(request, entry.reader)
+        if not self.keys or is_open:
             return entry
         key = self.keys.of(request.fields)
         if entry.route is api.NO_ROUTE and not _may(key, request.path):
-            raise Forbidden("this API key may be used for models only")
+            right = "state" if request.path in STATE else "admin"
+            raise Forbidden(f"this API key may not use {request.path}: that needs a key with `{right}`")
         return entry._replace(key=key)
 
     def _check_origin(self, request: http1.Request, entry: Entry) -> None:
@@ -161,7 +163,7 @@ class Access:
                     return found
             elif choices := self.choices(each, key):
                 return self.meant(choices[0])._replace(choices=choices, swaps=self.config.any_of[each].swaps)
-        raise UnknownModel(name, self._usable(key))
+        raise UnknownModel(name, self.usable(key))
 
     def meant(self, name: str) -> Named:
         """The meaning of a name of a model, or of a preset."""
@@ -185,7 +187,7 @@ class Access:
             return found.models if found else ()
         return tuple([each for each in found.models if self.may_use(key, *self.meant(each)[:2])])
 
-    def _usable(self, key: Key | None) -> list[str]:
+    def usable(self, key: Key | None) -> list[str]:
         """The models, then the presets, then the names for several, that a key may use."""
         models = [model for model in self._names if self.may_use(key, model)]
         presets = [name for name in self._models if name in self._presets]
@@ -196,6 +198,21 @@ class Access:
 def _may(key: Key, path: str) -> bool:
     """Whether ``key`` may ask for something that is answered here."""
     return key.admin or LISTS.fullmatch(path) is not None or (key.state and path in STATE)
+
+
+def is_page(request: http1.Request) -> bool:
+    """Whether a browser opens the status page, which holds no state: its script asks for that, with a key."""
+    is_front = request.method == "GET" and request.path == "/"
+    return is_front and b"text/html" in request.fields.get(b"accept", b"")
+
+
+def challenge(request: http1.Request) -> bytes:
+    """Return the scheme that a refused request is asked for.
+
+    Browsers show a window of their own for Basic. The status page asks in its own words instead, and says so
+    by a field that scripts use for that.
+    """
+    return b"Bearer" if b"x-requested-with" in request.fields else b"Basic"
 
 
 def _is_of_another_site(request: http1.Request, host: bytes) -> bool:

@@ -20,7 +20,7 @@ from anvil_mux.errors import ClientGone, MuxError, Unauthorized
 from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
-from anvil_mux.proxy.access import Access, Entry
+from anvil_mux.proxy.access import Access, Entry, challenge
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.capture import Capture
 from anvil_mux.proxy.captures import Captures
@@ -159,7 +159,7 @@ class Handler:
         except ClientGone as gone:
             reply.keep, reply.status, reply.code = False, gone.status, gone.code
         except Unauthorized as error:
-            reply.refuse(error, [(b"WWW-Authenticate", b'Basic realm="anvil-mux"')])
+            reply.refuse(error, [(b"WWW-Authenticate", b'%b realm="anvil-mux"' % challenge(request))])
         except MuxError as error:
             reply.refuse(error)
         except Exception:

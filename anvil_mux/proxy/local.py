@@ -8,7 +8,7 @@ from anvil_mux.errors import BadRequest, NotFound
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
 from anvil_mux.protocol.completions import parse
-from anvil_mux.proxy.access import preflight
+from anvil_mux.proxy.access import is_page, preflight
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.captures import Captures
 from anvil_mux.proxy.diagnosis import Diagnosis
@@ -102,7 +102,7 @@ class Local:
             post(asked, reply, record)
         elif method == "GET" and path in self.streams:
             self.streams[path](asked, reply)
-        elif method == "GET" and path == "/" and b"text/html" in asked.request.fields.get(b"accept", b""):
+        elif is_page(asked.request):
             self._page.page(reply)
         elif method in ("GET", "HEAD") and get:
             status, kind, body = get(asked)

@@ -4,6 +4,7 @@
 the ``requests`` that ended, and the ``state`` when it has changed. Each watcher is served in the thread of
 its own connection from a place in the feed's rings (feed.py), so one that reads slowly holds up only itself
 and is told how much it ``lost``. While nothing happens nothing is sent but a comment line now and then.
+The snapshot says what the watcher's API key may do, if it shows one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import Reply
+from anvil_mux.proxy.terms import terms
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed, FeedPosition
@@ -36,6 +39,9 @@ SENSORS_SECONDS = 5.0
 """Seconds between two tellings of what GPUs measure, which differs at each look."""
 WAITERS = 50
 """The most waiting requests that are shown of each queue."""
+
+TERMS = "<!-- terms -->"
+"""The place in the page for what its terms mean."""
 
 Picture = dict[str, Any]
 
@@ -53,17 +59,17 @@ class Page:
         headers, body = _page()
         reply.whole(200, headers, body)
 
-    def events(self, _: Asked, reply: Reply) -> None:
+    def events(self, asked: Asked, reply: Reply) -> None:
         with self._feed.watching():
             reply.begin()
-            self._watch(reply)
+            self._watch(reply, _rights(asked))
             reply.end()
 
-    def _watch(self, reply: Reply) -> None:
+    def _watch(self, reply: Reply, rights: Picture) -> None:
         news, shown = self._feed.news(FeedPosition()), self._picture()
         events = [self._event(event) for event in news.events]
         requests = [_request(served) for served in news.requests]
-        reply.event(_message("snapshot", {**shown, "events": events, "requests": requests}))
+        reply.event(_message("snapshot", {**shown, **rights, "events": events, "requests": requests}))
         beat = measured = time.monotonic()
         while not self._feed.closed:
             news = self._feed.news(news.place, LOOK_SECONDS)
@@ -104,7 +110,8 @@ class Page:
 
 @cache
 def _page() -> tuple[list[Field], bytes]:
-    body = Path(__file__).with_name("page.html").read_bytes()
+    text = Path(__file__).with_name("page.html").read_text("utf-8")
+    body = text.replace(TERMS, _explained(text)).encode()
     script = body.partition(b"<script>")[2].partition(b"</script>")[0]
     allowed = b64encode(sha256(script).digest())
     policy = (
@@ -119,6 +126,23 @@ def _page() -> tuple[list[Field], bytes]:
         (b"Referrer-Policy", b"no-referrer"),
     ]
     return headers, body
+
+
+def _explained(page: str) -> str:
+    """The terms of a page, as it names them in ``data-term`` and ``data-terms``, with their explanations."""
+    named = re.findall(r'data-term="([^"$]+)"', page)
+    named += [term for several in re.findall(r'data-terms="([^"]+)"', page) for term in several.split(", ")]
+    meanings = terms()
+    return "".join(f"<dt>{escape(term)}<dd>{escape(meanings[term])}" for term in dict.fromkeys(named))
+
+
+def _rights(asked: Asked) -> Picture:
+    """The rights of a watcher's key, by which its page offers things; empty where none is asked for."""
+    key = asked.key
+    if key is None:
+        return {}
+    models = None if key.models is None else asked.access.usable(key)
+    return {"key": {"name": key.name, "admin": key.admin, "models": models}}
 
 
 def _message(kind: str, data: Picture) -> bytes:

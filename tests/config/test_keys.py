@@ -19,6 +19,7 @@ from anvil_mux.proxy.waiting import Patience
 from tests.fake_engine import JSON_OK, RawClient, Rig
 
 ROOT, ALICE, WATCH = "root-secret-key", "alice-secret-key", "watching-the-metrics"
+BOB = "bobs-secret-key"
 LINES = f"{ROOT}\n{ALICE} name=alice models=alias\n{WATCH} models=* state\n"
 
 
@@ -167,6 +168,22 @@ def test_without_a_key_nothing_is_told(locked: Rig, path: bytes) -> None:
     assert b"org/b" not in answer.body
 
 
+def test_a_browser_gets_the_page_without_a_key_and_nothing_else(locked: Rig) -> None:
+    accept = b"Accept: text/html,*/*;q=0.8\r\n"
+    page = locked.client().get(b"/", extra=accept)
+    assert page.status == 200
+    assert b"<title>anvil-mux</title>" in page.body
+    assert b"org/b" not in page.body
+    for path in (b"/healthz", b"/events", b"/metrics"):
+        assert locked.client().get(path, extra=accept).status == 401
+
+
+def test_a_script_that_shows_no_key_makes_no_browser_ask_for_a_password(locked: Rig) -> None:
+    answer = locked.client().get(b"/events", extra=b"X-Requested-With: anvil-mux\r\n")
+    assert answer.status == 401
+    assert answer.header(b"www-authenticate") == b'Bearer realm="anvil-mux"'
+
+
 @pytest.mark.parametrize("path", [b"/livez", b"/readyz", b"/health", b"/api/hello"])
 def test_probes_need_no_key(locked: Rig, path: bytes) -> None:
     assert locked.client().get(path).status == 200
@@ -293,6 +310,16 @@ def test_the_state_of_the_whole_is_for_those_who_may_see_it(
     locked: Rig, key: str, path: bytes, status: int
 ) -> None:
     assert get(locked, path, key).read().status == status
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "right"),
+    [(ALICE, b"/events", "state"), (ALICE, b"/why?model=a", "state"), (WATCH, b"/logs?model=a", "admin")],
+)
+def test_a_refusal_names_the_right_that_is_missing(locked: Rig, key: str, path: bytes, right: str) -> None:
+    told = json.loads(get(locked, path, key).read().body)["error"]["message"]
+    name = path.decode().partition("?")[0]
+    assert told == f"this API key may not use {name}: that needs a key with `{right}`"
 
 
 def test_who_may_see_the_state_may_follow_it(locked: Rig) -> None:
@@ -567,3 +594,27 @@ def test_a_stream_that_waits_for_a_place_is_told_so(make_rig: Callable[..., Rig]
     second.read_until(b": anvil-mux waiting for a place at a")
     held.send(JSON_OK)
     assert first.read().status == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "rights"),
+    [
+        (ROOT, {"name": "unnamed", "admin": True, "models": None}),
+        (WATCH, {"name": "unnamed", "admin": False, "models": None}),
+        (BOB, {"name": "bob", "admin": False, "models": ["a"]}),
+    ],
+)
+def test_who_follows_the_state_is_told_what_the_key_may_do(
+    make_rig: Callable[..., Rig], key: str, rights: object
+) -> None:
+    rig = make_rig(keys=ring(f"{LINES}{BOB} name=bob models=alias state\n"))
+    client = get(rig, b"/events", key)
+    client.read_until(b"event: snapshot\ndata: ")
+    snapshot = client.read_until(b"\n\n")
+    assert json.loads(snapshot)["key"] == rights
+
+
+def test_where_no_key_is_asked_for_there_is_none_to_tell_of(rig: Rig) -> None:
+    client = get(rig, b"/events", ROOT)
+    client.read_until(b"event: snapshot\ndata: ")
+    assert "key" not in json.loads(client.read_until(b"\n\n"))
