@@ -198,7 +198,7 @@ def test_the_demo_has_a_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--demo", "compose.yaml"])
     assert ended.value.code == 2
-    assert "leave out either it or FILE" in capsys.readouterr().err
+    assert "leave out either --demo or FILE" in capsys.readouterr().err
 
 
 def test_check_lists_what_will_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
