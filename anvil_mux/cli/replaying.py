@@ -248,8 +248,9 @@ def _report(given: argparse.Namespace, replay: Replay, config: Config | None, fi
         print_table(report.HEAD, report.table(replay.runs))
         print()
         print_table(report.CLIENTS_HEAD, report.clients_table(replay.runs))
-    for comparison in replay.comparisons:
-        print("", *comparison.sentences(), sep="\n")
+    for run in replay.runs:
+        if run.comparison:
+            print("", *run.comparison.sentences(), sep="\n")
 
 
 def _draw(path: str, runs: Iterable[LiveRun], config: Config | None) -> None:

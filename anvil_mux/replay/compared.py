@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
@@ -90,12 +91,28 @@ class Comparison:
         expected = self.simulated.figures.wait_mean_seconds
         return (self.measured.wait_mean_seconds - expected) / expected if expected else 0.0
 
+    @property
+    def waits(self) -> tuple[float, float, float, float]:
+        """The mean waits: simulated, with the answers that were seen, with the swaps too, and measured."""
+        expected, seen = self.simulated.figures, self.measured
+        a, b, c, d = [each.wait_mean_seconds for each in (expected, self.with_answers, self.with_swaps, seen)]
+        return a, b, c, d
+
+    def to_json(self) -> dict[str, Any]:
+        """The difference as an object of JSON: seconds of the mean wait by where they come from."""
+        expected, answers, swaps, seen = self.waits
+        pairs = ("answer_seconds", "load_seconds", "evict_seconds")
+        return {
+            "ratio": self.difference,
+            "of_answers_seconds": answers - expected,
+            "of_swaps_seconds": swaps - answers,
+            "of_others_seconds": seen - swaps,
+            **{name: dict(zip(("expected", "seen"), getattr(self, name), strict=True)) for name in pairs},
+        }
+
     def sentences(self) -> Iterator[str]:
         """The difference in words, by where it comes from."""
-        waits = [
-            one.wait_mean_seconds
-            for one in (self.simulated.figures, self.with_answers, self.with_swaps, self.measured)
-        ]
+        waits = self.waits
         yield (
             f"mean wait {waits[3]:.2f} s, simulated {waits[0]:.2f} s ({self.difference:+.0%}). "
             "Of the difference:"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any, TextIO
 
+from anvil_mux.replay.compared import Comparison
 from anvil_mux.replay.measured import Perceived, Spread, errors, perceived
 from anvil_mux.replay.sending import PlayedAnswer
 from anvil_mux.replay.watching import ToldLog
@@ -30,6 +31,8 @@ class LiveRun:
     serving: float | None = None
     """The part of the time in which GPUs were not being swapped."""
     told: ToldLog | None = None
+    comparison: Comparison | None = None
+    """The difference from the measured run beside it; None: it is one, or there is none."""
 
     @property
     def perceived(self) -> Perceived:
@@ -40,7 +43,9 @@ class LiveRun:
         told = asdict(self.figures) if self.figures else {each.name: None for each in fields(Figures)}
         seen = asdict(self.perceived) if self.answers else {}
         named = {"script": self.script, "at": self.at, "repeat": self.repeat}
-        more = {"serving_ratio": self.serving, "errors": errors(self.answers)}
+        more: dict[str, Any] = {"serving_ratio": self.serving, "errors": errors(self.answers)}
+        if self.comparison:
+            more["difference"] = self.comparison.to_json()
         row: dict[str, Any] = _finite({**named, **told, **more, "clients": seen})
         return row
 

@@ -14,7 +14,6 @@ from statistics import fmean
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
 from anvil_mux.replay import compared, pace, script
-from anvil_mux.replay.compared import Comparison
 from anvil_mux.replay.pace import EnginePace, UsualAnswer
 from anvil_mux.replay.player import MOST, Player
 from anvil_mux.replay.report import LiveRun
@@ -85,7 +84,6 @@ class Replay:
         self._ids = count(1)
         self._mark = f"replay-{os.getpid()}-{time.time_ns() & 0xFFFFFFFF:x}"
         self.runs: list[LiveRun] = []
-        self.comparisons: list[Comparison] = []
         self.was_interrupted = False
 
     def play(self, made: Workload | Trace) -> None:
@@ -250,8 +248,17 @@ class Replay:
             told=live.told,
             answers=live.answers,
         )
-        self.comparisons.append(found)
         simulated = found.simulated.figures
         gpus = {backend.name: backend.gpus for backend in self._config.backends}
         share = serving_share(found.simulated.log, live.told.begins, gpus, simulated.makespan_seconds)
-        self.runs.append(LiveRun(made.name, SIMULATED, live.repeat, (), figures=simulated, serving=share))
+        self.runs.append(
+            LiveRun(
+                made.name,
+                SIMULATED,
+                live.repeat,
+                (),
+                figures=simulated,
+                serving=share,
+                comparison=found,
+            )
+        )

@@ -7,9 +7,11 @@
               replicas with prefix caches, under routing policies in turns. Time to the first token, share of
               the input that was cached, balance; beside it the same traffic in `simulate --routing`, and how
               far the two agree on the order of the policies.
+    simulate  How near the simulation of `replay` comes: profiles in turns, each beside its simulation, and
+              what of the difference comes of answers and loads that took longer than in the warm-up.
 
-Each run begins with engines that were just started. The engines compute a tiny model on the CPU of this
-machine, so seconds are worth nothing elsewhere; what counts is one policy beside another.
+Each run of the first two begins with engines that were just started. The engines compute a tiny model on the
+CPU of this machine, so seconds are worth nothing elsewhere; what counts is one policy beside another.
 
 Nothing here passes or fails: a missed target is a finding, not an error.
 """
@@ -45,6 +47,7 @@ IMAGE = "anvil-mux-test/llamacpp"
 PROJECT = "anvil-bench-live"
 
 PROFILES = ("single", "balanced", "bursty", "dominant", "interleave")
+SIMULATED = ("balanced", "dominant")
 PACE = ("--tokens-per-second", "400")
 """A tenth of what one core computes of a tiny model, so that a second of service takes a tenth of one."""
 ROUTING = ("round_robin", "sticky", "lmetric", "least_prefill_work", "least_delay")
@@ -257,6 +260,60 @@ def agreement(rows: Sequence[Row], figure: str) -> float:
     return 1 - 6 * apart / (count * (count**2 - 1))
 
 
+# Measured beside simulated
+
+
+def simulate(given: argparse.Namespace, folder: Path) -> list[Row]:
+    services = {name: engine(name, f"tiny-{n}.gguf", 2, gpus=["0"]) for n, name in enumerate("ab", 1)}
+    rows: list[Row] = []
+    with server(folder, services, {"gpus": ["0"]}) as mux:
+        for name in services:
+            mux.chat(name, max_tokens=1)  # The first load makes a container, and takes longer for that.
+        for repetition in range(given.repeat):
+            for profile in given.profiles if repetition % 2 == 0 else given.profiles[::-1]:
+                rows.append(measure_beside_simulation(folder, mux, profile))
+                tell(rows[-1])
+    return rows + [summary([row for row in rows if row["profile"] == each]) for each in given.profiles]
+
+
+def measure_beside_simulation(folder: Path, mux: Running, profile: str) -> Row:
+    words = ["--profile", profile, "--model", "a=a", "--model", "b=b", *PACE, "--warm-up", "3"]
+    measured, virtual = anvil_mux(folder, "replay", *words, "--url", f"http://127.0.0.1:{mux.port}")
+    difference = virtual["difference"]
+    took = {
+        f"{what} s{when}": difference[f"{what}_seconds"][key]
+        for what in ("answer", "load")
+        for when, key in ((", warm-up", "expected"), ("", "seen"))
+    }
+    return {
+        "profile": profile,
+        "load average": os.getloadavg()[0],
+        "failed": measured["failed"],
+        "swaps": measured["swaps"],
+        "simulated swaps": virtual["swaps"],
+        "wait s": measured["wait_mean_seconds"],
+        "simulated wait s": virtual["wait_mean_seconds"],
+        "difference %": 100 * difference["ratio"],
+        "of answers s": difference["of_answers_seconds"],
+        "of swaps s": difference["of_swaps_seconds"],
+        "of others s": difference["of_others_seconds"],
+        **took,
+    }
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """How near the runs of one profile came: the median, the worst, and that of the mean of all."""
+    waits = [fmean(row[key] for row in rows) for key in ("wait s", "simulated wait s")]
+    apart = sorted([row["difference %"] for row in rows], key=abs)
+    return {
+        "profile": rows[0]["profile"],
+        "runs": len(rows),
+        "median difference %": apart[len(apart) // 2],
+        "worst difference %": apart[-1],
+        "difference of the means %": 100 * (waits[0] / waits[1] - 1),
+    }
+
+
 # Output
 
 
@@ -290,19 +347,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench live", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("policies", "routing"))
+    parser.add_argument("what", choices=("policies", "routing", "simulate"))
     parser.add_argument("--policies", type=names, metavar="NAME,..", help="by default those of the source")
-    parser.add_argument("--profiles", type=names, default=PROFILES, metavar="NAME,..")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N")
+    parser.add_argument("--profiles", type=names, metavar="NAME,..", help="by default those of the source")
+    parser.add_argument("--repeat", type=int, metavar="N", help="how often (1; of simulate: 3)")
     parser.add_argument("--sessions", type=int, default=12, metavar="N", help="of the trace (12)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which sessions, and when (0)")
     parser.add_argument("--shorter", type=int, default=4, metavar="N", help="divide lengths by it (4)")
     parser.add_argument("--faster", type=float, default=15.0, metavar="F", help="divide moments by it (15)")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    given.profiles = given.profiles or (SIMULATED if given.what == "simulate" else PROFILES)
+    given.repeat = given.repeat or (3 if given.what == "simulate" else 1)
     with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
         if given.what == "policies":
             rows = policies(given, Path(folder))
+        elif given.what == "simulate":
+            rows = simulate(given, Path(folder))
         else:
             given.policies = given.policies or list(ROUTING)
             rows = routing(given, Path(folder))

@@ -73,15 +73,21 @@ def test_the_simulation_of_what_really_happened_is_what_really_happened() -> Non
 def test_slow_answers_and_slow_loads_are_told_apart() -> None:
     seen = SwapTimes({"a-1": [1.0], "b-1": [5.0]}, {"a-1": [0.5], "b-1": [0.75]})
     found = comparison(seen, 2.0)
-    before, answers, swaps, measured = (
-        one.wait_mean_seconds
-        for one in (found.simulated.figures, found.with_answers, found.with_swaps, found.measured)
-    )
+    before, answers, swaps, measured = found.waits
     assert answers - before == pytest.approx(1.0 / 2)  # the second waits for an answer of 2 s, not 1 s
     assert swaps - answers == pytest.approx((2.0 + 2.5) / 2)  # both for the load, one for the eviction
     assert measured == pytest.approx(swaps)
     assert found.answer_seconds == (pytest.approx(1.5), pytest.approx(3.0))
     assert found.load_seconds == (pytest.approx(5.0 / 3), 3.0)
+    assert found.to_json() == {
+        "ratio": pytest.approx(measured / before - 1),
+        "of_answers_seconds": pytest.approx(0.5),
+        "of_swaps_seconds": pytest.approx(2.25),
+        "of_others_seconds": pytest.approx(0.0),
+        "answer_seconds": {"expected": pytest.approx(1.5), "seen": pytest.approx(3.0)},
+        "load_seconds": {"expected": pytest.approx(5.0 / 3), "seen": 3.0},
+        "evict_seconds": {"expected": pytest.approx(0.375), "seen": pytest.approx(0.625)},
+    }
     text = " ".join(found.sentences())
     assert "an answer took 3.000 s, and 1.500 s by its pace in the warm-up" in text
     assert "+0.50 s" in text

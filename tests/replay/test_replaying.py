@@ -51,6 +51,8 @@ def test_a_session_is_played_and_stands_beside_its_simulation(
     assert measured["clients"]["ttft"]["mean"] > measured["wait_mean_seconds"] > 0
     assert 0 < measured["serving_ratio"] < 1
     assert (measured["script"], simulated["at"]) == ("w", "simulated")
+    waits = measured["wait_mean_seconds"], simulated["wait_mean_seconds"]
+    assert simulated["difference"]["ratio"] == pytest.approx(waits[0] / waits[1] - 1)
     rows = list(csv.DictReader(requests.read_text().splitlines()))
     assert [(row["model"], row["tokens"], row["prompt_tokens"]) for row in rows] == [
         (model, "10", "32") for model in "aba"
