@@ -370,6 +370,9 @@ class House:
         self.calls.append(f"resume {backend.name}")
         self.frozen.discard(backend.name)
 
+    def lost_its_port(self, backend: Backend) -> bool:
+        return False
+
     def is_frozen(self, backend: Backend) -> bool:
         return backend.name in self.frozen
 

@@ -42,6 +42,7 @@ from anvil_mux.host import byhand
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.proxy.connections import Address
 from anvil_mux.proxy.relay import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
@@ -378,9 +379,7 @@ class _Ring:
 
     def _burst_by_hand(self, backend: Backend, count: int, pool: ThreadPoolExecutor) -> float:
         self._hand.stop(backend)
-        parts = urlsplit(self._hand.start(backend))
-        address = parts.hostname or "", parts.port or 80
-        self._asker.ask_until_answered(backend, address)
+        _, address = self._start_by_hand(backend)
         question = self._asker.question(backend).whole(BURST_TOKENS)
         begun = time.monotonic()
         asked = [pool.submit(question.ask, backend, address) for _ in range(count)]
@@ -396,14 +395,27 @@ class _Ring:
         begun = time.monotonic()
         if self._way == "stop":
             self._hand.stop(before)
-            url = self._hand.start(after)
-        else:
-            evicted = self._host.evict(before, self._way)
-            self._residual[before.name] = sum(evicted.residual.values())
-            loaded = self._host.load(after, self._way)
-            if loaded.how == "stop":
-                raise BackendError(f"{after.name} had to be started anew: it did not wake by {self._way}")
-            url = loaded.url
-        parts = urlsplit(url)
-        address = parts.hostname or "", parts.port or 80
-        return self._asker.ask_until_answered(after, address) - begun
+            stopped = time.monotonic()
+            return stopped - begun + self._start_by_hand(after)[0]
+        evicted = self._host.evict(before, self._way)
+        self._residual[before.name] = sum(evicted.residual.values())
+        loaded = self._host.load(after, self._way)
+        if loaded.how == "stop":
+            raise BackendError(f"{after.name} had to be started anew: it did not wake by {self._way}")
+        return self._asker.ask_until_answered(after, _address(loaded.url), self._host.ended) - begun
+
+    def _start_by_hand(self, backend: Backend, *, again: bool = False) -> tuple[float, Address]:
+        """Start it; the seconds until it answered, and its address. A start that lost its port counts not."""
+        begun = time.monotonic()
+        address = _address(self._hand.start(backend))
+        try:
+            return self._asker.ask_until_answered(backend, address, self._host.ended) - begun, address
+        except BackendError:
+            if again or not self._host.runtime.lost_its_port(backend):
+                raise
+        return self._start_by_hand(backend, again=True)
+
+
+def _address(url: str) -> Address:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or 80

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
@@ -14,6 +14,8 @@ from anvil_mux.proxy.connections import Address
 
 ASK_PAUSE = 0.01
 """Seconds between two attempts to get an answer."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at whether the backend has ended."""
 CONNECT_SECONDS = 1.0
 
 
@@ -37,14 +39,22 @@ class Asker:
         """The one that it was found to answer."""
         return self._known[backend.name]
 
-    def ask_until_answered(self, backend: Backend, address: Address) -> float:
-        deadline = time.monotonic() + backend.load_timeout
+    def ask_until_answered(
+        self, backend: Backend, address: Address, ended: Callable[[Backend], str | None]
+    ) -> float:
+        """The moment of the first answer's first byte; ``ended`` says how the backend ended, if it has."""
+        begun = looked = time.monotonic()
         while True:
             try:
                 return self.ask(backend, address)
             except BackendError:
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - begun > backend.load_timeout:
                     raise
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                if how := ended(backend):
+                    raise BackendError(f"{backend.name} {how} before it answered")
             time.sleep(ASK_PAUSE)
 
 

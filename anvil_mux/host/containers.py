@@ -295,6 +295,9 @@ class ContainerRuntime:
         how = how_it_ended(container)
         return how and (self._deaths.revived(backend.name) or how)
 
+    def lost_its_port(self, backend: Backend) -> bool:
+        return False  # Docker holds the port that it chose
+
     def is_frozen(self, backend: Backend) -> bool:
         container = self._project.find(backend)
         return container is not None and container.status == "paused"

@@ -39,6 +39,8 @@ from anvil_mux.state import state_folder, write_whole
 MARK = "ANVIL_MUX_RUN"
 PLACE = re.compile(r"\$(?:\{(HOST|PORT)\}|(HOST|PORT)\b)")
 """The words of a command that stand for the address and the port at which the service is to listen."""
+PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
+"""How engines say that they cannot have their port."""
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
 REAP_SECONDS = 1.0
@@ -165,6 +167,11 @@ class ProcessRuntime:
         if code is None:
             return "does not run" if record is None else "ended"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def lost_its_port(self, backend: Backend) -> bool:
+        if backend.port is not None or self.ended(backend) is None:
+            return False
+        return any(map(PORT_TAKEN.search, self.log_tail(backend)))
 
     def running(self) -> dict[str, str]:
         found = {}

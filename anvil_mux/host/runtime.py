@@ -53,6 +53,12 @@ class Runtime(Protocol):
     def ended(self, backend: Backend) -> str | None:
         """Say for people how it ended ("exited with code 1"); None while it runs or is frozen."""
 
+    def lost_its_port(self, backend: Backend) -> bool:
+        """Whether it ended because somebody took the port that was chosen for it, before it could.
+
+        Another start gets another port.
+        """
+
     def running(self) -> dict[str, str]:
         """Service name -> base URL of every service of this project that runs now.
 

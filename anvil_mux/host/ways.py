@@ -7,6 +7,7 @@ to say.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ from typing import ClassVar, Protocol
 
 from anvil_mux.config import service
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import BackendError, Cancelled
+from anvil_mux.errors import BackendError, Cancelled, LoadError
 from anvil_mux.host import control
 from anvil_mux.host.adapters import load_adapters
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.visit import await_ready
+
+log = logging.getLogger(__name__)
 
 Told = Callable[[Backend, str, float], object]
 """Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
@@ -129,8 +132,17 @@ class Stop:
         self._tools = tools
 
     def load(self, backend: Backend) -> str:
+        begun = self._tools.now()
+        try:
+            return self._load(backend, begun)
+        except LoadError:
+            if not self._tools.runtime.lost_its_port(backend):
+                raise
+        log.warning("%s lost its port to another program, and is started with another one", backend.name)
+        return self._load(backend, begun)
+
+    def _load(self, backend: Backend, begun: float) -> str:
         tools = self._tools
-        begun = tools.now()
         with tools.phase(backend, "load"):
             url = tools.start(backend)
         with tools.phase(backend, "ready"):

@@ -246,6 +246,45 @@ def test_where_no_gpu_tells_it_declared_memory_counts(
     assert rows["large"]["bus_bytes_per_second"] is None
 
 
+ENDS = """
+echo >> {file}
+case $(wc -l < {file}) in {starts}) echo "{says}"; exit 1;; esac
+exec "$0" "$@"
+"""
+"""The command of a service that ends at once on some of its starts."""
+
+
+def ending(folder: Path, starts: str, says: str) -> Path:
+    """A compose file in which large does so."""
+    file = compose(folder)
+    content = yaml.safe_load(file.read_text())
+    about = content["services"]["large"]
+    script = ENDS.format(file=folder / "starts", starts=starts, says=says).replace("$", "$$")
+    about["command"] = ["sh", "-c", script, *about["command"]]
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+def test_who_loses_its_port_to_somebody_is_started_with_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second start of large is by the multiplexer, the fourth by hand."""
+    file = ending(tmp_path, "2|4", "OSError: [Errno 98] Address already in use")
+    rows = measured(capsys, file, "--repeat", 1)
+    assert [(row["backend"], row["swaps"]) for row in rows] == [("small", 1), ("large", 1)]
+    assert (tmp_path / "starts").read_text().count("\n") == 7
+    assert running(file) == {}
+
+
+def test_who_ends_before_it_answers_by_hand_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ending(tmp_path, "3", "no such weights")
+    assert main(["bench", "swap", str(file), "--repeat", "1"]) == 1
+    assert "by stop: large exited with code 1 before it answered" in capsys.readouterr().err
+    assert running(file) == {}
+
+
 def test_who_does_not_wake_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,44 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(house: House):
     assert not house.file("a.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("says", "lost"),
+    [
+        ("OSError: [Errno 98] Address already in use", True),
+        ("error while attempting to bind on address ('127.0.0.1', 1): address already in use", True),
+        ("srv start: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 1", True),
+        ("Error: listen EADDRINUSE", True),
+        ("no such weights", False),
+    ],
+)
+def test_an_engine_that_says_that_its_chosen_port_is_taken_has_lost_it(house: House, says: str, lost: bool):
+    backend = shell(f'echo "{says}"; exit 1')
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gone(house.pid())
+    assert runtime.lost_its_port(backend) == lost
+
+
+def test_a_declared_port_is_not_exchanged_for_another(house: House):
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        backend = shell('echo "address already in use"; exit 1', port=held.getsockname()[1])
+        runtime = house.runtime(backend)
+        runtime.start(backend)
+    gone(house.pid())
+    assert not runtime.lost_its_port(backend)
+
+
+def test_an_engine_that_runs_has_its_port_whatever_it_says(house: House):
+    backend = shell(f'echo "address already in use"; echo > {house.gate()}; {FOREVER}')
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    assert (house.folder / "gate").read_text() == "\n"
+    assert runtime.log_tail(backend) == ["address already in use"]
+    assert not runtime.lost_its_port(backend)
+
+
 def test_nothing_of_an_earlier_run_is_shown_when_the_port_is_taken(house: House):
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -44,6 +44,9 @@ class Notes:
     def is_frozen(self, backend: Backend) -> bool:
         return False
 
+    def lost_its_port(self, backend: Backend) -> bool:
+        return False
+
     def pids(self, backend: Backend) -> list[int]:
         return []
 
@@ -101,6 +104,34 @@ def test_a_failed_load_reads_the_log_first_and_then_cleans_up():
     assert caught.value.log == ("first", "last")
     assert "a exited with code 1 after" in caught.value.message
     assert caught.value.message.endswith("Last lines of the engine's log:\nfirst\nlast")
+
+
+class PortsTaken(Notes):
+    """A runtime whose service does not get its port, so many times."""
+
+    def __init__(self, url: str, times: int) -> None:
+        super().__init__(url)
+        self.times = times
+
+    def start(self, backend: Backend) -> str:
+        self.how = "exited with code 1" if self.calls.count("start") < self.times else None
+        return super().start(backend)
+
+    def lost_its_port(self, backend: Backend) -> bool:
+        return True
+
+
+def test_a_service_whose_port_somebody_took_gets_another_one(healthy: Stub):
+    runtime = PortsTaken(healthy.url, 1)
+    assert Swapper(runtime).load(BACKEND, "stop") == Loaded(healthy.url, "stop")
+    assert runtime.calls == ["start", "start"]
+
+
+def test_a_service_that_loses_its_port_twice_has_failed():
+    runtime = PortsTaken("http://127.0.0.1:9", 2)
+    with pytest.raises(LoadError, match="a exited with code 1"):
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls == ["start", "start", "log_tail", "stop"]
 
 
 def test_a_start_that_fails_is_a_load_error_after_the_clean_up():
