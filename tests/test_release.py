@@ -154,11 +154,10 @@ def test_a_release_is_tagged_when_all_was_tried(
     assert (code, told) == (0, [])
     assert git(checkout, "tag", "--points-at", "HEAD") == "v1.2.3"
     called = (tmp_path / "calls").read_text().splitlines()
-    commit = git(checkout, "rev-parse", "--short", "HEAD")
+    short = git(checkout, "rev-parse", "--short", "HEAD")
     assert called[0] == "test quick"
-    assert (
-        f"docker build --quiet --build-arg COMMIT={commit} --tag anvil-mux:1.2.3 --network host"
-        in "".join(called)
+    assert f"docker build --quiet --build-arg COMMIT={short} --tag anvil-mux:1.2.3 --network host" in "".join(
+        called
     )
     demos = [line for line in called if line.endswith("serve --demo --port 0")]
     assert [re.sub(r"^python \S+/try_demo.py (\S+/)?", "", line).split()[0] for line in demos] == [
@@ -174,5 +173,5 @@ def test_what_is_not_what_it_ought_to_be_gets_no_tag(
 ) -> None:
     code, printed, told = release(checkout, "1.2.3", **stand_ins, **wrong)
     assert (code, len(told)) == (1, 1)
-    assert "To publish" not in printed
+    assert "publish" not in printed
     assert git(checkout, "tag") == ""
