@@ -17,7 +17,7 @@ RUN ANVIL_COMMIT=$COMMIT /opt/anvil-mux/bin/pip install --no-cache-dir /src
 FROM ${BASE}
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends docker-cli docker-compose python3 \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
 # A volume that is mounted there for the first time takes its owner over.
 RUN install -d -m 700 -o 10001 -g 10001 /var/lib/anvil-mux
 COPY --from=build /opt/anvil-mux /opt/anvil-mux
