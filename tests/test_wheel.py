@@ -27,12 +27,15 @@ MOST_DATA_BYTES = 180_000
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel made of the files that the image is made of."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    context = [line.removeprefix("!") for line in lines if line.startswith("!")]
     # A copy: what setuptools leaves in a folder (build/) must not be taken into the next wheel.
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, tracked.stdout.split("\0")):
-        if name.startswith("anvil_mux/") or "/" not in name:
+        if any(name == each or name.startswith(f"{each}/") for each in context):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     command = [
