@@ -24,7 +24,7 @@ FLAGS = (
 class Chromium:
     """One page in one browser. Used by one thread; ``problems`` are what the page did wrong so far."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str] | None = None) -> None:
         assert PROGRAM, "Debian's package `chromium` is needed"
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
@@ -33,6 +33,7 @@ class Chromium:
         self._process = subprocess.Popen(
             ["bash", "-c", shell, PROGRAM, str(folder)],
             pass_fds=(to_read, to_write),
+            env={**os.environ, **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -45,6 +46,11 @@ class Chromium:
         self.problems: list[str] = []
         self.asked: list[str] = []
         """The addresses that the page asked for."""
+        self.tab()
+
+    def tab(self) -> None:
+        """Goes on in a new tab, beside those that are open."""
+        self._session = ""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
@@ -106,6 +112,10 @@ class Chromium:
             self._call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text
             )
+
+    def type(self, text: str) -> None:
+        """Types into what has the focus."""
+        self._call("Input.insertText", text=text)
 
     def tree(self) -> list[tuple[str, str]]:
         """(role, name) of everything that a screen reader meets."""
