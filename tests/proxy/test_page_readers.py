@@ -43,6 +43,10 @@ EVERYTHING = """
   }
   Object.assign(state.models["model-loading"], {progress: {fraction: 0.4, words: "weights 40 %"}});
   Object.assign(state.models["model-ready"], {pinned: true, leases: 3, load_seconds: 4.2, presets: ["fast"]});
+  const places = ["alpha/0", "alpha/1", "alpha/2", "alpha/3"];
+  const answers = [{request: "2867cffc99-1e", run_seconds: 6}];
+  Object.assign(Object.values(state.models["model-ready"].backends)[0], {gpus: places, size: 2 ** 37});
+  Object.assign(state.models["model-draining"], {draining: {seconds_left: 20, answers}});
   Object.assign(state.models["model-stopped"], {last_error: "it exited with code 1"});
   Object.assign(state.models["on-lost"], {host_lost: true});
   const elsewhere = {server: "cloud.example", circuit: "half_open", why: "x"};
@@ -191,7 +195,7 @@ def test_everything_has_contrast_by_day_and_by_night(page: Chromium, scheme: str
     } <= seen
 
 
-@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+@pytest.mark.parametrize("width", [320, 390, 768, 900, 1000, 1280])
 def test_everything_has_room_on_every_screen(page: Chromium, width: int) -> None:
     page.size(width, 844, phone=width < 768)
     if (folder := os.environ.get("ANVIL_PAGE_PICTURES")) and width in (390, 1280):
