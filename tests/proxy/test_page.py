@@ -331,7 +331,7 @@ def test_a_model_is_pinned_and_unpinned(mux: Running, page: Chromium) -> None:
     assert mux.chat(ODD)[0] == 422
     press(page, "a", "Unpin")
     page.wait(f"{row('a')}.querySelector('.tag').hidden")
-    page.wait("document.getElementById('swaps').textContent.includes('unpinned: it may be evicted')")
+    page.wait("document.getElementById('swaps').textContent.includes('unpinned: may be evicted')")
     assert mux.chat(ODD)[0] == 200
 
 
