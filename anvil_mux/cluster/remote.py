@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -229,6 +229,10 @@ class RemoteHost:
                 pass  # whoever gives the host up ends its loads
 
         self._clock.spawn(cancel, f"cancel-{backend.name}")
+
+    def read_ahead(self, backends: Sequence[str]) -> None:
+        with suppress(MuxError):  # it would only have been sooner
+            self._ask("read_ahead", tuple(backends))
 
     def evict(self, backend: Backend, how: str) -> Evicted:
         found: Evicted = self._step("evict", backend, how)

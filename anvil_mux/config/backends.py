@@ -40,6 +40,7 @@ class Surroundings:
     plain: bool
     """Whether the files were read without the Compose program."""
     preload: bool
+    read_ahead: bool
     judge: Judge | None
 
 
@@ -118,6 +119,7 @@ class BackendReader:
         used = given.pop("gpus", None)
         self._check_choice(name, described, hosts=hosts, count=count, most=most, used=used)
         given.setdefault("preload", self._around.preload)
+        given.setdefault("read_ahead", self._around.read_ahead)
         given.setdefault("evict_to", service.lightest_levels(described, variables, engine))
         if "profile" in given:
             given["profile"] = self._profile(name, given["profile"])

@@ -195,6 +195,8 @@ class Backend:
     """Bytes of host memory that it needs while it runs; None: as measured, if they were."""
     preload: bool = False
     """Whether it is loaded once at the start, before anybody asks for it."""
+    read_ahead: bool = True
+    """Whether its weights are read into the page cache while requests wait for its load to begin."""
     strip: tuple[str, ...] = ()
     """Fields that are left out of the JSON that it is asked."""
     set: tuple[tuple[str, str], ...] = ()
@@ -312,6 +314,8 @@ class Config:
     """The hosts that services name and that are not in the cluster; each has its backends all the same."""
     preload: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
+    read_ahead: bool = True
+    """Whether the weights of backends are read ahead, unless they say otherwise."""
     key_file: str | None = None
     """The absolute path of the file with API keys."""
     tls_cert: str | None = None

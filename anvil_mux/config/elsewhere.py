@@ -22,7 +22,7 @@ OF_ENGINES = frozenset(
         *("gpus", "gpu_count", "hosts", "most", "vram", "port", "pin", "ttl", "min_residency", "routing"),
         *("kv_tokens", "infer_type", "node", "failure_domain", "profile", "load_timeout", "stop_timeout"),
         *("evict_to", "demote_after", "ram", "preload", "checkpoint_anyway", "drain_timeout", "home"),
-        *("home_after", "loras", "prompt_cache"),
+        *("home_after", "loras", "prompt_cache", "read_ahead"),
     )
 )
 """Settings of engines that we load, which say nothing about a server elsewhere."""

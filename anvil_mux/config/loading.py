@@ -162,6 +162,7 @@ class _ConfigReader:
             process=values.get("runtime", default_of(Config, "runtime")) == "process",
             plain=content.plain,
             preload=values.get("preload", default_of(Config, "preload")),
+            read_ahead=values.get("read_ahead", default_of(Config, "read_ahead")),
             judge=self._judge,
         )
 

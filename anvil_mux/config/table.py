@@ -293,6 +293,11 @@ SETTINGS: dict[str, Setting] = {
         logged=True,
     ),
     "preload": _live(settings.FLAG, "Load every model once at startup, before the first request."),
+    "read_ahead": _live(
+        settings.FLAG,
+        "Read a model's weights into the page cache while its requests wait for its load to begin "
+        "(see swaps.md).",
+    ),
     "key_file": _live(
         TEXT,
         "A file of API keys, one to a line, beside those in ANVIL_API_KEYS (see security.md).",
@@ -422,6 +427,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     ),
     "ram": _steers(settings.MEMORY, "How much host memory it needs while it runs; by default as measured."),
     "preload": _steers(settings.FLAG, "As at the top level, for this model."),
+    "read_ahead": _live(settings.FLAG, "As at the top level, for this model."),
     "strip": _live(
         ValueKind(
             "list of names", lambda value: check_strip(settings.NAMES.read(value)), settings.NAMES.shape

@@ -42,6 +42,8 @@ class Container:
     """The addresses and ports on the host that its description names."""
     wants_devices: bool = False
     """Whether its description asks for GPUs or their like."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """Paths inside, and the paths on the host that they are, volumes too."""
 
     @property
     def run(self) -> tuple[str, str]:
@@ -114,6 +116,9 @@ def read_container(found: Mapping[str, Any]) -> Container:
         tty=bool(config.get("Tty")),
         wants_ports=tuple((ip, port) for _, ip, port in _bindings(wanted) if port),
         wants_devices=bool(host.get("DeviceRequests")),
+        mounts=tuple(
+            (each["Destination"], each["Source"]) for each in found.get("Mounts") or () if each.get("Source")
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
 from anvil_mux.host.container import ALIVE, HALF_REMOVED, Container, base_url, how_it_ended
@@ -307,6 +308,10 @@ class ContainerRuntime:
         if id is None and (container := self._project.look_up(backend)):
             id = container.id
         return self._engine.processes(id) if id else []
+
+    def mounts(self, backend: Backend) -> Mounts:
+        container = self._project.find(backend)
+        return container.mounts if container else ()
 
     def owner(self, pid: int) -> str | None:
         id = gpu.container(pid)

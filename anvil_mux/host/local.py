@@ -9,10 +9,12 @@ import os
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
+from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu, rights
 from anvil_mux.host.adopt import Adopter, Notes
@@ -23,6 +25,7 @@ from anvil_mux.host.news import NewsBoard
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.host.prompt_cache import PromptCache, files_of
 from anvil_mux.host.prompt_files import KeptPrompt
+from anvil_mux.host.read_ahead import ReadAhead
 from anvil_mux.host.reading import Gpus
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import (
@@ -39,11 +42,13 @@ from anvil_mux.host.seam import (
     PhaseTook,
     PromptsKept,
     ServiceEnded,
+    WeightsRead,
 )
 from anvil_mux.host.served import ServiceNote
 from anvil_mux.host.starter import Detached
 from anvil_mux.host.swap import Swapper
 from anvil_mux.host.ways import WAYS, Told
+from anvil_mux.host.weights import weights_of
 from anvil_mux.state import state_folder
 
 
@@ -120,6 +125,7 @@ class LocalHost:
             lacks=self._lacks,
         )
         self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
+        self._read_ahead = ReadAhead(self._weights, lambda *read: self._board.put(WeightsRead(*read)))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
         self._is_to_monitor = False
@@ -204,13 +210,26 @@ class LocalHost:
 
     def load(self, backend: Backend, how: str, number: int = 0) -> Loaded:
         self._backends[backend.name] = backend
-        with self._load_logs.reading(backend) if how == "stop" else nullcontext():
+        reading = self._load_logs.reading(backend) if how == "stop" else nullcontext()
+        with self._read_ahead.pausing(), reading:
             loaded = self._swapper.load(backend, how, number)
         self._loads[backend.name] = number
         return loaded
 
     def cancel(self, backend: Backend, number: int) -> None:
         self._swapper.cancel(backend, number)
+
+    def read_ahead(self, backends: Sequence[str]) -> None:
+        known = {backend.name: backend for backend in self._config.backends}
+        self._read_ahead.order([known[name] for name in backends if name in known])
+
+    def _weights(self, backend: Backend) -> list[Path]:
+        """The files of a backend's weights on this machine."""
+        mounted: Mounts = ()
+        if not all(outside for _, outside in backend.service.mounts):
+            with suppress(MuxError):
+                mounted = self.runtime.mounts(backend)
+        return weights_of(backend, mounted)
 
     def evict(self, backend: Backend, how: str) -> Evicted:
         return self._swapper.evict(backend, how)
@@ -240,6 +259,7 @@ class LocalHost:
         self._gpu_monitor.watch()
 
     def close(self) -> None:
+        self._read_ahead.order(())
         self._board.close()
         self._load_logs.worker.close()
         self._gpu_monitor.worker.close()

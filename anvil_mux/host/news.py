@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from anvil_mux.host.seam import GpusSeen, HostNews, LoadSaid, PhaseTook, PromptsKept, ServiceEnded
+from anvil_mux.host.seam import AnyNews, GpusSeen, HostNews, LoadSaid, PromptsKept
 
 MOST = 1000
 
@@ -23,7 +23,7 @@ class NewsBoard:
         self._number = 0
         self._closed = False
 
-    def put(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept) -> None:
+    def put(self, what: AnyNews) -> None:
         """Add news. Never blocks."""
         with self._changed:
             self._number += 1

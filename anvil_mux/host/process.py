@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
@@ -150,6 +151,9 @@ class ProcessRuntime:
     def pids(self, backend: Backend) -> list[int]:
         record = self._record(backend.name)
         return [] if record is None else sorted(_members(record))
+
+    def mounts(self, backend: Backend) -> Mounts:
+        return backend.service.mounts
 
     def owner(self, pid: int) -> str | None:
         seen = _stat(pid)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.prompt_files import Binding, KeptPrompt, PromptFiles
 from anvil_mux.host.visit import Visit
+from anvil_mux.host.weights import shards
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ SAVE_SECONDS = 30.0
 """How long an eviction waits for prompts to be saved."""
 RESTORE_SECONDS = 30.0
 """How long a load waits for prompts to be restored."""
-SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.gguf$")
-"""The end of the name of a model file that is one of several."""
 
 
 class Unkept(Exception):
@@ -285,7 +283,7 @@ def _binding(visit: Visit, props: dict[str, Any], began: float | None = None) ->
         path = prompt_cache.on_host(service, inside)
         if not path:
             raise Unkept(f"{inside} is in no folder of this machine, so a changed model would not be noticed")
-        for file in _shards(Path(path)):
+        for file in shards(Path(path)):
             try:
                 seen = file.stat()
             except OSError as error:
@@ -307,12 +305,3 @@ def _model_files(command: Sequence[str], model: str) -> Iterator[str]:
         for part in word.rpartition("=")[2].split(","):
             if part.endswith(".gguf") and part != model:
                 yield part
-
-
-def _shards(file: Path) -> Iterator[Path]:
-    """All files of a model that is in several."""
-    if not (found := SHARD.search(file.name)):
-        yield file
-        return
-    for number in range(1, int(found[1]) + 1):
-        yield file.with_name(f"{file.name[: found.start()]}-{number:05}-of-{found[1]}.gguf")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 
@@ -49,6 +50,9 @@ class Runtime(Protocol):
 
         Told from memory and /proc alone, without Docker.
         """
+
+    def mounts(self, backend: Backend) -> Mounts:
+        """The folders of this host that its container has, those of volumes too; () where there is none."""
 
     def ended(self, backend: Backend) -> str | None:
         """Say for people how it ended ("exited with code 1"); None while it runs or is frozen."""

@@ -9,7 +9,7 @@ happens there without being asked for is news, which the caller fetches by a lon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -234,11 +234,24 @@ class PromptsKept(NamedTuple):
     size: int
 
 
+class WeightsRead(NamedTuple):
+    """Weights of a backend were read into the page cache before its load."""
+
+    backend: str
+    size: int
+    """Bytes that were not there before."""
+    seconds: float
+
+
+AnyNews = ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept | WeightsRead
+"""The things that may happen."""
+
+
 class HostNews(NamedTuple):
     """One thing that happened; later ones have greater numbers."""
 
     number: int
-    what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept
+    what: AnyNews
 
 
 class Host(Protocol):
@@ -283,6 +296,13 @@ class Host(Protocol):
 
     def cancel(self, backend: Backend, number: int) -> None:
         """End the load of that number before its time, also if it has not begun yet. Never blocks."""
+
+    def read_ahead(self, backends: Sequence[str]) -> None:
+        """Read the weights of these into the page cache, in this order, and those of no others any more.
+
+        They are named as they are configured here. It returns at once; nothing is read while a load is under
+        way.
+        """
 
     def evict(self, backend: Backend, how: str) -> Evicted:
         """Return when the GPUs are free; BackendError if they may not be. ``how``: the way to leave them."""

@@ -17,8 +17,9 @@ from typing import Any
 from anvil_mux.clock import Clock
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.change import Change
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
+from anvil_mux.config.settings import gib
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, Host, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -36,6 +37,7 @@ from anvil_mux.serve.learned import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.logfiles import rotation
 from anvil_mux.serve.options import CannotServe, Options
 from anvil_mux.serve.pause_file import PauseFile
+from anvil_mux.serve.read_ahead import ReadingAhead
 from anvil_mux.serve.scraper import Scraper
 from anvil_mux.serve.store import RedisStore, Sharing, StoreError
 from anvil_mux.serve.terminal import say
@@ -43,7 +45,7 @@ from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import EventLog
 from anvil_mux.telemetry.feed import Feed
-from anvil_mux.telemetry.journal import Journal
+from anvil_mux.telemetry.journal import NORMAL, Journal
 from anvil_mux.telemetry.metrics import Metrics
 from anvil_mux.telemetry.usage import Usage
 
@@ -121,6 +123,7 @@ class Parts:
             form=self.options.log_format,
             verbosity=self.options.verbosity,
         )
+        self.read_ahead = ReadingAhead()
         self.event_log: EventLog | None = None
         if given.events is not None:
             head = eventlog.header(self.config, self.clock.wall(0.0))
@@ -140,12 +143,14 @@ class Parts:
             has_heard=self.relay.has_heard,
         )
         self.adoption = Adoption(hosts, self.mux, self.say)
+        self.read_ahead.begin(self.mux.overview.coming_loads, self.hosts.all)
         self.elsewhere = ElsewhereWatch(self.mux.circuits, self.say)
         self.hosts.begin(
             self.mux,
             self.adoption,
             self.clock,
             took=self.journal.told,
+            read_ahead=self._tell_read_ahead,
             say=self.say,
             fenced=given.fenced,
         )
@@ -187,6 +192,12 @@ class Parts:
         for warning in self.missing_rights:
             if warning not in before and self.options.verbosity >= 0:
                 self.say(f"warning: {warning}")
+
+    def _tell_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
+        """Count what was read before a load, and say it."""
+        self.journal.told_read_ahead(backend, size, seconds)
+        if self.options.verbosity >= NORMAL:
+            self.say(f"{backend.name}: {gib(size)} of its weights were read ahead in {seconds:.1f} s")
 
     def _circuits(self) -> dict[str, str]:
         """Backend elsewhere -> the state of its circuit."""
@@ -234,15 +245,16 @@ class Parts:
 
     def _observers(self) -> Callable[[Event], object]:
         """The observers of the multiplexer's events, which are called under its lock."""
-        observe, event_log = self.journal.observe, self.event_log
-        if event_log is None:
-            return observe
+        observe, read_ahead = self.journal.observe, self.read_ahead.observe
+        append = self.event_log.append if self.event_log else None
 
-        def tell_both(event: Event) -> None:
+        def tell_all(event: Event) -> None:
             observe(event)
-            event_log.append(event)
+            read_ahead(event)
+            if append:
+                append(event)
 
-        return tell_both
+        return tell_all
 
     def _keep_house(self) -> None:
         """Tidy up and save what was learned, now and then, in the journal's thread."""

@@ -92,18 +92,19 @@ class HostsInUse:
         clock: Clock,
         *,
         took: Callable[[Backend, str, float], object],
+        read_ahead: Callable[[Backend, int, float], object],
         say: Callable[[str], object],
         fenced: Callable[[str], object],
     ) -> None:
         """Make what watches hosts, before they are asked for anything."""
         self._mux, self._clock, self._say = mux, clock, say
-        self.news = NewsReader("", self.local, mux, took)
+        self.news = NewsReader("", self.local, mux, took, read_ahead)
         self.news_worker = Worker("news", self.news.read)
 
         def watch(name: str, *, is_lost: bool) -> HostWatch:
             assert self.cluster
             host = self.cluster.host(name)
-            news = NewsReader(name, host, mux, took)
+            news = NewsReader(name, host, mux, took, read_ahead)
             return HostWatch(host, mux, adoption, news, clock=clock, say=say, fenced=fenced, is_lost=is_lost)
 
         self._watch = watch

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from anvil_mux.config.config import Backend, gpu_name
-from anvil_mux.host.seam import GpusSeen, Host, LoadSaid, PhaseTook, PromptsKept, ServiceEnded, Sight
+from anvil_mux.host.seam import (
+    AnyNews,
+    GpusSeen,
+    Host,
+    LoadSaid,
+    PhaseTook,
+    PromptsKept,
+    ServiceEnded,
+    Sight,
+    WeightsRead,
+)
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
@@ -15,15 +25,25 @@ POLL_SECONDS = 30.0
 
 
 class NewsReader:
-    """Reads the news of one host; one thread. ``took(backend, phase, seconds)`` learns what steps took."""
+    """Reads the news of one host; one thread.
+
+    ``took(backend, phase, seconds)`` learns what steps took, ``read_ahead(backend, size, seconds)`` what was
+    read before loads.
+    """
 
     def __init__(
-        self, name: str, host: Host, mux: Multiplexer, took: Callable[[Backend, str, float], object]
+        self,
+        name: str,
+        host: Host,
+        mux: Multiplexer,
+        took: Callable[[Backend, str, float], object],
+        read_ahead: Callable[[Backend, int, float], object] = lambda backend, size, seconds: None,
     ) -> None:
         self._name = name
         self._host = host
         self._mux = mux
         self._took = took
+        self._read_ahead = read_ahead
         self._sight: Sight = {}
         self._last = 0
         """The number of the last that was handed on."""
@@ -44,7 +64,7 @@ class NewsReader:
             self._hand_on(news.what)
         return 0.0
 
-    def _hand_on(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept) -> None:
+    def _hand_on(self, what: AnyNews) -> None:
         match what:
             case ServiceEnded(backend, why, lines, load):
                 self._mux.facts.died(backend, why, lines, load=load)
@@ -59,3 +79,6 @@ class NewsReader:
             case PhaseTook(name, phase, seconds):
                 if found := self._mux.overview.backend(name):
                     self._took(found, phase, seconds)
+            case WeightsRead(name, size, seconds):
+                if found := self._mux.overview.backend(name):
+                    self._read_ahead(found, size, seconds)

@@ -150,6 +150,7 @@ class AnvilMux:
             parts.mux.facts.paused(left)
         parts.hosts.local.start(parts.clock)
         parts.hosts.start(lambda: reloading.reload(parts))
+        parts.read_ahead.worker.start()
         parts.elsewhere.take(parts.config)
         for number, hook in enumerate(parts.config.hooks):
             Telling(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()
@@ -200,6 +201,7 @@ class AnvilMux:
         parts.server.refuse()
         parts.scraper.worker.close()
         parts.elsewhere.close()
+        parts.read_ahead.worker.close()
         if parts.sharing:
             parts.sharing.worker.close()
         grace = parts.config.drain_timeout

@@ -27,7 +27,7 @@ from anvil_mux.scheduler.causes import Severance, sentence, to_json
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served, human_line, json_line, stamp
 from anvil_mux.telemetry.feed import Feed
-from anvil_mux.telemetry.metrics import Metrics, Phase
+from anvil_mux.telemetry.metrics import Metrics, Phase, WeightsReadAhead
 
 GATHER_SECONDS = 0.1
 IDLE_SECONDS = 5.0
@@ -67,7 +67,7 @@ class Journal:
         self._verbosity = verbosity
         self.tells_leases = verbosity >= VERBOSE
         """Whether it does anything with ``leased`` and ``released``."""
-        self._entries: deque[Event | Phase | Served | threading.Event] = deque()
+        self._entries: deque[Event | Phase | WeightsReadAhead | Served | threading.Event] = deque()
         # Guards the metrics, the lines below and the taking of entries.
         self._folding = threading.Lock()
         self._lines: list[str] = []  # of requests, not written yet
@@ -96,6 +96,11 @@ class Journal:
     def told(self, backend: Backend, phase: str, seconds: float) -> None:
         """Takes a phase of a swap, in the thread of the worker that performs it. See swap.Told."""
         self._entries.append(Phase(backend.model, phase, seconds))
+        self._worker.wake()
+
+    def told_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
+        """Takes what was read of a backend's weights before its load."""
+        self._entries.append(WeightsReadAhead(backend.model, backend.name, size, seconds))
         self._worker.wake()
 
     def flush(self) -> None:
@@ -150,7 +155,7 @@ class Journal:
             entry = self._entries[0] if self._entries else None
             if entry and not isinstance(entry, Served):
                 self._entries.popleft()
-            if isinstance(entry, (Event, Phase)):
+            if isinstance(entry, (Event, Phase, WeightsReadAhead)):
                 self._count(entry)
         if lines:
             _write(STDERR if self._access is None else self._access, "".join(lines))
@@ -159,12 +164,14 @@ class Journal:
         if isinstance(entry, threading.Event):
             entry.set()
 
-    def _count(self, entry: Event | Phase) -> None:
+    def _count(self, entry: Event | Phase | WeightsReadAhead) -> None:
         try:
             if isinstance(entry, Event):
                 if entry.kind not in _OF_REQUESTS:
                     self._feed.tell(entry)
                 self._metrics.observe(entry)
+            elif isinstance(entry, WeightsReadAhead):
+                self._metrics.read_ahead(entry)
             else:
                 self._metrics.took(entry)
         except Exception:

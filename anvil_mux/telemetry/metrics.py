@@ -78,6 +78,16 @@ class Phase(NamedTuple):
     seconds: float
 
 
+class WeightsReadAhead(NamedTuple):
+    """Weights of a backend that were read into the page cache before its load."""
+
+    model: str
+    backend: str
+    size: int
+    """Bytes that were not there before."""
+    seconds: float
+
+
 class Histogram:
     """Counts by bucket. ``prometheus_client.Histogram`` is ten times as dear: it locks, and searches."""
 
@@ -172,6 +182,8 @@ class Metrics:
         self._swapped_until: dict[str, float] = {}
         """The end of the last swap that was counted, by GPU: what was under way at once counts once."""
         self._phases = Histograms()
+        self._read_ahead_bytes: Counter[Labels] = Counter()
+        self._read_ahead_seconds: defaultdict[Labels, float] = defaultdict(float)
         self._severed: Counter[Labels] = Counter()
         self._stalled: Counter[Labels] = Counter()
         self._fallbacks: Counter[Labels] = Counter()
@@ -213,7 +225,8 @@ class Metrics:
             self._gpu_swap_seconds[gpu,] += 0.0
         for model in set(self._models.values()) - known:
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
-            self._severed[model,] = self._stalled[model,] = 0
+            self._severed[model,] = self._stalled[model,] = self._read_ahead_bytes[model,] = 0
+            self._read_ahead_seconds[model,] = 0.0
             self._tokens[model,] = [0] * len(TOKENS)
             for result in RESULTS:
                 self._loads[model, result] = 0
@@ -261,6 +274,11 @@ class Metrics:
     def took(self, phase: Phase) -> None:
         """A phase of a swap is over, however it ended."""
         self._phases[phase.model, phase.name].observe(phase.seconds)
+
+    def read_ahead(self, read: WeightsReadAhead) -> None:
+        """Weights were read before a load."""
+        self._read_ahead_bytes[read.model,] += read.size
+        self._read_ahead_seconds[read.model,] += read.seconds
 
     def observe(self, event: Event) -> None:
         """An event happened; they come in order."""
@@ -493,6 +511,13 @@ class Metrics:
             "model phase",
             self._phases,
         )
+        yield _counter(
+            "anvil_read_ahead_bytes",
+            "Weights that were read into the page cache while requests waited for the load to begin.",
+            "model",
+            self._read_ahead_bytes,
+        )
+        yield _counter("anvil_read_ahead_seconds", "What that took.", "model", self._read_ahead_seconds)
         yield _counter(
             "anvil_stalled_clients",
             "Requests that were ended because their client stopped reading.",

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,9 @@ class FakeHost:
 
     def running(self) -> list[str]:
         return [backend.name for backend in self.config.backends]
+
+    def read_ahead(self, backends: Sequence[str]) -> None:
+        self.calls.append(f"read {' '.join(backends)}")
 
     def problem(self) -> str:
         return ""
@@ -242,6 +245,7 @@ CHANGES = [
     ("running",),
     ("orphans",),
     ("cancel", M, 1),
+    ("read_ahead", ("m.b",)),
     ("watch_gpus",),
     ("remember", "x"),
     ("release",),
@@ -403,6 +407,12 @@ def test_a_load_can_be_cancelled(rig: Rig):
     mux("cancel", M, 4)
     with pytest.raises(Cancelled):
         mux.result(1)
+
+
+def test_weights_are_read_ahead_by_the_names_of_backends(rig: Rig):
+    mux = rig.owned()
+    mux("read_ahead", ("m.b", "other"))
+    assert rig.host.calls == ["read m.b other"]
 
 
 # What is refused

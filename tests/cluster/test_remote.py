@@ -242,6 +242,13 @@ def test_a_silent_agent_knows_nothing_of_ends_and_logs(agent):
     assert not agent.host.is_way_open()
 
 
+def test_what_is_to_be_read_ahead_is_told_to_the_agent_and_its_silence_matters_to_nobody(agent):
+    agent.host.read_ahead(["a", "b"])
+    assert agent.called("read_ahead") == [("read_ahead", ("a", "b"))]
+    agent.is_silent = True
+    agent.host.read_ahead([])
+
+
 def test_the_health_question_goes_to_the_engine_and_not_through_the_agent(agent, monkeypatch):
     asked = []
     monkeypatch.setattr(

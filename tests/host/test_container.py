@@ -42,6 +42,10 @@ INSPECTED = {
         "Ports": {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "32775"}], "9090/tcp": None},
         "Networks": {"p_default": {"IPAddress": "172.21.0.2"}, "other": {"IPAddress": ""}},
     },
+    "Mounts": [
+        {"Type": "volume", "Name": "v", "Source": "/docker/volumes/v/_data", "Destination": "/models"},
+        {"Type": "tmpfs", "Source": "", "Destination": "/tmp"},
+    ],
 }
 
 
@@ -58,6 +62,7 @@ def test_inspect_is_read():
         tty=True,
         wants_ports=(("127.0.0.1", 81),),
         wants_devices=True,
+        mounts=(("/models", "/docker/volumes/v/_data"),),
     )
 
 

@@ -14,6 +14,7 @@ from anvil_mux.host.seam import (
     PromptsKept,
     Seen,
     ServiceEnded,
+    WeightsRead,
 )
 from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
@@ -45,7 +46,9 @@ class Listener:
 
 def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
     listener = Listener(*news)
-    reader = NewsReader("", cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
+    reader = NewsReader(
+        "", cast(Any, listener), cast(Any, listener), cast(Any, listener).took, listener.read_ahead
+    )
     for _ in range(2):
         assert reader.read() == 0.0
     return reader, listener.told
@@ -58,12 +61,15 @@ def test_each_kind_of_news_is_told_once() -> None:
         PhaseTook("a", "load", 2.0),
         PhaseTook("gone", "load", 2.0),
         PromptsKept("a", 2, 900, 4096),
+        WeightsRead("a", 4096, 0.5),
+        WeightsRead("gone", 4096, 0.5),
     )
     assert told == [
         ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
         ("report", "a", LogProgress("reading weights", 0.5, 3.0), {}),
         ("took", A, "load", 2.0, {}),
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
+        ("read_ahead", A, 4096, 0.5, {}),
     ]
 
 

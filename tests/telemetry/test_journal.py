@@ -296,3 +296,12 @@ def test_the_access_log_names_the_preset() -> None:
     said = json.loads(json_line(named))
     assert (said["model"], said["preset"]) == ("a", 'a-"fast"')
     assert "preset" not in json.loads(json_line(record(model="a")))
+
+
+def test_weights_that_were_read_ahead_are_counted(desk: Desk) -> None:
+    journal = desk.open()
+    for size in (1000, 24):
+        journal.told_read_ahead(CONFIG.backends[0], size, 0.5)
+    journal.flush()
+    assert value(desk.metrics, "anvil_read_ahead_bytes_total", model="a") == 1024
+    assert value(desk.metrics, "anvil_read_ahead_seconds_total", model="a") == 1.0

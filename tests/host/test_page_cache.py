@@ -1,0 +1,80 @@
+"""What of a file is in the page cache, and how it comes there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.host.page_cache import PIECE, CachedFile, is_on_disk
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path.resolve() / "weights"
+    if not is_on_disk(path):
+        pytest.skip("the folder of the tests is not on a disk")
+    with path.open("wb") as written:
+        written.write(bytes(range(256)) * ((2 * PIECE + 4096) // 256))
+        written.flush()
+        os.fsync(written.fileno())
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def test_all_of_a_file_is_missing_until_it_was_brought_in(file: Path) -> None:
+    with CachedFile(file) as cached:
+        brought = []
+        for offset, length in cached.missing():
+            cached.bring_in(offset, length)
+            brought.append((offset, length))
+            assert cached.is_there(offset, length)
+        assert brought[0] == (0, PIECE)  # what follows the kernel may have read ahead by itself
+        assert list(cached.missing()) == []
+        assert cached.size == 2 * PIECE + 4096
+
+
+def test_a_file_without_content_lacks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with CachedFile(tmp_path / "empty") as cached:
+        assert list(cached.missing()) == []
+
+
+def test_a_file_that_shrinks_is_read_to_its_end(file: Path) -> None:
+    with CachedFile(file) as cached:
+        os.truncate(file, 10)
+        cached.bring_in(0, PIECE)
+        cached.bring_in(PIECE, PIECE)
+
+
+MOUNTS = """\
+1 0 254:0 / / rw - ext4 /dev/vda rw
+2 1 0:30 / /shm rw - tmpfs tmpfs rw
+3 1 0:31 / /nas rw shared:1 - nfs4 server:/x rw
+4 3 254:1 / /nas/fast\\040disk rw - xfs /dev/vdb rw
+5 1 254:2 / /over rw - ext4 /dev/vdc rw
+6 1 0:32 / /over rw - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "found"),
+    [
+        ("/models/a.gguf", True),
+        ("/shm/a.gguf", False),
+        ("/shmall/a.gguf", True),
+        ("/nas/a.gguf", False),
+        ("/nas/fast disk/a.gguf", True),
+        ("/over/a.gguf", False),
+    ],
+)
+def test_only_file_systems_on_disks_count(tmp_path: Path, file: str, found: bool) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert is_on_disk(Path(file), tmp_path / "mountinfo") is found
+
+
+def test_nothing_is_known_without_a_list_of_mounts(tmp_path: Path) -> None:
+    assert not is_on_disk(Path("/models/a.gguf"), tmp_path / "mountinfo")
