@@ -9,6 +9,7 @@ page cache has room for (meminfo.py), and no file that is not on a disk of this 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,9 @@ from anvil_mux.host.meminfo import cache_room
 from anvil_mux.host.page_cache import CachedFile, is_on_disk, step_back
 
 log = logging.getLogger(__name__)
+
+ROOM_SECONDS = 0.25
+"""How long it holds how much room there is: to find out takes a millisecond."""
 
 ReadTold = Callable[[str, int, float], object]
 """Takes a backend's name, the bytes that were read ahead for it, and the seconds that took."""
@@ -46,6 +50,7 @@ class ReadAhead:
         self._room = room
         self._on_disk = on_disk
         self._clock = clock or Clock()
+        self._seen_room, self._seen_at = 0, -math.inf  # of its thread alone
         self._lock = threading.Lock()
         # The lock guards what follows.
         self._wanted: dict[str, Backend] = {}
@@ -139,4 +144,6 @@ class ReadAhead:
         with self._lock:
             held = sum(self._held.values())
             goes_on = self._goes_on(backend)
-        return goes_on and held + size <= self._room()
+        if goes_on and time.monotonic() >= self._seen_at + ROOM_SECONDS:
+            self._seen_room, self._seen_at = self._room(), time.monotonic()
+        return goes_on and held + size <= self._seen_room

@@ -21,7 +21,7 @@ from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.shell import Shell
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.coming import coming_load
+from anvil_mux.scheduler.coming import ComingLoad, coming_load
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.model import Model
@@ -200,13 +200,16 @@ class Overview:
 
     def coming_loads(self, models: Iterable[str]) -> tuple[list[str], list[Backend]]:
         """The ``models`` that have a queue, and the backends whose loads they wait for, the next first."""
-        with self._lock:
-            known = [self._layout.models[name] for name in models if name in self._layout.models]
-            queued = [model for model in known if model.queue.tickets]
-            now, state_of = self._clock.now(), self._layout.of_model
-            found = [coming_load(state_of[model.name].state, model, now) for model in queued]
-        coming = sorted([each for each in found if each])
-        return [model.name for model in queued], [each.backend for each in coming]
+        found = self._each(models, self._coming_load)
+        coming = sorted([load for _, load in found if load])
+        return [name for name, _ in found], [load.backend for load in coming]
+
+    def _coming_load(self, name: str) -> list[tuple[str, ComingLoad | None]]:
+        """A model with the load that its queue waits for, if it has a queue. Under the lock."""
+        model = self._layout.models.get(name)
+        if model is None or not model.queue.tickets:
+            return []
+        return [(name, coming_load(self._layout.of_model[name].state, model, self._clock.now()))]
 
     def loading(self) -> list[str]:
         """The backends that are being loaded."""

@@ -32,8 +32,8 @@ class ReadingAhead:
         self._begun: deque[str] = deque()
         """The models whose queues began since the last look."""
         self._queued: list[str] = []
-        self._ordered: dict[str, list[str]] = {}
-        """Host -> the backends that it was told."""
+        self._ordered: dict[str, list[Backend]] = {}
+        """Host -> the backends that it was told, as they were described."""
         self.worker = Worker("read-ahead", self.look, first=None, gather=GATHER_SECONDS)
 
     def begin(self, coming_loads: ComingLoads, hosts: Hosts) -> None:
@@ -52,11 +52,12 @@ class ReadingAhead:
         while self._begun:
             models[self._begun.popleft()] = None
         self._queued, backends = self._coming_loads(models)
-        wanted: dict[str, list[str]] = {host: [] for host in self._ordered}
+        wanted: dict[str, list[Backend]] = {host: [] for host in self._ordered}
         for backend in backends:
-            wanted.setdefault(backend.host, []).append(backend.name)
-        for host, names in wanted.items():
-            if self._ordered.get(host, []) != names[:MOST]:
-                self._hosts[host].read_ahead(names[:MOST])
-        self._ordered = {host: names[:MOST] for host, names in wanted.items() if names}
+            if len(on_host := wanted.setdefault(backend.host, [])) < MOST:
+                on_host.append(backend)
+        for host, each in wanted.items():
+            if self._ordered.get(host, []) != each:
+                self._hosts[host].read_ahead([backend.name for backend in each])
+        self._ordered = {host: each for host, each in wanted.items() if each}
         return LOOK_SECONDS if self._queued else None

@@ -192,4 +192,4 @@ def test_weights_are_read_ahead_by_name_and_that_is_news(tmp_path: Path, host: L
     assert isinstance(read, WeightsRead)
     assert (read.backend, read.size) == ("a", 1 << 20)
     with CachedFile(path) as cached:
-        assert list(cached.missing()) == []
+        assert cached.missing() == []

@@ -90,6 +90,14 @@ def test_only_queues_that_begin_are_looked_at(rig: Rig) -> None:
     assert rig.told == []
 
 
+def test_a_host_is_told_again_of_one_that_is_described_otherwise(rig: Rig) -> None:
+    rig.queue("a")
+    rig.reading.look()
+    rig.queues["a"] = [Backend("a-1", "a", port=1)]
+    rig.reading.look()
+    assert rig.told == [("", ["a-1"])] * 2
+
+
 def test_a_host_is_told_of_so_many_at_most(rig: Rig) -> None:
     for number in range(MOST + 3):
         rig.queue(f"m{number}")
