@@ -48,6 +48,8 @@ class Swap(NamedTuple):
     """Seconds from the request until its answer."""
     tokens: float
     """The tokens that the small model streamed, per second of the drain."""
+    kept: float
+    """These, beside those of as long a time before the request."""
     there: float
     """The share of the file that was in the page cache when the load began."""
 
@@ -197,6 +199,7 @@ def swap(mux: Running, log: Path, path: Path) -> Swap:
     stream = Stream(mux, "small")
     if not stream.has_begun.wait(60):
         sys.exit("the small model does not answer")
+    time.sleep(DRAIN_SECONDS)
     there: list[float] = []
     asked, before = time.monotonic(), len(log.read_text().splitlines())
 
@@ -210,7 +213,8 @@ def swap(mux: Running, log: Path, path: Path) -> Swap:
     complete(mux, "large")
     whole = time.monotonic() - asked
     looker.join()
-    return Swap(load_seconds(log, before), whole, stream.rate(asked, asked + DRAIN_SECONDS), there[0])
+    tokens, usual = stream.rate(asked, asked + DRAIN_SECONDS), stream.rate(asked - DRAIN_SECONDS, asked)
+    return Swap(load_seconds(log, before), whole, tokens, tokens / usual, there[0])
 
 
 def load_seconds(log: Path, before: int) -> float:

@@ -54,6 +54,13 @@ def test_a_paused_service_is_unpaused(docker: Docker, runtime: ContainerRuntime)
     assert "unpause" in docker.verbs()
 
 
+def test_what_a_container_has_mounted_is_known_once_it_is_there(docker: Docker, runtime: ContainerRuntime):
+    assert runtime.mounts(A) == ()
+    id = docker.add("c1", status="exited")
+    docker.containers[id]["Mounts"] = [{"Type": "volume", "Source": "/v/_data", "Destination": "/models"}]
+    assert runtime.mounts(A) == (("/models", "/v/_data"),)
+
+
 def test_an_image_that_is_missing_is_named_with_the_command_that_gets_it(
     docker: Docker, runtime: ContainerRuntime
 ):

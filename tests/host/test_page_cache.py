@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import threading
 from pathlib import Path
 
 import pytest
 
-from anvil_mux.host.page_cache import PIECE, CachedFile, is_on_disk
+from anvil_mux.host.page_cache import IDLE_CLASS, IOPRIO_SET, PIECE, CachedFile, is_on_disk, step_back
 
 HERE = Path(__file__).resolve().parent
 
@@ -47,6 +50,21 @@ def test_a_file_that_shrinks_is_read_to_its_end(file: Path) -> None:
         os.truncate(file, 10)
         cached.bring_in(0, PIECE)
         cached.bring_in(PIECE, PIECE)
+
+
+def test_a_thread_that_steps_back_is_alone_in_that() -> None:
+    def priorities() -> tuple[int, int]:
+        """For the CPU and the disk; the call that reads the latter has the next number."""
+        ask = IOPRIO_SET.get(platform.machine(), 0) + 1
+        disk = ctypes.CDLL(None).syscall(ask, 1, 0) if ask > 1 else IDLE_CLASS
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), disk
+
+    before, within = priorities(), list[tuple[int, int]]()
+    thread = threading.Thread(target=lambda: (step_back(), within.append(priorities())))
+    thread.start()
+    thread.join()
+    assert within == [(19, IDLE_CLASS)]
+    assert priorities() == before
 
 
 MOUNTS = """\
