@@ -12,7 +12,6 @@ import os
 import platform
 import random
 import re
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,9 +39,10 @@ ONE_THREAD, IDLE_CLASS = 1, 3 << 13
 
 
 def step_back() -> None:
-    """Give this thread the lowest priority for disk and CPU, where the machine has one."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    """Have this thread read from disks when nobody else does, where the machine knows of such a thing.
+
+    For the CPU it stays as it is: others would wait for an interpreter whose holder is not let run.
+    """
     if number := IOPRIO_SET.get(platform.machine()):
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).syscall(number, ONE_THREAD, 0, IDLE_CLASS)

@@ -1,9 +1,9 @@
 """The weights of backends that are waited for are read into the page cache before their load begins.
 
 While a policy holds a swap back, leases drain and victims leave their GPUs, the disk is idle; what is read
-then the load finds in memory. One thread reads, at the lowest priority. It begins when there is something to
-read, and ends when there is not. It reads nothing while any load is under way on this host, no more than the
-page cache has room for (meminfo.py), and no file that is not on a disk of this machine.
+then the load finds in memory. One thread reads, when nobody else uses the disk. It begins when there is
+something to read, and ends when there is not. It reads nothing while any load is under way on this host, no
+more than the page cache has room for (meminfo.py), and no file that is not on a disk of this machine.
 """
 
 from __future__ import annotations
