@@ -51,7 +51,7 @@ class Swap(NamedTuple):
     kept: float
     """These, beside those of as long a time before the request."""
     there: float
-    """The share of the file that was in the page cache when the load began."""
+    """The share of the file that was in the page cache when the drain was over."""
 
 
 def large_model(gib: float) -> Path:
@@ -204,7 +204,7 @@ def swap(mux: Running, log: Path, path: Path) -> Swap:
     asked, before = time.monotonic(), len(log.read_text().splitlines())
 
     def look() -> None:
-        """See what is in the page cache when the drain is over: a moment before the load."""
+        """See what is in the page cache when the drain is over: the eviction follows, and then the load."""
         stream.thread.join(60)
         there.append(share_there(path))
 

@@ -51,6 +51,15 @@ def test_a_queue_for_a_place_waits_for_no_load() -> None:
     assert coming(driver, "a", 2.0) == ""
 
 
+def test_a_queue_for_a_place_at_a_replica_waits_for_no_other_one() -> None:
+    replicas = [backend(name, model="m", concurrency=1) for name in ("m0", "m1")]
+    driver = Driver(*replicas, policy=HOLDS).with_resident("m0")
+    for at in (1.0, 2.0):
+        driver.request("m", at)
+    assert len(driver.core.state.models["m"].queue.tickets) == 1
+    assert (driver.state("m1"), coming(driver, "m", 2.0)) == ("stopped", "")
+
+
 def test_nothing_is_read_in_a_cool_down_or_where_it_is_not_wanted() -> None:
     driver = Driver(A, replace(B, read_ahead=False), policy=HOLDS).with_resident("a")
     driver.request("b", 2.0)
