@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.bench.read_ahead import drop, share_there
+from tests.bench.bench_read_ahead import drop, share_there
 from tests.docker.conftest import Stack
 from tests.docker.served import ENDLESS, FOREVER, ask, client_of, count, eventually, served, state_of, stream
 from tests.running import Running

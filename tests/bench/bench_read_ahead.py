@@ -1,6 +1,6 @@
 """How long a load takes whose weights were read ahead, beside one whose were not, with real llama-servers.
 
-    PYTHONPATH=. python -m tests.bench.read_ahead --gib 2 --rounds 5
+    bin/bench read-ahead --gib 2 --rounds 6
 
 A small model streams, and a large one is asked for, whose file was just taken out of the page cache: the
 stream drains for 5 s and is severed, then the large one is loaded. Each round has one swap without
