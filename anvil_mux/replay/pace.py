@@ -5,7 +5,8 @@ server knows what swaps cost (as simulations assume), and what is resident is wh
 loaded, and it is known how many tokens a word of a prompt is, the model is asked again, with a prompt and for
 an answer about as long as those of the script: an engine is slower far in an answer, and a short one tells
 little. The median of ``ASKED`` answers gives its pace. Then it is asked ``AT_ONCE`` times at once, which
-tells how much slower each answer is for the company of others.
+tells how much slower each answer is for the company of others. With several rounds each of these figures is
+the median of what the rounds gave: a machine that does other work as well is slow at some moments.
 """
 
 from __future__ import annotations
@@ -72,18 +73,22 @@ def warm_up(
 ) -> dict[str, EnginePace]:
     """The pace of each model; MuxError if one does not answer. ``rounds``: how often each is loaded."""
     resident = list(resident)
-    paces: dict[str, EnginePace] = {}
-    for model in [*[*resident, *[m for m in models if m not in resident]] * rounds, *resident]:
+    paces: dict[str, list[EnginePace]] = {}
+    lengths: dict[str, int] = {}
+    for model in [*resident, *[m for m in models if m not in resident]] * rounds:
         [answer] = _asked(ask, model, WORDS, 1)
-        if model not in paces:
-            each = answer.prompt_tokens / WORDS if answer.prompt_tokens else 1.0
-            paces[model] = _measured(ask, model, each, usual.get(model))
-    return paces
+        each = answer.prompt_tokens / WORDS if answer.prompt_tokens else 1.0
+        expected = usual.get(model)
+        words = max(round(expected.prompt_tokens / each), 1) if expected else WORDS
+        if model not in lengths:
+            lengths[model] = _length(ask, model, words, expected)
+        paces.setdefault(model, []).append(_measured(ask, model, words, lengths[model], each))
+    for model in resident:
+        _asked(ask, model, WORDS, 1)
+    return {model: EnginePace(*map(median, zip(*found, strict=True))) for model, found in paces.items()}
 
 
-def _measured(ask: AskAtOnce, model: str, tokens_per_word: float, usual: UsualAnswer | None) -> EnginePace:
-    words = max(round(usual.prompt_tokens / tokens_per_word), 1) if usual else WORDS
-    tokens = _length(ask, model, words, usual)
+def _measured(ask: AskAtOnce, model: str, words: int, tokens: int, tokens_per_word: float) -> EnginePace:
     answers = [answer for _ in range(ASKED) for answer in _asked(ask, model, words, tokens)]
     answer = sorted(answers, key=lambda each: each.ended - each.sent)[ASKED // 2]
     together = _asked(ask, model, words, tokens, AT_ONCE)

@@ -50,6 +50,8 @@ PROFILES = ("single", "balanced", "bursty", "dominant", "interleave")
 SIMULATED = ("balanced", "dominant")
 PACE = ("--tokens-per-second", "400")
 """A tenth of what one core computes of a tiny model, so that a second of service takes a tenth of one."""
+LONGER = ("--tokens-per-second", "1500")
+"""Longer answers: at those of PACE, `dominant` is where a hundredth of a second makes one swap two."""
 ROUTING = ("round_robin", "sticky", "lmetric", "least_prefill_work", "least_delay")
 TRACE = "claude_code_le64k"
 REPLICAS = 3
@@ -277,7 +279,7 @@ def simulate(given: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def measure_beside_simulation(folder: Path, mux: Running, profile: str) -> Row:
-    words = ["--profile", profile, "--model", "a=a", "--model", "b=b", *PACE, "--warm-up", "3"]
+    words = ["--profile", profile, "--model", "a=a", "--model", "b=b", *LONGER, "--warm-up", "3"]
     measured, virtual = anvil_mux(folder, "replay", *words, "--url", f"http://127.0.0.1:{mux.port}")
     difference = virtual["difference"]
     took = {

@@ -71,6 +71,19 @@ def test_each_model_is_loaded_as_often_as_asked_for() -> None:
     assert [model for model, output in engines.asked if output == 1] == ["a", "b", "a", "b", "a"]
 
 
+def test_of_several_rounds_the_middle_one_counts() -> None:
+    engines = Engines(20.0, 0.5)
+
+    def ask(requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
+        if requests[0].output == 1:  # a round begins
+            engines.fast, engines.slower_each = next(moments)
+        return engines(requests)
+
+    moments = iter([(40.0, 0.9), (1.0, 0.1), (20.0, 0.5)])
+    found = warm_up(ask, ["a"], [], {"a": UsualAnswer(2.0, 20.0)}, rounds=3)["a"]
+    assert found == pytest.approx((0.1, 20.0, 2.0, 0.5))
+
+
 def test_a_model_that_does_not_answer_ends_it() -> None:
     def ask(requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
         return [PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, status=503, code="load_failed")]
