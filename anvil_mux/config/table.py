@@ -263,8 +263,8 @@ SETTINGS: dict[str, Setting] = {
     "queue_timeout": _live(SECONDS, "The longest time a request waits for its model.", logged=True),
     "max_wait": _live(
         settings.SECONDS_OR_AUTO,
-        "The longest time a policy may hold a queue back before its swap begins. auto: 60 s, or 4/3 of the "
-        "time that it takes to serve every waiting model once, if that is longer (see design.md).",
+        "The longest time a policy may hold a queue back before its swap begins. auto: 60 s; where it takes "
+        "longer to load every waiting model once, twice that time (see design.md).",
         logged=True,
     ),
     "max_queue": _live(

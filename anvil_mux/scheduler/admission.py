@@ -15,7 +15,7 @@ from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.drains import too_late
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.overdue import bound
+from anvil_mux.scheduler.overdue import Bound, bound
 from anvil_mux.scheduler.planner import may_spill
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preloads import complete
@@ -25,6 +25,9 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.scheduler.swap import coming
+
+_BEGAN_BEFORE = Bound(FOREVER, 0.0, 0.0)
+"""The bound in the event of a request that joins others: none."""
 
 
 class Admission:
@@ -132,13 +135,17 @@ class Admission:
         cause: Cause | None = None,
     ) -> None:
         """Add a request to its model's queue; ``only``: the one backend that can serve it."""
-        queue, most = model.queue, FOREVER
+        queue, found = model.queue, _BEGAN_BEFORE
         if not queue.tickets:
             self._state.changed()
-            most = queue.bound = bound(self._state, model, now)
+            found = bound(self._state, model, now)
+            queue.bound, queue.load_seconds = found.seconds, found.load_seconds
         queue.join(ticket)
         name, size = only.name if only else "", len(queue.tickets)
-        self._emit(Event(now, "queued", ticket.model, name, ticket.id, size=size, cause=cause, bound=most))
+        most, load, seconds = found
+        self._emit(
+            Event(now, "queued", model.name, name, ticket.id, size, seconds, cause, bound=most, load=load)
+        )
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""

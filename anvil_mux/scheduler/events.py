@@ -52,7 +52,8 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 
 KINDS = {
     "queued": "a request waits for its model, or for the one `backend` that has the answer it continues; "
-    "on the first of a queue, `bound` is the number of seconds after which the queue is overdue",
+    "on the first of a queue, `bound` is the number of seconds after which the queue is overdue, `load` and "
+    "`seconds` are how long a load and a whole swap of its model are expected to take",
     "leased": "a request was given a backend; `seconds` is how long it waited",
     "released": "a lease ended; if it has a `cause`, before its answer was complete",
     "gone": "the client of a waiting request closed its connection",
@@ -101,7 +102,8 @@ class Event(NamedTuple):
     size: int = 0
     """Leases or tickets concerned."""
     seconds: float = 0.0
-    """The time that was taken: the wait of a ticket, the load of a backend, the drain of a victim."""
+    """The time that was taken: the wait of a ticket, the load of a backend, the drain of a victim. Of a queue
+    that begins and of a swap that is held back: the time that it may take."""
     cause: Cause | None = None
     """Why it happened, where there may be several reasons."""
     target: str = ""
@@ -110,3 +112,5 @@ class Event(NamedTuple):
     """A standby level: the one a backend is or was loaded from, is in, or is demoted to."""
     bound: float = math.inf
     """Seconds after which a queue is overdue, in the event of its first ticket."""
+    load: float = 0.0
+    """Seconds that the load of its model is expected to take, in that event."""

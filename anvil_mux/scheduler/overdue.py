@@ -1,67 +1,84 @@
 """When a queue is overdue: its bound, which is fixed when it begins.
 
 The bound is ``max_wait``, or less where a load would come too late for ``queue_timeout`` then. With ``auto``
-it follows the load: it is ``ROUNDS`` rounds, and ``LEAST_SECONDS`` at least. A round is what it takes to
-load all models that wait in the GPU group now, one after the other, with the answers in between, and this one
-last. That is its wait if all are served oldest first. A bound shorter than that makes every queue overdue
-before its turn comes, and then each policy serves them oldest first. What it is longer by is the policy's to
-choose in.
+it follows the load. A round is what it takes to load all models that wait in the GPU group now, one after the
+other, and this one last. Where that is ``LEAST_SECONDS`` at most, so is the bound. Else it is two rounds: one
+in which all could be served oldest first, and one more, of ``CHOICE_SECONDS`` at most, for the answers in
+between, which nobody knows beforehand, and for the policy to choose in. A bound shorter than what a round
+really takes makes every queue overdue before its turn comes, and then each policy serves them oldest first.
 
-Before an overdue queue only older ones are served, and these waited when it began: one more round. So a
-queue waits for ``ROUNDS`` + 1 rounds at most (docs/design.md has the proof), and where ``queue_timeout``
-leaves less time than that the bound is as much shorter.
+Before an overdue queue only older ones are served, and these waited when it began: one more round
+(docs/design.md has the proof). Where ``queue_timeout`` leaves less time than that the bound is as much
+shorter.
+
+What a load is expected to take is fixed with the bound, and both stand in the event ``queued``: who reads a
+log can compute each bound again.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.model import Model, ModelSettings
 from anvil_mux.scheduler.planner import cost, swap_seconds
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 
 LEAST_SECONDS = 60.0
-"""The bound where few models wait."""
-ROUNDS = 4 / 3
-"""How many rounds a queue waits before it is overdue."""
+"""The bound where few models wait: where a round takes no longer than that."""
+CHOICE_SECONDS = 150.0
+"""The most by which a bound is longer than a round."""
 
 
-def bound(state: GroupState, model: Model, now: float) -> float:
+class Bound(NamedTuple):
+    """The bound of a queue that begins, and what it was computed from."""
+
+    seconds: float
+    """The time after which the queue is overdue."""
+    load_seconds: float
+    """The time that the load of its model is expected to take."""
+    swap_seconds: float
+    """The time that a swap to its model would take now, the drain included."""
+
+
+def bound(state: GroupState, model: Model, now: float) -> Bound:
     """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    most, timeout, one = model.max_wait, state.timeouts.queue_timeout, 0.0
-    if model.settings.follows_load:
-        one = round_seconds(state, model)
-        most = min(most, max(LEAST_SECONDS, ROUNDS * one))
-    soonest = math.inf
+    load_seconds = min([_load_seconds(state, slot) for slot in state.own(model)], default=0.0)
+    one = round_seconds(state, model, load_seconds) if model.settings.follows_load else 0.0
+    timeout, soonest = state.timeouts.queue_timeout, math.inf
+    enough = timeout - most_seconds(model.settings, one) - one
     for each in state.states_of(model) if model.home else (state,):
         soonest = min(soonest, swap_seconds(each, model, now))
-        if soonest <= timeout - most - one:
+        if soonest <= enough:
             break  # an even shorter one makes no difference
-    latest = timeout - soonest
-    if most > LEAST_SECONDS and one:
-        most = max(min(most, latest - one), LEAST_SECONDS)
-    return max(min(most, latest), 0.0)
+    return Bound(bound_seconds(model.settings, one, timeout - soonest), load_seconds, soonest)
 
 
-def round_seconds(state: GroupState, model: Model) -> float:
-    """How long a round will take that ends with the load of ``model``, as far as is known."""
+def round_seconds(state: GroupState, model: Model, load_seconds: float) -> float:
+    """How long the loads of a round take that ends with that of ``model``, as far as is known."""
     others = [
-        each
+        each.queue.load_seconds
         for each in state.models.values()
         if each.queue.tickets and not each.ready and each is not model and each.home in ("", state.name)
     ]
-    own = min([_load_seconds(state, slot) for slot in state.own(model)], default=0.0)
-    return own + math.fsum([_turn_seconds(state, each) for each in others])
+    return load_seconds + math.fsum(others)
 
 
-def _turn_seconds(state: GroupState, model: Model) -> float:
-    """How long a model's turn will take: its load, and its answers, for which the next model waits."""
-    answers = model.demand.service_seconds * (1.0 + math.log(len(model.queue.tickets)))
-    found = [
-        _load_seconds(state, slot) + min(answers, state.drain_timeout(slot)) for slot in state.own(model)
-    ]
-    return min(found, default=0.0)
+def most_seconds(settings: ModelSettings, one: float) -> float:
+    """The bound of a queue whose round takes the seconds of ``one``, if there is time enough."""
+    if not settings.follows_load:
+        return settings.max_wait
+    rounds = one + min(one, CHOICE_SECONDS) if one > LEAST_SECONDS else LEAST_SECONDS
+    return min(settings.max_wait, rounds)
+
+
+def bound_seconds(settings: ModelSettings, one: float, latest: float) -> float:
+    """The bound if a swap must begin within ``latest`` seconds, or one round before that with ``auto``."""
+    most = most_seconds(settings, one)
+    if settings.follows_load and most > LEAST_SECONDS:
+        most = max(min(most, latest - one), LEAST_SECONDS)
+    return max(min(most, latest), 0.0)
 
 
 def _load_seconds(state: GroupState, slot: Slot) -> float:

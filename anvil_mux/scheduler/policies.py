@@ -305,11 +305,16 @@ class TimeSlice:
     """Seconds that are divided among the model that serves and those that wait."""
     least: float = 3.0
     """The shortest slice, as a multiple of the load time of the model that serves."""
+    max_wait: float = 60.0
+    """Seconds after the first request of a queue at which its swap begins in any case."""
 
     def decide(self, seen: Snapshot) -> Decision:
         for queue in seen.queues:
             if not queue.evicts:
                 return SwapTo(queue.model, Cause("room_free", waiting=queue.waiting))
+        oldest = min(seen.queues, key=lambda queue: queue.oldest, default=None)
+        if oldest and oldest.oldest + self.max_wait <= seen.now:
+            return SwapTo(oldest.model, Cause("waited_enough", waiting=oldest.waiting))
         waiting = sum([queue.waiting for queue in seen.queues])
         slices: dict[tuple[str, ...], tuple[float, float]] = {}
         ends, least = [], FOREVER
@@ -317,7 +322,7 @@ class TimeSlice:
             if queue.evicts not in slices:
                 slices[queue.evicts] = self._ends(queue.evicts, seen, waiting)
             end, shortest = slices[queue.evicts]
-            ends.append((min(end, queue.oldest + queue.max_wait), queue))
+            ends.append((min(end, queue.oldest + min(self.max_wait, queue.max_wait)), queue))
             least = min(least, shortest)
         over = [queue for end, queue in ends if end <= seen.now]
         if over:

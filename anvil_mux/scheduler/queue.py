@@ -56,7 +56,7 @@ class FairQueue(Generic[_Ticket]):
 class ModelQueue:
     """The requests that wait for one model."""
 
-    __slots__ = ("_turns", "bound", "left", "tickets")
+    __slots__ = ("_turns", "bound", "left", "load_seconds", "tickets")
 
     def __init__(self, *, limited: bool = False) -> None:
         """``limited``: the queue is admitted in parts, as its backends take only so many at once."""
@@ -64,6 +64,8 @@ class ModelQueue:
         """The tickets that wait, oldest first."""
         self.bound = math.inf
         """After how many seconds it is overdue."""
+        self.load_seconds = 0.0
+        """The time that the load of its model was expected to take when it began."""
         self.left = -math.inf
         """When a backend of a limited model last ceased to be ready: no request waited for a load before."""
         self._turns = FairQueue[Ticket]() if limited else None

@@ -144,7 +144,7 @@ def awaited(state: GroupState, model: Model, now: float) -> Awaited:
 def _planned(state: GroupState, model: Model, now: float) -> Awaited:
     """The same where no swap to it is under way."""
     queue = model.queue
-    most = queue.bound if queue else bound(state, model, now)
+    most = queue.bound if queue else bound(state, model, now).seconds
     overdue_at = queue.overdue_at if queue else max(now, queue.left) + most
     models = waiting(state)
     if not queue and not model.is_coming and not (model.queue.limited and model.ready):

@@ -11,6 +11,7 @@ that the threaded program writes for the same trace.
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.model import model_settings
+from anvil_mux.scheduler.overdue import bound_seconds
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.refusals import no_room_to_wait
@@ -433,14 +435,22 @@ class _Simulation:
 
 
 def check(
-    log: Iterable[Event], config: Config, slack: float = 0.0, begins: Mapping[str, Any] = MappingProxyType({})
+    log: Iterable[Event],
+    config: Config,
+    slack: float = 0.0,
+    begins: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    is_its_own: bool = True,
 ) -> list[str]:
     """Find what in ``log`` breaks an invariant. ``slack``: seconds that a real program's threads may be late.
 
     ``begins``: the situation in which the log begins, as JSON; {} where it begins with the program. From the
-    first reload on ``config`` holds no longer, and what comes then is not checked.
+    first reload on ``config`` holds no longer, and what comes then is not checked. ``is_its_own``: ``log``
+    was written under ``config``, so that the bounds of queues follow from it.
     """
     checker = _Checker(config, slack, begins)
+    if not is_its_own:
+        checker.rounds.clear()
     for event in takewhile(lambda event: event.kind != "reloaded", log):
         if event.kind != "reload_failed":
             checker.read(event)
@@ -470,6 +480,14 @@ def _groups(config: Config) -> list[set[str]]:
     return found
 
 
+def _rounds(config: Config) -> dict[str, set[str]]:
+    """Model -> the models that may be in its round, where none of these has several GPU groups."""
+    groups = [{backend.model for backend in group} for _, group in gpu_groups(config.backends)]
+    count = Counter(model for group in groups for model in group)
+    alone = [group for group in groups if all(count[model] == 1 for model in group)]
+    return {model: group for group in alone for model in group}
+
+
 def _by(slots: Iterable[Slot], keys: Callable[[Slot], Iterable[str]]) -> dict[str, list[str]]:
     """The backends by the keys that their slots have."""
     found: dict[str, list[str]] = {}
@@ -487,7 +505,9 @@ class _Checker:
         self._config, self._slack = config, slack + ROUNDING
         placement = Placement(config.backends, config.gpus, LeastRecentlyUsed)
         self._capacity, self._slots = placement.capacity, placement.slots
-        self._max_wait = {name: each.max_wait for name, each in model_settings(config).items()}
+        self._settings = model_settings(config)
+        self.rounds = _rounds(config)
+        """Model -> the models of which its round may be; of others no bound is computed."""
         self._then = Situation.parse(begins, self._slack)
         self._backends = {name: self._then.backend(name, slot.model) for name, slot in self._slots.items()}
         self._queues = {slot.model: self._then.queue(slot.model) for slot in self._slots.values()}
@@ -522,6 +542,7 @@ class _Checker:
             self._judge_end(event)
         elif event.kind == "queued":
             self._claim(event.ticket not in self._ended, event, "the ticket has ended")
+            self._judge_bound(event)
         elif event.kind in ("released", "severed"):
             self._judge_release(event)
         elif event.kind in ("host_lost", "host_back"):
@@ -730,8 +751,26 @@ class _Checker:
         names = self._of_model.get(model, ())
         return any(self._backends[name].state == "ready" and not self._is_lost(name) for name in names)
 
+    def _judge_bound(self, event: Event) -> None:
+        """Compute the bound of a queue that begins again, from the loads of all that wait.
+
+        Logs of old tell of bounds, and not what they were computed from.
+        """
+        if self._queues[event.model].tickets:
+            self._claim(event.bound == FOREVER, event, "its queue has a bound already")
+            return
+        others = self.rounds.get(event.model, set()) - {event.model}
+        waiting = [each for each in others if self._queues[each].tickets and not self._is_resident(each)]
+        loads = [event.load, *[self._queues[each].load for each in waiting]]
+        if event.model not in self.rounds or min(loads) <= 0.0:
+            return
+        latest = self._config.queue_timeout - event.seconds
+        bound = bound_seconds(self._settings[event.model], math.fsum(loads), latest)
+        fine = event.bound == bound or abs(event.bound - bound) <= ROUNDING
+        self._claim(fine, event, f"its bound is {event.bound:g} s, and by its round {bound:g} s")
+
     def _overdue(self, model: str, since: float) -> float:
-        bound = min(self._queues[model].bound, self._max_wait[model])  # logs of old have no bounds
+        bound = min(self._queues[model].bound, self._settings[model].max_wait)  # logs of old have no bounds
         return since + bound + self._slack
 
     def _look_for_overdue(self, event: Event) -> None:

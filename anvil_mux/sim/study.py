@@ -239,7 +239,8 @@ class Recording:
         )
 
     def _check(self, one: eventlog.LoggedRun) -> list[str]:
-        return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins)
+        is_its_own = self.config is None
+        return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins, is_its_own=is_its_own)
 
     def _config_of(self, one: eventlog.LoggedRun) -> Config:
         return self.config or eventlog.config_of(one.header)

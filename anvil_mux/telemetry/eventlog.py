@@ -290,6 +290,8 @@ def _line(event: Event) -> str:
         text += f',"way":{quoted(event.way)}'
     if event.bound < math.inf:
         text += f',"bound":{event.bound!r}'
+    if event.load:
+        text += f',"load":{event.load!r}'
     return text + "}\n"
 
 
@@ -401,7 +403,7 @@ def _event(entry: dict[str, Any], where: str) -> Event:
             entry["cause"] = parse(entry["cause"])
         event = Event(**entry)
         sound = event.kind in KINDS and isinstance(
-            event.at + event.seconds + event.size + event.bound, (int, float)
+            event.at + event.seconds + event.size + event.bound + event.load, (int, float)
         )
     except (TypeError, ValueError) as error:
         raise BadLog(f"{where}: is no event: {error}") from None

@@ -243,6 +243,7 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
         "target": event.target,
         "way": event.way,
         "bound": round(event.bound, 3) if event.bound < float("inf") else None,
+        "load": round(event.load, 3),
         "engine_log": list(tail),
     }
     return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"

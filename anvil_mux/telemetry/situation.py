@@ -50,6 +50,8 @@ class QueueRecord:
 
     bound: float = math.inf
     """Seconds after which it is overdue."""
+    load: float = 0.0
+    """Seconds that the load of its model was expected to take when it began; 0: not known."""
     tickets: dict[int, float] = field(default_factory=dict)
     """Ticket -> since when."""
     only: dict[int, str] = field(default_factory=dict)
@@ -133,7 +135,7 @@ class Situation:
     def _join(self, event: Event) -> None:
         queue = self.queue(event.model)
         if not queue.tickets:
-            queue.bound = event.bound
+            queue.bound, queue.load = event.bound, event.load
         queue.tickets[event.ticket] = event.at
         if event.backend:
             queue.only[event.ticket] = event.backend

@@ -196,7 +196,9 @@ def told(event: Event) -> list[Any]:
     kind, words = KINDS.get(event.kind, event.kind), reason(event.kind, event.cause)
     if event.kind == "standby" and not event.cause:
         words = level
-    return list(event._replace(kind=kind, cause=words, way=way))  # type: ignore[arg-type]
+    seconds = 0.0 if kind == "queued" else event.seconds
+    old = event._replace(kind=kind, seconds=seconds, cause=words, way=way)  # type: ignore[arg-type]
+    return list(old)[: Event._fields.index("load")]
 
 
 def reason(kind: str, cause: Cause | None) -> str:

@@ -1,23 +1,24 @@
 """The bound of a queue where ``max_wait`` follows the load."""
 
-from math import log
+from dataclasses import replace
+from math import inf
 
 import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.model import model_settings
-from anvil_mux.scheduler.overdue import LEAST_SECONDS, ROUNDS
+from anvil_mux.scheduler.overdue import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.planner import FIRST_SERVICE_SECONDS
 from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
-from tests.scheduler.test_group import Driver, Never, backend
+from tests.scheduler.test_group import A, Driver, Never, backend
 
 NAMES = [f"m{n}" for n in range(8)]
 LOADS = {name: 10.0 + n for n, name in enumerate(NAMES)}
 
 
-def house(**settings):
+def house(*, first=A, **settings):
     """Eight models on one GPU, of which the loads are known, and a resident that does not go by itself."""
-    singles = [backend(name) for name in ("a", *NAMES)]
+    singles = [first, *map(backend, (*NAMES, "slow"))]
     driver = Driver(*singles, policy=Never(), **settings)
     assert driver.core.adopt("a", 0.0)
     for name, seconds in LOADS.items():
@@ -29,20 +30,43 @@ def bounds(driver):
     return {event.model: event.bound for event in driver.log if event.kind == "queued" and event.size == 1}
 
 
-def test_the_first_queues_of_a_few_models_wait_for_60_s():
+def test_while_the_models_that_wait_are_loaded_in_60_s_each_queue_waits_for_60_s():
     driver = house()
-    for name in NAMES[:3]:
+    for name in NAMES[:5]:
         driver.request(name, 1.0)
-    assert bounds(driver) == dict.fromkeys(NAMES[:3], LEAST_SECONDS)
+    assert sum(LOADS[name] for name in NAMES[:5]) == 60.0
+    assert bounds(driver) == dict.fromkeys(NAMES[:5], LEAST_SECONDS)
 
 
-def test_each_further_queue_waits_for_a_round_over_all_that_wait_when_it_begins_and_a_third():
+def test_each_further_queue_waits_for_two_rounds_over_all_that_wait_when_it_begins():
     driver = house()
     for name in NAMES:
         driver.request(name, 1.0)
     rounds = [sum(list(LOADS.values())[: n + 1]) for n in range(len(NAMES))]
-    assert list(bounds(driver).values()) == [pytest.approx(max(60.0, ROUNDS * one)) for one in rounds]
-    assert bounds(driver)["m7"] > 140.0
+    assert list(bounds(driver).values())[5:] == [pytest.approx(2 * one) for one in rounds[5:]]
+    assert bounds(driver)["m7"] > 200.0
+
+
+def test_a_bound_is_longer_than_a_round_by_no_more_than_the_policy_needs_to_choose():
+    driver = house(queue_timeout=3600.0)
+    driver.costs.learn("", "slow", "stop", 0.0, 200.0)
+    for name in ("slow", "m0"):
+        driver.request(name, 1.0)
+    assert bounds(driver) == {"slow": 200.0 + CHOICE_SECONDS, "m0": 210.0 + CHOICE_SECONDS}
+
+
+def test_what_a_queue_s_load_is_expected_to_take_is_fixed_with_its_bound_and_stands_in_its_event():
+    driver = house()
+    driver.request("m0", 1.0)
+    driver.costs.learn("", "m0", "stop", 0.0, 20.0)
+    for name in NAMES[1:]:
+        driver.request(name, 2.0)
+    begun = {event.model: event for event in driver.log if event.kind == "queued"}
+    assert {name: event.load for name, event in begun.items()} == LOADS
+    assert begun["m7"].bound == pytest.approx(2 * sum(LOADS.values()))
+    assert begun["m7"].seconds == FIRST_SERVICE_SECONDS + 1.0 + LOADS["m7"]
+    driver.request("m0", 3.0)
+    assert (driver.log[-1].kind, driver.log[-1].load, driver.log[-1].seconds) == ("queued", 0.0, 0.0)
 
 
 def test_a_bound_is_fixed_when_its_queue_begins():
@@ -55,29 +79,12 @@ def test_a_bound_is_fixed_when_its_queue_begins():
     assert (driver.steps(3.0), driver.until) == ([], 1.0 + LEAST_SECONDS)
 
 
-def test_answers_that_the_next_model_waits_for_are_part_of_a_round():
-    driver = house()
-    for moment in (1.0, 11.0):  # a has answered within 10 s, and is not resident
-        driver.core.release(driver.request("a", moment), moment + 10.0)
-    driver.core.died("a", 30.0, "killed")
-    for name in (*NAMES[:5], "a"):
-        driver.request(name, 30.0)
-    driver.request("a", 30.0)
-    known = sum(list(LOADS.values())[:5])
-    driver.request("m5", 31.0)
-    answers = 10.0 * (1 + log(2))
-    seconds = known + 10.0 + answers + LOADS["m5"]
-    assert bounds(driver)["m5"] == pytest.approx(ROUNDS * seconds)
-
-
-def test_answers_count_as_long_as_a_drain_may_last():
-    driver = house(drain_timeout=4.0)
-    for moment in (1.0, 31.0):
-        driver.core.release(driver.request("a", moment), moment + 30.0)
-    driver.core.died("a", 70.0, "killed")
-    for name in ("a", *NAMES):
-        driver.request(name, 70.0)
-    assert bounds(driver)["m7"] == pytest.approx(ROUNDS * (sum(LOADS.values()) + 10.0 + 4.0))
+def test_a_model_that_is_ready_although_some_wait_for_a_place_is_no_part_of_a_round():
+    driver = house(first=backend("a", concurrency=1))
+    for name in ("a", "a", *NAMES):
+        driver.request(name, 1.0)
+    assert driver.core.queues["a"].tickets
+    assert bounds(driver)["m7"] == pytest.approx(2 * sum(LOADS.values()))
 
 
 @pytest.mark.parametrize("timeout", [400.0, 200.0, 120.0, 40.0])
@@ -87,7 +94,7 @@ def test_a_bound_leaves_time_for_a_round_and_the_load_before_queue_timeout(timeo
         driver.request(name, 1.0)
     one = sum(LOADS.values())
     own = FIRST_SERVICE_SECONDS + 1.0 + LOADS["m7"]
-    for_a_round = max(min(ROUNDS * one, timeout - own - one), LEAST_SECONDS)
+    for_a_round = max(min(2 * one, timeout - own - one), LEAST_SECONDS)
     assert bounds(driver)["m7"] == pytest.approx(min(for_a_round, timeout - own))
 
 
@@ -122,10 +129,59 @@ def test_of_a_number_and_auto_the_shorter_holds():
     assert driver.log[-1].bound == LEAST_SECONDS
 
 
-def test_under_auto_the_log_of_a_run_is_sound_and_its_bounds_leave_time_before_queue_timeout():
+@pytest.fixture(scope="module")
+def run():
+    """A run of eight models under ``auto``: its log and its configuration."""
     backends = tuple(backend(name) for name in NAMES)
     config = Config(backends, policy="adaptive", queue_timeout=300.0, drain_timeout=5.0)
-    trace = [Arrival(n * 1.5, NAMES[n * n % 8], 0.5) for n in range(600)]
-    log = simulate(config, trace, Engines(LOADS))
+    trace = [Arrival(n * 1.5, NAMES[n * 5 % 8], 0.5) for n in range(600)]
+    return simulate(config, trace, Engines(LOADS)), config
+
+
+def begun(log):
+    return [n for n, event in enumerate(log) if event.kind == "queued" and event.bound < inf]
+
+
+def test_under_auto_the_log_of_a_run_is_sound_and_its_bounds_leave_time_before_queue_timeout(run):
+    log, config = run
     assert check(log, config) == []
-    assert max(event.bound for event in log if event.kind == "queued" and event.bound < 1e9) < 300.0
+    assert {60.0} < {log[n].bound for n in begun(log)}
+    assert max(log[n].bound for n in begun(log)) < 300.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda event: event._replace(bound=event.bound + 1.0),
+        lambda event: event._replace(bound=event.bound - 1.0),
+        lambda event: event._replace(bound=inf),
+        lambda event: event._replace(load=event.load + 40.0),
+    ],
+    ids=["longer", "shorter", "none", "another load"],
+)
+def test_the_checker_computes_each_bound_again_from_the_events(run, other):
+    log, config = run
+    late = [n for n in begun(log) if log[n].bound > LEAST_SECONDS]
+    for n in late[:5]:
+        wrong = check([*log[:n], other(log[n]), *log[n + 1 :]], config)
+        assert f"{log[n].at:.6f} queued {log[n].model}" in wrong[0]
+        assert "by its round" in wrong[0]
+
+
+def test_the_checker_allows_a_bound_to_the_first_request_of_a_queue_only(run):
+    log, config = run
+    n = next(n for n, event in enumerate(log) if event.kind == "queued" and event.bound == inf)
+    wrong = check([*log[:n], log[n]._replace(bound=60.0), *log[n + 1 :]], config)
+    assert [line for line in wrong if "has a bound already" in line]
+
+
+def test_by_another_configuration_than_the_log_s_own_no_bound_is_computed(run):
+    log, config = run
+    config = replace(config, max_wait=400.0)
+    assert check(log, config)
+    assert check(log, config, is_its_own=False) == []
+
+
+def test_of_logs_that_do_not_tell_of_loads_no_bound_is_computed(run):
+    log, config = run
+    assert check([event._replace(load=0.0) for event in log], config) == []

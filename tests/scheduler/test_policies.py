@@ -249,6 +249,16 @@ NOT_OVER = Cause("slice", residents=("a",))
             at_100(replace(ONE, max_wait=1.0), residents=(SLICED,)),
             SwapTo("b", Cause("slice_over", waiting=1, residents=("a",))),
         ),
+        # So does a line of a minute, the oldest first; the slice ends for it.
+        (
+            at_100(
+                replace(ONE, waiting=9, oldest=39.0),
+                replace(ONE, model="c", oldest=38.0),
+                residents=(SLICED,),
+            ),
+            SwapTo("c", Cause("waited_enough", waiting=1)),
+        ),
+        (at_100(replace(ONE, oldest=43.0), residents=(SLICED,)), Stay(103.0, NOT_OVER)),
         # Of several that would go, the last slice counts; who goes need not be known.
         (
             at_100(

@@ -14,7 +14,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.overdue import LEAST_SECONDS, ROUNDS
+from anvil_mux.scheduler.overdue import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.seeds import seeds
@@ -92,7 +92,7 @@ def assert_is_fair(seed: int) -> int:
         one = turns[each.model] + sum(turns[model] for model in each.older)
         assert each.until - each.since <= each.bound + max(turns.values()) + one, (seed, each)
         if config.max_wait == "auto":
-            assert LEAST_SECONDS <= each.bound <= max(LEAST_SECONDS, ROUNDS * one), (seed, each)
+            assert LEAST_SECONDS <= each.bound <= max(LEAST_SECONDS, one + min(one, CHOICE_SECONDS)), seed
         late += bool(each.loads)
     return late
 
