@@ -253,8 +253,8 @@ MUTANTS = {
     ),
     "plans are kept though another queue has begun": (
         "admission",
-        "            self._state.changed()\n            most =",
-        "            most =",
+        "            self._state.changed()\n            found =",
+        "            found =",
     ),
     "a cost includes the drain": (
         "group_swaps",
