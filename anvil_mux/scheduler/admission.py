@@ -144,7 +144,7 @@ class Admission:
         name, size = only.name if only else "", len(queue.tickets)
         most, load, seconds = found
         self._emit(
-            Event(now, "queued", model.name, name, ticket.id, size, seconds, cause, bound=most, load=load)
+            Event(now, "queued", ticket.model, name, ticket.id, size, seconds, cause, bound=most, load=load)
         )
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
