@@ -363,7 +363,7 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _check_files(given: argparse.Namespace) -> int:
-    from anvil_mux.cli import gpus
+    from anvil_mux.cli import diagnostics, gpus
     from anvil_mux.config.config import LOCAL
     from anvil_mux.host import check
     from anvil_mux.host.seam import HostConfig
@@ -406,6 +406,7 @@ def _check_files(given: argparse.Namespace) -> int:
         listen = f"{config.host}:{config.port}"
         told = {"listen": listen, "models": models, "problems": [], "warnings": warnings, "hints": hints}
         told["gpus"] = gpus.as_json(found)
+        told["diagnostics"] = [*diagnostics.as_json("warning", warnings), *diagnostics.as_json("hint", hints)]
         more = {"any_of": any_of} if any_of else {}
         print_json({**told, **more, **({"hosts": seen} if cluster else {})})
         return 0
@@ -415,9 +416,10 @@ def _check_files(given: argparse.Namespace) -> int:
     print_table([key.upper() for key in keys], rows)
     for name, each in config.any_of.items():
         print(f"{name}: any of {', '.join(each.models)}{'' if each.swaps else ', swap: never'}")
-    for warning in warnings:
-        say(f"warning: {warning}")
-    for line in [*(f"hint: {hint}" for hint in hints), *gpus.lines(found)]:
+    diagnostics.print_diagnostics(
+        [*(("warning", each) for each in warnings), *(("hint", each) for each in hints)]
+    )
+    for line in gpus.lines(found):
         say(line)
     counts = f"{counted(rows, 'backend')}, {counted(warnings, 'warning')}"
     say(f"{counts}; will listen on {config.host}:{config.port}")
@@ -811,11 +813,12 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
 
 
 def _report_problems(error: ConfigError, given: argparse.Namespace) -> int:
+    from anvil_mux.cli import diagnostics
     from anvil_mux.config.pages import page_of
 
-    pages = [page_of(problem) for problem in error.problems]
     if given.json:
-        print_json({"problems": list(error.problems), "pages": pages})
-    for problem, page in zip(error.problems, pages, strict=True):
-        complain(f"{problem} (see {page})" if page else problem, BAD_CONFIG)
+        pages = [page_of(problem) for problem in error.problems]
+        parts = diagnostics.as_json("error", error.problems)
+        print_json({"problems": list(error.problems), "pages": pages, "diagnostics": parts})
+    diagnostics.print_diagnostics([("error", problem) for problem in error.problems])
     return BAD_CONFIG

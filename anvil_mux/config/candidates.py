@@ -17,7 +17,7 @@ from typing import NamedTuple
 from anvil_mux.config import service, settings
 from anvil_mux.config.config import ANY_HOST, HOST_NAME, LOCAL, DeclaredMachine, Gpu, Machine, WantedHosts
 from anvil_mux.config.devices import GivenGpus, of_vendors
-from anvil_mux.config.interpolate import KeyPath
+from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.problems import Problems
 
 SHOWN = 10

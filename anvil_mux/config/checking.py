@@ -20,7 +20,7 @@ from anvil_mux.config.config import (
     Gpu,
     default_of,
 )
-from anvil_mux.config.interpolate import KeyPath
+from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.names import Names
 from anvil_mux.config.plugins import Plugins, RoutingNeeds
 from anvil_mux.config.problems import Problems

@@ -21,11 +21,9 @@ from typing import Any
 
 import yaml
 
+from anvil_mux.config.diagnostic import KeyPath, Position
 from anvil_mux.config.yaml_words import in_plain_words
 from anvil_mux.errors import ConfigError
-
-KeyPath = tuple[str, ...]
-"""The way to a value: services, a, ports, 0."""
 
 MOST_NODES = 100_000
 """The most nodes of a file whose aliases are written out: a small file can stand for a huge one."""
@@ -51,15 +49,18 @@ class Document:
         """How much of ``key`` stands in this file."""
         return next(length for length in range(len(key), -1, -1) if key[:length] in self.lines)
 
-    def where(self, key: KeyPath) -> str:
-        """FILE:LINE: key, with the line of its nearest parent that stands in this file.
+    def place(self, key: KeyPath) -> Position:
+        """The file, and the line of the key or of its nearest parent that stands in this file.
 
         Without a line where not even its service does: that is in a file which this one includes.
         """
         known = self.knows(key)
         elsewhere = key[:1] == ("services",) and known < min(len(key), 2) and len(key) > 1
-        place = str(self.file) if elsewhere else f"{self.file}:{self.lines[key[:known]]}"
-        return place + (f": {'.'.join(key)}" if key else "")
+        return Position(str(self.file), None if elsewhere else self.lines[key[:known]])
+
+    def where(self, key: KeyPath) -> str:
+        """FILE:LINE: key."""
+        return f"{self.place(key)}" + (f": {'.'.join(key)}" if key else "")
 
 
 def read(file: Path) -> Document:

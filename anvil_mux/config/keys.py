@@ -24,6 +24,7 @@ from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import ConfigError, Unauthorized
 
 VARIABLE = "ANVIL_API_KEYS"
@@ -104,7 +105,7 @@ def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:
     if file is not None and not keys and not problems:
         problems.append(f"key_file: {file} holds no key")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([Diagnostic(problem, key=("x-anvil", "key_file")) for problem in problems])
     return Keyring(keys)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.interpolate import KeyPath
+from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.presets import Preset
 from anvil_mux.config.problems import Problems
 

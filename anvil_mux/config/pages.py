@@ -1,51 +1,63 @@
-"""The page of the documentation that says more about a problem, found by the key that the problem names."""
+"""The page of the documentation that says more about a diagnostic, by the key that it is about.
+
+Each setting names its page in its row of table.py; the keys of Compose have theirs here.
+"""
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 
-PAGES: dict[str, str] = {
-    "hosts machines most node": "docs/cluster.md#in-the-file",
-    "gpus gpu_count deploy devices runtime": "docs/gpus.md#which-there-are",
-    "vram ram host_memory reserve": "docs/gpus.md#what-a-model-needs",
-    "pin home home_after ttl max_queue": "docs/staying.md",
-    "any_of": "docs/staying.md#whoever-is-there-any_of",
-    "url api_key_env ca_file": "docs/elsewhere.md#a-server-elsewhere",
-    "fallback": "docs/elsewhere.md#fallbacks",
-    "presets strip set": "docs/presets.md#presets",
-    "loras": "docs/presets.md#lora-adapters",
-    "routing infer_type kv_tokens profile failure_domain policies": "docs/routing.md",
-    "evict_to demote_after checkpoint_anyway": "docs/reference.md#standby-levels",
-    "prompt_cache": "docs/swaps.md#prompts-that-outlive-a-swap",
-    "engine port served_model ports": "docs/reference.md#engines",
-    "policy": "docs/policies.md",
-    "eviction": "docs/reference.md#evictions",
-    "key_file listen allowed_hosts cors ANVIL_API_KEYS": "docs/security.md",
-    "tls_cert tls_key": "docs/security.md#tls",
-    "hooks": "docs/seeing.md#hooks",
-    "capture": "docs/sharing.md#what-was-asked-and-answered",
-    "when_paused": "docs/sharing.md#my-gpu-please-pausing",
-    "extends include env_file label_file": "docs/running.md#docker-or-podman",
+from anvil_mux.config.config import LABEL
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath
+from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+
+FOLDER = "docs/"
+"""The folder of the pages in the repository, before each page's name."""
+OF_COMPOSE = {
+    **dict.fromkeys(("gpus", "deploy", "devices", "runtime", "group_add"), "gpus.md#which-there-are"),
+    **dict.fromkeys(("ports", "command", "expose"), "reference.md#engines"),
+    **dict.fromkeys(("extends", "include", "env_file", "label_file"), "running.md#docker-or-podman"),
+    **dict.fromkeys(("restart", "image", "profiles"), "running.md#docker-or-podman"),
 }
-"""Keys -> the page that explains them."""
-BY_KEY = {key: page for keys, page in PAGES.items() for key in keys.split()}
-OF_SERVICES = "docs/reference.md#x-anvil-on-a-service"
-OF_ALL = "docs/reference.md#x-anvil-at-the-top-level"
-PLACED = re.compile(r"\S.*?:\d+: ")
-KEYS = re.compile(r"(?:--|ANVIL_(?!API))?([\w./@-]+): ")
+"""Keys of Compose -> the page that says what anvil-mux makes of them."""
+OF_SERVICES = "reference.md#x-anvil-on-a-service"
+OF_ALL = "reference.md#x-anvil-at-the-top-level"
 
 
-def page_of(problem: str) -> str:
-    """Return the page for a problem as it is shown; "" for one that names no key, such as bad YAML."""
-    rest = problem[place.end() :] if (place := PLACED.match(problem)) else problem
-    if not place and (unplaced := re.match(r"\S+\.ya?ml: ", rest)):
-        rest = rest[unplaced.end() :]
-    named = KEYS.match(rest)
-    if named is None:
+def page_of(diagnostic: str) -> str:
+    """Return the page for a diagnostic; "" for one that is about no key, such as bad YAML."""
+    if not isinstance(diagnostic, Diagnostic):
         return ""
-    path = named[1].split(".")
-    for part in reversed(path):
-        key = part if part.startswith("ANVIL_") else part.lower().replace("-", "_")
-        if key in BY_KEY:
-            return BY_KEY[key]
-    return OF_SERVICES if path[0] == "services" else OF_ALL
+    page = diagnostic.page or _page_of_key(diagnostic.key)
+    return FOLDER + page if page else ""
+
+
+def _page_of_key(key: KeyPath) -> str:
+    match key:
+        case ("x-anvil", *path):
+            setting = SETTINGS.get(path[0]) if path else None
+            return setting.page if setting and setting.page else OF_ALL
+        case ("services", _, "x-anvil", setting_key, *_):
+            return _of_service(setting_key)
+        case ("services", _, "labels", label, *_) if label.startswith(LABEL):
+            return _of_service(label.removeprefix(LABEL))
+        case ("services", _, compose_key, *_) if compose_key in OF_COMPOSE:
+            return OF_COMPOSE[compose_key]
+        case ("services", *_):
+            return OF_SERVICES
+        case (first, *_):
+            return OF_COMPOSE.get(first, "")
+    return ""
+
+
+def _of_service(key: str) -> str:
+    setting = SERVICE_SETTINGS.get(key)
+    return setting.page if setting and setting.page else OF_SERVICES
+
+
+def where_pages_are() -> str:
+    """Say where the folder of the pages is, for people who stand elsewhere or have only a wheel."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / FOLDER / "README.md").is_file():
+        return f"{FOLDER} is a folder of anvil-mux's repository, which this installation does not have"
+    return "" if Path.cwd() == root else f"{FOLDER} is in {root}"

@@ -1,10 +1,11 @@
-"""The problems of compose files: each names its file, line and key, or its flag or variable."""
+"""The problems and warnings of compose files: each names its file, line and key, or its flag or variable."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anvil_mux.config.interpolate import Document, KeyPath
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic
+from anvil_mux.config.interpolate import Document
 from anvil_mux.config.table import SETTINGS
 from anvil_mux.errors import ConfigError
 
@@ -24,37 +25,66 @@ class Problems:
         if self._found:
             raise ConfigError(list(dict.fromkeys(self._found)))
 
-    def add(self, key: KeyPath, text: str) -> None:
-        """Add a problem with what stands at ``key`` in the files."""
-        self._found.append(f"{self.where(key)}: {text}")
+    def add(self, key: KeyPath, text: str, write: str = "") -> None:
+        """Add a problem with what stands at ``key`` in the files; ``write``: the line to write instead."""
+        self._found.append(self._placed(key, text, write))
 
-    def warn(self, key: KeyPath, text: str) -> None:
+    def warn(self, key: KeyPath, text: str, write: str = "") -> None:
         """Add a warning about what stands at ``key`` in the files."""
-        self.warnings.append(f"{self.where(key)}: {text}")
+        self.warnings.append(self._placed(key, text, write))
 
     def within(self, key: KeyPath, text: str, *path: str) -> None:
         """Add a problem with what stands somewhere below ``key``."""
         self.add((*key, *path), text)
 
+    def of_service(self, name: str, text: str) -> None:
+        """Add a warning about a service, which names the line of the key that it is about."""
+        found = as_diagnostic(text)
+        key = ("services", name, *found.key)
+        self.warnings.append(found.at(self.place(key), key, f"service {name}"))
+
     def of_setting(self, key: str, text: str, *path: str) -> None:
         """Add a problem with a setting; it names the flag or the variable if one of them gave the value."""
-        way = ".".join(path) + ": " if path else ""
+        found, whole = as_diagnostic(text), ("x-anvil", key, *path)
+        below = ".".join(path)
         match self.origins[key]:
             case "flag":
-                self._found.append(f"--{key.replace('_', '-')}: {way}{text}")
+                flag = f"--{key.replace('_', '-')}"
+                write = f"{flag} {found.value}" if found.value and not path else ""
+                self._found.append(_elsewhere(found, flag, below, whole, write))
             case origin if origin == f"ANVIL_{key.upper()}":
-                self._found.append(f"{origin}: {way}{text}")
+                write = f"{origin}={found.value}" if found.value and not path else ""
+                self._found.append(_elsewhere(found, origin, below, whole, write))
             case _:
-                self.add(("x-anvil", key, *path), text)
+                self.add(whole, text)
 
     def of_variable(self, variable: str, text: str) -> None:
         """Add a problem with a variable of the environment."""
-        self._found.append(f"{variable}: {text}")
+        self._found.append(Diagnostic(f"{variable}: {text}", key=("x-anvil",)))
+
+    def _placed(self, key: KeyPath, text: str, write: str) -> Diagnostic:
+        found = as_diagnostic(text)
+        if write:
+            found = Diagnostic(found, said=found.said, write=write, page=found.page)
+        return found.at(self.place(key), key, ".".join(key))
+
+    def place(self, key: KeyPath) -> Position:
+        """The file and line that a key of the merged files comes from."""
+        return self._document(key).place(key)
 
     def where(self, key: KeyPath) -> str:
         """The file, line and key that a key of the merged files comes from."""
+        return self._document(key).where(key)
+
+    def _document(self, key: KeyPath) -> Document:
         documents = self._documents
         if "x-anvil" in key:  # all of it is the last file's that has it
             whole = key[: key.index("x-anvil") + 1]
             documents = [each for each in documents if whole in each.lines][-1:] or documents
-        return max(reversed(documents), key=lambda document: document.knows(key)).where(key)
+        return max(reversed(documents), key=lambda document: document.knows(key))
+
+
+def _elsewhere(found: Diagnostic, origin: str, below: str, key: KeyPath, write: str) -> Diagnostic:
+    """A problem with a value that no file gave; ``below``: the part of the value."""
+    before = f"{origin}: {below}: " if below else f"{origin}: "
+    return Diagnostic(f"{before}{found}", said=f"{before}{found.said}", write=write, key=key, page=found.page)

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from anvil_mux.config import settings
-from anvil_mux.config.interpolate import KeyPath
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_diagnostic, as_yaml
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.settings import Setting
-from anvil_mux.config.table import RENAMED, SETTINGS
+from anvil_mux.config.table import RENAMED, SERVICE_SETTINGS, SETTINGS
 
 
 def take(
@@ -18,12 +18,12 @@ def take(
 ) -> dict[str, Any]:
     """Read the settings in ``given`` by ``table``; an empty value counts as none. Key -> value."""
     if given is not None and not isinstance(given, dict):
-        problems.add(key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}")
+        problems.add(key, _no_mapping(table, given))
         return {}
     taken: dict[str, Any] = {}
     for name, value in (given or {}).items():
         if name not in table:
-            problems.add((*key, prefix + name), _unknown(name, table))
+            problems.add((*key, prefix + name), _unknown(name, table, value))
         elif value is not None:
             tell = partial(problems.within, (*key, prefix + name))
             taken |= read(name, table[name], value, tell)
@@ -39,11 +39,32 @@ def read(key: str, setting: Setting, value: Any, tell: Callable[..., None]) -> d
             tell(text, *path)
         return {key: wrong.rest}
     except ValueError as error:
-        tell(str(error))
+        tell(as_diagnostic(error))
         return {}
 
 
-def _unknown(key: str, table: Mapping[str, Setting]) -> str:
+def _unknown(key: str, table: Mapping[str, Setting], value: Any) -> Diagnostic:
+    """The diagnostic about a key that is not in its table: it may be in the other one."""
     if table is SETTINGS and key in RENAMED:
-        return f"is now called {RENAMED[key]}: write x-anvil: {{{RENAMED[key]}: ...}}"
-    return f"unknown key; {settings.nearest(key, table)}"
+        new = RENAMED[key]
+        text = f"is now called {new}: write x-anvil: {{{new}: ...}}"
+        return Diagnostic(text, said=f"is now called {new}", write=f"{new}: {as_yaml(value)}")
+    if table is SETTINGS and key in SERVICE_SETTINGS:
+        said = "is a setting of a service: it goes below services, into the x-anvil of the one that it is for"
+        return Diagnostic(said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}")
+    if table is SERVICE_SETTINGS and key in SETTINGS:
+        said = "is a setting of the whole: it goes into x-anvil at the top level, beside services"
+        return Diagnostic(said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}")
+    return settings.unknown(key, table, value)
+
+
+def _no_mapping(table: Mapping[str, Setting], given: Any) -> Diagnostic:
+    """The diagnostic about a list of settings, or of a setting without its value."""
+    first = next(iter(table))
+    said = f"must hold settings such as {first}, not {settings.show(given)}"
+    if isinstance(given, list) and given and all(isinstance(each, dict) for each in given):
+        joined = {name: value for each in given for name, value in each.items()}
+        return Diagnostic(said, value=as_yaml(joined))
+    if isinstance(given, str) and given in table:
+        return Diagnostic(said, value=f"{{{given}: ...}}")
+    return Diagnostic(said, value="{}" if table is SERVICE_SETTINGS else f"{{{first}: ...}}")

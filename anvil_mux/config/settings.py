@@ -3,7 +3,7 @@
 A table of settings (table.py; key -> ``Setting``) drives what is read, what is refused and how that is said,
 the documentation, what a reload may change, and what the event log records. A kind's ``read`` takes what
 YAML, an environment variable or a flag gave (so numbers may come as text) and returns the value, or raises
-ValueError that says what it should be.
+ValueError that says what it should be; with a ``Diagnostic`` in it, it also has a value to write instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from anvil_mux.config import shapes
+from anvil_mux.config.diagnostic import Diagnostic, advice, as_diagnostic, as_yaml
 from anvil_mux.config.shapes import Shape
 
 
@@ -49,6 +50,8 @@ class Setting:
     """Whether it names a file that `serve` reads: with other content it is another value."""
     default: str | None = None
     """The default that the documentation shows, where that is not the field's."""
+    page: str = ""
+    """The page in docs/, and the section of it, that says more; "": the table in the reference."""
 
     def fields_of(self, key: str) -> tuple[str, ...]:
         """The fields that it fills under its key."""
@@ -89,7 +92,7 @@ class MappingReader:
         self.problems: list[Problem] = []
         for key in value:
             if key not in known:
-                self.problems.append(((str(key),), f"unknown key; {nearest(str(key), known)}"))
+                self.problems.append(((str(key),), unknown(str(key), known, value[key])))
 
     def read(self, key: str, read: Callable[[Any], Any], default: Any = None) -> Any:
         """The value of a key; the default if there is none, or none that could be read."""
@@ -103,7 +106,7 @@ class MappingReader:
             self.problems += [((key, *path), text) for path, text in wrong.problems]
             return wrong.rest
         except ValueError as error:
-            self.problems.append(((key,), str(error)))
+            self.problems.append(((key,), as_diagnostic(error)))
             return default
 
     def make(self, value: Any) -> Any:
@@ -116,14 +119,32 @@ class MappingReader:
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint at the known word that is nearest to an unknown one."""
     known = tuple(known)
-    close = get_close_matches(word, known, 1, 0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    close = meant(word, known)
+    return f"did you mean {close}?" if close else f"known: {', '.join(known)}"
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The known word that is near an unknown one; "" if none is."""
+    return next(iter(get_close_matches(word, tuple(known), 1, 0.6)), "")
+
+
+def unknown(key: str, known: Collection[str], value: Any) -> Diagnostic:
+    """The diagnostic about an unknown key: the nearest one, with the value that it was given."""
+    near = meant(key, known)
+    written = "..." if value is None else as_yaml(value)
+    return Diagnostic(f"unknown key; {nearest(key, known)}", write=f"{near}: {written}" if near else "")
+
+
+def unfit(said: str, value: str = "") -> ValueError:
+    """The error of a value that cannot be taken; ``value``: one that could stand there."""
+    return ValueError(Diagnostic(said, value=value))
 
 
 def one_of(*known: str) -> ValueKind:
     def read(value: Any) -> str:
         if value not in known:
-            raise ValueError(f"must be one of {', '.join(known)}, not {show(value)}")
+            text = f"must be one of {', '.join(known)}, not {show(value)}"
+            raise unfit(text, meant(str(value).lower(), known) or known[0])
         return str(value)
 
     return ValueKind(" | ".join(known), read, shapes.one_of(known))
@@ -135,7 +156,9 @@ def whole_number(least: int, most: float = math.inf) -> ValueKind:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:.0f}"
-            raise ValueError(f"must be a whole number {limits}, not {show(value)}")
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+            near = min(max(value, least), most) if fits else max(least, 1)
+            raise unfit(f"must be a whole number {limits}, not {show(value)}", f"{near:.0f}")
         return value
 
     return ValueKind("whole number", read, shapes.whole(least, most))
@@ -154,13 +177,19 @@ def size(least: int = 0) -> ValueKind:
             r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", "" if value is True else str(value)
         )
         if found is None or found[2] not in SIZES:
-            raise ValueError(f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}")
+            text = f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}"
+            raise unfit(text, f"{found[1]}{_unit(found[2])}" if found else "20GiB")
         amount = int(float(found[1]) * SIZES[found[2]])
         if 0 < amount < least:
-            raise ValueError(f"is only {amount} bytes; write {found[1]}GiB if you mean that")
+            raise ValueError(advice(f"is only {amount} bytes", value=f"{found[1]}GiB"))
         return amount
 
     return ValueKind("size", read, shapes.amount(rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(SIZES)})\s*$"))
+
+
+def _unit(written: str) -> str:
+    """The unit that people mean who write g, G, Gb or gib."""
+    return f"{written[0].upper()}iB" if written and written[0].upper() in "KMGT" else "GiB"
 
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|m|s)")
@@ -175,17 +204,32 @@ def read_seconds(value: Any) -> float:
             return sum(float(number) * UNITS[unit] for number, unit in DURATION.findall(value))
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
-    raise ValueError(f"must be seconds, or a time such as 30s or 2m, not {show(value)}")
+    text = f"must be seconds, or a time such as 30s or 2m, not {show(value)}"
+    raise unfit(text, _seconds_near(value))
+
+
+def _seconds_near(value: Any) -> str:
+    """A time in our words for one in others' (30 sec, 2 minutes), or an example."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(h|ms|us|m|s)[a-z]*\.?", str(value).strip().lower())
+    return f"{found[1]}{found[2]}" if found else "30s"
 
 
 def _read_text(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"must be text, not {show(value)}" + ("" if value == "" else "; quote it"))
+        raise ValueError(_not_text(value))
     if any(character < " " or character in "\"'`\\\x7f" for character in value):
-        raise ValueError(f"must not hold quotes or control characters: {show(value)}")
+        kept = re.sub(r"[\x00-\x1f\"'`\\\x7f]", "", value).strip()
+        raise unfit(f"must not hold quotes or control characters: {show(value)}", kept and as_yaml(kept))
     return value.strip()
+
+
+def _not_text(value: Any) -> Diagnostic:
+    said = f"must be text, not {show(value)}"
+    if isinstance(value, (bool, float)):
+        return advice(said, value=f'"{as_yaml(value)}"')
+    return Diagnostic(said)
 
 
 def _read_names(value: Any) -> tuple[str, ...]:
@@ -203,7 +247,8 @@ def _read_origins(value: Any) -> tuple[str, ...]:
     origins = tuple(each.lower() for each in _read_names(value))
     for each in origins:
         if not _ORIGIN.fullmatch(each):
-            raise ValueError(f"must name web sites such as https://app.example, each alone, not {show(each)}")
+            text = f"must name web sites such as https://app.example, each alone, not {show(each)}"
+            raise unfit(text, "[https://app.example]")
     return origins
 
 
@@ -223,16 +268,17 @@ def _read_flag(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.lower() not in FLAGS:
-        raise ValueError(f"must be true or false, not {show(value)}")
+        raise unfit(f"must be true or false, not {show(value)}", "true")
     return FLAGS[value.lower()]
 
 
 def _read_listen(value: Any) -> tuple[str, int]:
     host, colon, port = str(value).rpartition(":")
     if colon and not host:
-        raise ValueError(f"needs an address before the colon: 127.0.0.1{value}, or 0.0.0.0{value} for all")
+        text = f"needs an address before the colon: 127.0.0.1{value}, or 0.0.0.0{value} for all"
+        raise unfit(text, f"127.0.0.1{value}")
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or isinstance(value, bool):
-        raise ValueError(f"must be ADDRESS:PORT such as 127.0.0.1:9292, not {show(value)}")
+        raise unfit(f"must be ADDRESS:PORT such as 127.0.0.1:9292, not {show(value)}", "127.0.0.1:9292")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -240,7 +286,8 @@ def _read_chosen(value: Any) -> tuple[str, dict[str, object]]:
     if isinstance(value, str) and value:
         return value, {}
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError(f"must be a name, or {{name: ..., setting: value}}, not {show(value)}")
+        named = as_yaml({"name": "...", **value}) if isinstance(value, dict) else ""
+        raise unfit(f"must be a name, or {{name: ..., setting: value}}, not {show(value)}", named)
     return value["name"], {key: _read_chosen_setting(each) for key, each in value.items() if key != "name"}
 
 
@@ -257,9 +304,11 @@ def listed(known: Collection[str], aliases: Mapping[str, str]) -> ValueKind:
         names = tuple(dict.fromkeys(aliases.get(name, name) for name in _read_names(value)))
         for name in names:
             if name not in known:
-                raise ValueError(f"unknown: {name}; {nearest(name, known)}")
+                near = meant(name, known) or next(iter(known))
+                mended = [near if each == name else each for each in names]
+                raise unfit(f"unknown: {name}; {nearest(name, known)}", as_yaml(mended))
         if not names:
-            raise ValueError("must name at least one")
+            raise unfit("must name at least one", as_yaml([*known][-1:]))
         return names
 
     names = shapes.listed(shapes.one_of([*known, *aliases]))
@@ -303,7 +352,7 @@ def _read_seconds_or_none(value: Any) -> float:
         return read_seconds(value)
     except ValueError:
         text = f"must be seconds, a time such as 30s or 2m, or {ENDLESS} (as long as it takes)"
-        raise ValueError(f"{text}, not {show(value)}") from None
+        raise unfit(f"{text}, not {show(value)}", _seconds_near(value)) from None
 
 
 def seconds_or_none(seconds: float) -> str:
@@ -326,7 +375,8 @@ def _read_seconds_or_auto(value: Any) -> float | str:
     try:
         return read_seconds(value)
     except ValueError:
-        raise ValueError(f"must be seconds, a time such as 30s or 2m, or {AUTO}, not {show(value)}") from None
+        text = f"must be seconds, a time such as 30s or 2m, or {AUTO}, not {show(value)}"
+        raise unfit(text, _seconds_near(value)) from None
 
 
 SECONDS_OR_AUTO = ValueKind(

@@ -204,9 +204,12 @@ SETTINGS: dict[str, Setting] = {
         "Where clients connect.",
         fills=("host", "port"),
         default=f"{default_of(Config, 'host')}:{default_of(Config, 'port')}",
+        page="security.md#who-can-reach-it",
     ),
     "runtime": _at_start(
-        settings.one_of("compose", "process"), "Whether services are containers or local processes."
+        settings.one_of("compose", "process"),
+        "Whether services are containers or local processes.",
+        page="running.md#processes",
     ),
     "project": _at_start(
         ValueKind("text", _read_project, shapes.text(r"^[a-z0-9][a-z0-9_-]*$")),
@@ -219,6 +222,7 @@ SETTINGS: dict[str, Setting] = {
         "The GPUs that may be used, with their memory and how much of it to keep free of models; by default "
         "all that are found: NVIDIA's by index or UUID, others as amd0 or intel0 (see gpus.md).",
         logged=True,
+        page="gpus.md#which-there-are",
     ),
     "machines": _live(
         ValueKind("{host: {gpus, host_memory}}", _read_machines, _MACHINES),
@@ -227,18 +231,21 @@ SETTINGS: dict[str, Setting] = {
         fills=("memory_of_hosts",),
         default="",
         logged=True,
+        page="cluster.md#in-the-file",
     ),
     "policy": _live(
         settings.CHOSEN,
         "The policy that decides when a swap is worth its cost (see policies.md).",
         fills=("policy", "policy_settings"),
         logged=True,
+        page="policies.md",
     ),
     "eviction": _live(
         settings.CHOSEN,
         "The rule that decides which models are evicted first.",
         fills=("eviction", "eviction_settings"),
         logged=True,
+        page="reference.md#evictions",
     ),
     "routing": _live(
         ValueKind(
@@ -249,16 +256,19 @@ SETTINGS: dict[str, Setting] = {
         "How a request is sent to one of a model's replicas (see routing.md).",
         fills=("routing", "routing_policies", "routing_mode", "routing_store"),
         later=("routing_mode", "routing_store"),
+        page="routing.md",
     ),
     "drain_timeout": _live(
         SECONDS,
         "How long a swap waits for running requests before it severs (aborts) them; 0: not at all.",
         logged=True,
+        page="swaps.md",
     ),
     "home_after": _live(
         SECONDS,
         "How long its GPUs must have been idle before a model with `home` is loaded again.",
         logged=True,
+        page="staying.md#a-home-model-home",
     ),
     "queue_timeout": _live(SECONDS, "The longest time a request waits for its model.", logged=True),
     "max_wait": _live(
@@ -266,6 +276,7 @@ SETTINGS: dict[str, Setting] = {
         "The longest time a policy may hold a queue back before its swap begins. auto: 60 s; where it takes "
         "longer to load every waiting model once, twice that time (see design.md).",
         logged=True,
+        page="policies.md",
     ),
     "max_queue": _live(
         COUNT,
@@ -286,47 +297,67 @@ SETTINGS: dict[str, Setting] = {
         "Names that stand for several models, in order of preference; one that is resident serves "
         "(see staying.md).",
         default="",
+        page="staying.md#whoever-is-there-any_of",
     ),
     "host_memory": _live(
         settings.MEMORY,
         "How much host memory all engines together may use, in standby too; by default 9/10 of the host's.",
         logged=True,
+        page="gpus.md#what-a-model-needs",
     ),
     "preload": _live(settings.FLAG, "Load every model once at startup, before the first request."),
     "read_ahead": _live(
         settings.FLAG,
         "Read a model's weights into the page cache while its requests wait for its load to begin "
         "(see swaps.md).",
+        page="swaps.md",
     ),
     "key_file": _live(
         TEXT,
         "A file of API keys, one to a line, beside those in ANVIL_API_KEYS (see security.md).",
         is_file=True,
+        page="security.md#keys",
     ),
     "tls_cert": _live(
-        TEXT, "A file with the certificate (and its chain) for https; needs tls_key.", is_file=True
+        TEXT,
+        "A file with the certificate (and its chain) for https; needs tls_key.",
+        is_file=True,
+        page="security.md#tls",
     ),
-    "tls_key": _live(TEXT, "A file with the certificate's private key.", is_file=True),
+    "tls_key": _live(
+        TEXT, "A file with the certificate's private key.", is_file=True, page="security.md#tls"
+    ),
     "allowed_hosts": _live(
         settings.NAMES,
         "Host names that requests may be addressed to, besides this machine's (see security.md).",
+        page="security.md#who-can-reach-it",
     ),
     "cors": _live(
-        settings.ORIGINS, "Web sites (origins) whose pages may use this address (see security.md)."
+        settings.ORIGINS,
+        "Web sites (origins) whose pages may use this address (see security.md).",
+        page="security.md#who-can-reach-it",
     ),
-    "on_exit": _live(settings.one_of("keep", "stop"), "Whether engines keep running or are stopped at exit."),
+    "on_exit": _live(
+        settings.one_of("keep", "stop"),
+        "Whether engines keep running or are stopped at exit.",
+        page="running.md#stopping",
+    ),
     "capture": _live(
         settings.whole_number(0, 1000),
         "How many of the last requests are kept in memory with their bodies, for `anvil-mux requests` "
         "(see sharing.md).",
+        page="sharing.md#what-was-asked-and-answered",
     ),
     "when_paused": _live(
         settings.one_of("refuse", "wait"),
         "Whether requests are refused or wait while anvil-mux is paused (see sharing.md).",
         logged=True,
+        page="sharing.md#my-gpu-please-pausing",
     ),
     "hooks": _at_start(
-        hooks.KIND, "Commands to run, or URLs to call, when something happens to a model (see seeing.md)."
+        hooks.KIND,
+        "Commands to run, or URLs to call, when something happens to a model (see seeing.md).",
+        page="seeing.md#hooks",
     ),
 }
 """The settings in ``x-anvil`` at the top level, which fill ``Config``."""
@@ -346,70 +377,101 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         ValueKind("list of ids, or all", _read_used_gpus, _USED_GPUS),
         "The GPUs that it needs (all of those listed); by default the ones that the service reserves or is "
         "given as device files (see gpus.md). A scaled process may have a list for each replica.",
+        page="gpus.md#which-there-are",
     ),
     "gpu_count": _replaces(
         COUNT,
         "How many GPUs of a host it needs, no matter which; instead of `gpus` (see cluster.md).",
         fills=None,
         default="",
+        page="cluster.md#in-the-file",
     ),
     "hosts": _replaces(
         ValueKind("list of hosts, any, or {label: value}", _read_hosts, _HOSTS),
         "The hosts on which it may run; by default only the one that anvil-mux runs on (see cluster.md).",
         fills=("host",),
         default="",
+        page="cluster.md#in-the-file",
     ),
     "most": _steers(
         COUNT,
         "The most copies of it to load at once, where it may run on several hosts or GPUs.",
         default="1",
+        page="cluster.md#in-the-file",
     ),
     "vram": _replaces(
         ValueKind("size, or measured", _read_vram, _VRAM),
         "How much memory it needs on each of its GPUs; measured: as much as it held when it was last "
         "evicted. By default it needs the whole GPU (see sizing.md).",
         fills=("vram", "vram_measured"),
+        page="gpus.md#what-a-model-needs",
     ),
     "engine": _replaces(
-        settings.one_of(*ENGINES), "The inference engine; by default recognized by the image."
+        settings.one_of(*ENGINES),
+        "The inference engine; by default recognized by the image.",
+        page="reference.md#engines",
     ),
     "port": _replaces(
         settings.PORT,
         "The port on which the engine listens; by default the service's, or the engine's usual one.",
+        page="reference.md#engines",
     ),
     "served_model": _replaces(
-        TEXT, "The engine's own name for the model; by default taken from its command."
+        TEXT,
+        "The engine's own name for the model; by default taken from its command.",
+        page="reference.md#engines",
     ),
-    "pin": _steers(settings.FLAG, "Never evict it for another model."),
+    "pin": _steers(settings.FLAG, "Never evict it for another model.", page="seeing.md#to-keep-a-model"),
     "priority": _steers(PRIORITY, "Models with a higher priority are served first and evicted last."),
     "home": _steers(
         settings.FLAG,
         "Load it again whenever its GPUs have been idle for home_after (see staying.md).",
+        page="staying.md#a-home-model-home",
     ),
-    "home_after": _steers(SECONDS, "As at the top level, for this model."),
-    "ttl": _steers(SECONDS, "How long it may be idle before it is unloaded; by default for ever."),
+    "home_after": _steers(
+        SECONDS, "As at the top level, for this model.", page="staying.md#a-home-model-home"
+    ),
+    "ttl": _steers(
+        SECONDS, "How long it may be idle before it is unloaded; by default for ever.", page="staying.md"
+    ),
     "drain_timeout": _steers(
         settings.SECONDS_OR_NONE,
         "As at the top level, for swaps that evict this model; none: as long as its requests take. The top "
         "level's applies when somebody unloads it, drains its host or stops anvil-mux (see staying.md).",
+        page="staying.md#let-it-finish-drain_timeout-on-a-service",
     ),
-    "min_residency": _steers(SECONDS, "How long it stays loaded at least, unless another queue is overdue."),
-    "max_wait": _steers(settings.SECONDS_OR_AUTO, "As at the top level, for this model."),
+    "min_residency": _steers(
+        SECONDS, "How long it stays loaded at least, unless another queue is overdue.", page="policies.md"
+    ),
+    "max_wait": _steers(settings.SECONDS_OR_AUTO, "As at the top level, for this model.", page="policies.md"),
     "max_queue": _steers(
-        COUNT, "The most requests that may wait for this model; the top level's limit applies as well."
+        COUNT,
+        "The most requests that may wait for this model; the top level's limit applies as well.",
+        page="staying.md",
     ),
-    "routing": _steers(TEXT, "The routing policy of its model; the same on all replicas."),
-    "kv_tokens": _steers(COUNT, "How many tokens the engine's KV cache holds, for routing among replicas."),
+    "routing": _steers(TEXT, "The routing policy of its model; the same on all replicas.", page="routing.md"),
+    "kv_tokens": _steers(
+        COUNT,
+        "How many tokens the engine's KV cache holds, for routing among replicas.",
+        page="routing.md#what-is-known-of-a-replica",
+    ),
     "infer_type": _replaces(
         settings.one_of(*INFER_TYPES, EITHER),
         "The stage that it serves, where prefill and decode are apart (see routing.md).",
+        page="routing.md#prefill-and-decode-apart",
     ),
-    "node": _steers(TEXT, "The machine that it is on, for the routing filter failover."),
+    "node": _steers(
+        TEXT, "The machine that it is on, for the routing filter failover.", page="routing.md#failure-domains"
+    ),
     "failure_domain": _steers(
-        TEXT, "The replicas that fail together with it, for the routing filter failover."
+        TEXT,
+        "The replicas that fail together with it, for the routing filter failover.",
+        page="routing.md#failure-domains",
     ),
     "profile": _steers(
-        ValueKind("file", TEXT.read, TEXT.shape), "A file in which `anvil-mux profile` wrote how fast it is."
+        ValueKind("file", TEXT.read, TEXT.shape),
+        "A file in which `anvil-mux profile` wrote how fast it is.",
+        page="routing.md#what-is-known-of-a-replica",
     ),
     "load_timeout": _steers(SECONDS, "How long a load may take."),
     "stop_timeout": _steers(
@@ -420,36 +482,47 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         "Its standby levels, the lightest first (sleep-1 is sleep). By default [sleep, stop] where its "
         "command allows sleep, else [stop] (see standby.md).",
         default="",
+        page="reference.md#standby-levels",
     ),
     "demote_after": _steers(
         SECONDS,
         "How long it stays at one standby level before it is demoted to the next; by default for ever.",
+        page="reference.md#standby-levels",
     ),
-    "ram": _steers(settings.MEMORY, "How much host memory it needs while it runs; by default as measured."),
+    "ram": _steers(
+        settings.MEMORY,
+        "How much host memory it needs while it runs; by default as measured.",
+        page="gpus.md#what-a-model-needs",
+    ),
     "preload": _steers(settings.FLAG, "As at the top level, for this model."),
-    "read_ahead": _live(settings.FLAG, "As at the top level, for this model."),
+    "read_ahead": _live(settings.FLAG, "As at the top level, for this model.", page="swaps.md"),
     "strip": _live(
         ValueKind(
             "list of names", lambda value: check_strip(settings.NAMES.read(value)), settings.NAMES.shape
         ),
         "Fields to remove from JSON requests (see clients.md).",
+        page="presets.md#presets",
     ),
     "set": _live(
         ValueKind("{name: value}", read_set, _SET),
         "Fields to set in JSON requests, whatever the client sent (see clients.md).",
+        page="presets.md#presets",
     ),
     "presets": _live(
         ValueKind("{name: {set, strip, system}}", read_presets, _PRESETS),
         "More names for the model, each with parameters of its own (see presets.md).",
+        page="presets.md#presets",
     ),
     "loras": _at_start(
         ValueKind("{name: path}, or list of names", read_loras, _LORAS),
         "LoRA adapters that clients can ask for like models (see presets.md); those in vLLM's --lora-modules "
         "need no entry.",
+        page="presets.md#lora-adapters",
     ),
     "upstream": _steers(
         ValueKind("list of paths", _read_paths, shapes.listed(shapes.text(r"^/[A-Za-z0-9_-]"))),
         "Further paths of the engine that clients may use below /upstream/MODEL; /sdapi/ allows all in it.",
+        page="security.md#what-a-request-can-reach",
     ),
     "concurrency": _steers(
         COUNT, "The most requests that it runs at once; others queue, and API keys take turns."
@@ -458,22 +531,33 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         settings.MEMORY,
         "How much disk space llama-server's prompts may take, for each replica: they are saved when it is "
         "evicted, and restored by its next load (see swaps.md).",
+        page="swaps.md#prompts-that-outlive-a-swap",
     ),
     "checkpoint_anyway": _steers(
-        settings.FLAG, "Allow checkpoints of an engine on several GPUs; such engines often fail to restore."
+        settings.FLAG,
+        "Allow checkpoints of an engine on several GPUs; such engines often fail to restore.",
+        page="swaps.md#what-a-checkpoint-needs",
     ),
     "url": _replaces(
         elsewhere.URL,
         "The base URL of a server that somebody else runs and that serves this model (see elsewhere.md).",
+        page="elsewhere.md#a-server-elsewhere",
     ),
     "api_key_env": _replaces(
-        TEXT, "The variable, in the environment or .env, that holds the API key for url."
+        TEXT,
+        "The variable, in the environment or .env, that holds the API key for url.",
+        page="elsewhere.md#a-server-elsewhere",
     ),
-    "ca_file": _replaces(TEXT, "A file of certificates to trust for url; by default the system's."),
+    "ca_file": _replaces(
+        TEXT,
+        "A file of certificates to trust for url; by default the system's.",
+        page="elsewhere.md#a-server-elsewhere",
+    ),
     "fallback": _live(
         fallback.KIND,
         "Models that answer when this one cannot, or not within `after` (see elsewhere.md).",
         fills=("fallback", "fallback_after"),
+        page="elsewhere.md#fallbacks",
     ),
 }
 """The settings in ``x-anvil`` on a service, which fill ``Backend``."""

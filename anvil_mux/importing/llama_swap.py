@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anvil_mux.config.interpolate import Document, KeyPath
+from anvil_mux.config.diagnostic import KeyPath
+from anvil_mux.config.interpolate import Document
 from anvil_mux.config.rewrite import UNTOUCHED
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing import macros, residency, swap_models

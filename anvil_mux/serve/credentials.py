@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from anvil_mux.config.config import Config
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.table import SETTINGS
@@ -50,11 +51,12 @@ def open_address(config: Config, keys: Keyring) -> str:
         loopback = False
     if loopback or keys:
         return ""
-    return (
+    text = (
         f"listen: {config.host} can be reached by others, and there are no API keys: everybody there "
         "could use and swap your models. Give keys (key_file, or ANVIL_API_KEYS), listen on 127.0.0.1, "
         "or say --insecure if that is meant."
     )
+    return Diagnostic(text, write=f"listen: 127.0.0.1:{config.port}", key=("x-anvil", "listen"))
 
 
 def tls_context(config: Config) -> ssl.SSLContext | None:
@@ -65,7 +67,8 @@ def tls_context(config: Config) -> ssl.SSLContext | None:
         return build_context(config.tls_cert, config.tls_key)
     except OSError as error:
         files = f"{config.tls_cert} and {config.tls_key}"
-        raise ConfigError([f"tls_cert: {files} cannot be used: {error.strerror or error}"]) from None
+        text = f"tls_cert: {files} cannot be used: {error.strerror or error}"
+        raise ConfigError([Diagnostic(text, key=("x-anvil", "tls_cert"))]) from None
 
 
 def files(config: Config) -> dict[str, str | None]:

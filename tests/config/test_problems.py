@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux.cli.diagnostics import print_diagnostics
 from anvil_mux.cli.main import main
+from anvil_mux.config import pages
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.interpolate import read
-from anvil_mux.config.pages import OF_ALL, OF_SERVICES, PAGES, page_of
+from anvil_mux.config.pages import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, page_of
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
@@ -25,40 +28,48 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES.values(), OF_ALL, OF_SERVICES}))
+OF_SETTINGS = [each.page for table in (SETTINGS, SERVICE_SETTINGS) for each in table.values() if each.page]
+
+
+@pytest.mark.parametrize("page", sorted({*OF_SETTINGS, *OF_COMPOSE.values(), OF_ALL, OF_SERVICES}))
 def test_each_page_and_its_heading_is_there(page: str) -> None:
     file, _, anchor = page.partition("#")
-    assert (ROOT / file).is_file()
-    assert not anchor or anchor in anchors(ROOT / file)
-
-
-def test_each_key_with_a_page_is_a_key() -> None:
-    compose = {"deploy", "devices", "ports", "extends", "include", "env_file", "label_file"}
-    known = {*SETTINGS, *SERVICE_SETTINGS, *compose, "reserve", "policies", "ANVIL_API_KEYS"}
-    assert {key for keys in PAGES for key in keys.split()} <= known
+    assert (ROOT / FOLDER / file).is_file()
+    assert not anchor or anchor in anchors(ROOT / FOLDER / file)
 
 
 @pytest.mark.parametrize(
-    ("problem", "page"),
+    ("key", "page"),
     [
-        ("/a b/compose.yaml:3: services.a.x-anvil.vram: must be", "docs/gpus.md#what-a-model-needs"),
-        ("compose.yaml:3: services.a.b-c.x-anvil.fallback: no", "docs/elsewhere.md#fallbacks"),
-        ("compose.yaml:3: services.a.labels.anvil.pin: no", "docs/staying.md"),
-        ("compose.yaml:3: x-anvil.routing.policies.mine: no", "docs/routing.md"),
-        ("compose.yaml: services.a.x-anvil.loras.x: no", "docs/presets.md#lora-adapters"),
-        ("compose.yaml:3: services.a: port 1 is taken", OF_SERVICES),
-        ("compose.yaml:3: x-anvil.polici: unknown key; known: ...", OF_ALL),
-        ("--drain-timeout: must be", OF_ALL),
-        ("--policy: must be", "docs/policies.md"),
-        ("ANVIL_POLICY: must be", "docs/policies.md"),
-        ("ANVIL_API_KEYS: is too short", "docs/security.md"),
-        ("listen: 0.0.0.0 can be reached by others", "docs/security.md"),
-        ("compose.yaml:3: is not YAML: a tab stands here", ""),
-        ("keys.txt:1: a key has at least 8 characters", ""),
+        ("services.a.x-anvil.vram", "gpus.md#what-a-model-needs"),
+        ("services.a.x-anvil.presets.vram.set", "presets.md#presets"),
+        ("services.a.x-anvil.load_timeout", OF_SERVICES),
+        ("services.a.x-anvil.polici", OF_SERVICES),
+        ("services.a.x-anvil", OF_SERVICES),
+        ("x-anvil.routing.policies.mine", "routing.md"),
+        ("x-anvil.max_body", OF_ALL),
+        ("x-anvil.polici", OF_ALL),
+        ("x-anvil", OF_ALL),
+        ("services.a.ports.0", "reference.md#engines"),
+        ("services.a", OF_SERVICES),
+        ("services.vram", OF_SERVICES),  # a service's name is no setting
+        ("services", OF_SERVICES),
+        ("include", "running.md#docker-or-podman"),
+        ("volumes", ""),
     ],
 )
-def test_the_page_of_a_problem_is_that_of_its_key(problem: str, page: str) -> None:
-    assert page_of(problem) == page
+def test_the_page_of_a_finding_is_that_of_its_key(key: str, page: str) -> None:
+    assert page_of(Diagnostic("is wrong", key=tuple(key.split(".")))) == (page and FOLDER + page)
+
+
+def test_labels_have_the_pages_of_their_settings_and_mere_text_has_none() -> None:
+    assert page_of(Diagnostic("no", key=("services", "a", "labels", "anvil.pin"))) == page_of(
+        Diagnostic("no", key=("services", "a", "x-anvil", "pin"))
+    )
+    assert (
+        page_of(Diagnostic("no", key=("services", "a.b", "x-anvil", "x"), page="gpus.md")) == "docs/gpus.md"
+    )
+    assert page_of("compose.yaml:3: services.a.x-anvil.vram: must be") == ""
 
 
 def test_check_and_serve_name_the_line_and_the_page(
@@ -71,10 +82,51 @@ def test_check_and_serve_name_the_line_and_the_page(
     for command in ("check", "serve"):
         assert main([command, str(file)]) == 78
         said = capsys.readouterr().err
-        assert f"{file}:6: services.a.x-anvil.vram: " in said
-        assert "(see docs/gpus.md#what-a-model-needs)" in said
+        first, write, page = said.splitlines()[:3]
+        assert first.startswith(f"anvil-mux: error: {file}:6: services.a.x-anvil.vram: must be a size")
+        assert (write, page) == ("    write: vram: 20GiB", "    see docs/gpus.md#what-a-model-needs")
     assert main(["check", "--json", str(file)]) == 78
-    assert json.loads(capsys.readouterr().out)["pages"] == ["docs/gpus.md#what-a-model-needs"]
+    told = json.loads(capsys.readouterr().out)
+    assert told["pages"] == ["docs/gpus.md#what-a-model-needs"]
+    [found] = told["diagnostics"]
+    assert found.pop("text") == told["problems"][0]
+    assert found == {
+        "kind": "error",
+        "file": str(file),
+        "line": 6,
+        "key": "services.a.x-anvil.vram",
+        "write": "vram: 20GiB",
+        "page": "docs/gpus.md#what-a-model-needs",
+    }
+
+
+def test_a_page_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [("services", name, "x-anvil", key) for name in "ab" for key in ("vram", "pin")]
+    print_diagnostics([("error", Diagnostic(f"{'.'.join(key)}: no", key=key)) for key in keys])
+    shown = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith(("    ", "anvil-mux: e"))
+    ]
+    assert shown == [
+        "anvil-mux: error: services.a.x-anvil.vram: no",
+        "    see docs/gpus.md#what-a-model-needs",
+        "anvil-mux: error: services.a.x-anvil.pin: no",
+        "    see docs/seeing.md#to-keep-a-model",
+        "anvil-mux: error: services.b.x-anvil.vram: no",
+        "anvil-mux: error: services.b.x-anvil.pin: no",
+    ]
+
+
+def test_where_the_pages_are_is_said_to_those_who_stand_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert pages.where_pages_are() == ""
+    monkeypatch.chdir(tmp_path)
+    assert pages.where_pages_are() == f"docs/ is in {ROOT}"
+    monkeypatch.setattr(
+        pages, "__file__", str(tmp_path / "site-packages" / "anvil_mux" / "config" / "pages.py")
+    )
+    assert pages.where_pages_are().startswith("docs/ is a folder of anvil-mux's repository")
 
 
 def places(folder: Path, *texts: str) -> Problems:
