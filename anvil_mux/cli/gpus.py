@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from anvil_mux.config.config import Config
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.settings import gib
 from anvil_mux.host.check import VendorGpus
 from anvil_mux.host.seam import HostGpu
@@ -50,7 +51,11 @@ def vram_to_declare(config: Config, known: Known) -> Iterator[str]:
             continue
         if any(users[gpu] > 1 for gpu in backend.gpu_names):
             size = to_declare(last.held)
-            yield (
-                f"{backend.name} held {size} of each GPU when it last ran: declare x-anvil: "
-                f"{{vram: {size}}}, and others may be loaded beside it"
+            said = f"{backend.name} held {size} of each GPU when it last ran"
+            write = f"x-anvil: {{vram: {size}}}"
+            yield Diagnostic(
+                f"{said}: declare {write}, and others may be loaded beside it",
+                said=f"{said}; declared, others may be loaded beside it",
+                write=write,
+                key=("services", backend.name, "x-anvil", "vram"),
             )

@@ -490,12 +490,18 @@ def _learned(config: Config) -> Known:
 
 def _slow_loads(config: Config, known: Known) -> list[str]:
     """A warning for each model whose load, as it was learned, takes longer than a request may wait."""
+    from anvil_mux.config.diagnostic import Diagnostic
+
     slowest: dict[str, float] = {}
     for cost in known.costs:
         slowest[cost.target] = max(cost.load_seconds, slowest.get(cost.target, 0.0))
     return [
-        f"the load of {model} has taken {seconds:.0f} s, and queue_timeout is {config.queue_timeout:g} s: "
-        "requests that wait for it fail before it is loaded"
+        Diagnostic(
+            f"the load of {model} has taken {seconds:.0f} s, and queue_timeout is "
+            f"{config.queue_timeout:g} s: requests that wait for it fail before it is loaded",
+            write=f"queue_timeout: {2 * seconds:.0f}",
+            key=("x-anvil", "queue_timeout"),
+        )
         for model, seconds in slowest.items()
         if seconds > config.queue_timeout
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from anvil_mux.config import settings, shapes
+from anvil_mux.config.diagnostic import Diagnostic, as_yaml
 
 SWAPS = ("never", "allowed")
 """Whether a name may force a swap."""
@@ -25,7 +26,8 @@ class AnyOf(NamedTuple):
 
 def _read(value: Any) -> dict[str, AnyOf]:
     if not isinstance(value, dict):
-        raise ValueError(f"must hold {{name: [models]}}, not {settings.show(value)}")
+        text = f"must hold {{name: [models]}}, not {settings.show(value)}"
+        raise settings.unfit(text, "{a-name: [a-model, another]}")
     names = settings.MappingReader(value, value)
     found = {settings.TEXT.read(name): names.take(name, about, _read_one) for name, about in value.items()}
     made: dict[str, AnyOf] = names.make({name: each for name, each in found.items() if each})
@@ -44,14 +46,14 @@ def _read_one(value: Any) -> AnyOf:
 
 def _read_models(value: Any) -> tuple[str, ...]:
     if not value:
-        raise ValueError("must name at least one model")
+        raise settings.unfit("must name at least one model", "[a-model, another]")
     models: tuple[str, ...] = settings.NAMES.read(value)
     return models
 
 
 def _read_swap(value: Any) -> str:
     if value not in SWAPS:
-        raise ValueError(f"must be never or allowed, not {settings.show(value)}")
+        raise settings.unfit(f"must be never or allowed, not {settings.show(value)}", "never")
     return str(value)
 
 
@@ -70,12 +72,16 @@ def check(any_of: Mapping[str, AnyOf], names: Mapping[str, str]) -> Iterator[tup
     """
     for name, each in any_of.items():
         if name in names:
-            yield name, f"is a name of the model {names[name]} already: call it otherwise"
+            text = f"is a name of the model {names[name]} already: call it otherwise"
+            yield name, Diagnostic(text, write=f"any-{name}: {as_yaml(list(each.models))}")
         for model in each.models:
             if model in any_of:
                 yield name, f"{model} stands for several models itself: name the models"
             elif model not in names:
-                yield name, f"no service serves {model}; {settings.nearest(model, names)}"
+                text = f"no service serves {model}; {settings.nearest(model, names)}"
+                near = settings.meant(model, names)
+                mended = as_yaml([near if model == other else other for other in each.models]) if near else ""
+                yield name, Diagnostic(text, value=mended)
 
 
 def resolved(any_of: Mapping[str, AnyOf], models: Mapping[str, str]) -> dict[str, AnyOf]:

@@ -7,6 +7,7 @@ candidate (candidates.py). Guesses about the engine come from service.py.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from anvil_mux.config import composing, elsewhere, interpolate, prompt_cache, se
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
+from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic, as_yaml
 from anvil_mux.config.presets import Loras, find_adapters
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
@@ -82,12 +84,13 @@ class BackendReader:
                 backends += made
             except ValueError as error:
                 ours = True
-                self._problems.add(key, str(error))
+                self._problems.of_part(key, error)
         if not ours:
             self._problems.add(
                 ("services",),
                 "none serves a model; add `x-anvil: {}` to each service that does (`anvil-mux check "
                 "--suggest` says to which, and what else)",
+                "x-anvil: {}",
             )
         return self._bounded(backends)
 
@@ -110,7 +113,9 @@ class BackendReader:
             yield self._elsewhere(name, described, given)
             return
         for key in [key for key in elsewhere.NEED_URL if key in given]:
-            self._problems.add(("services", name, "x-anvil", key), "needs url beside it")
+            self._problems.add(
+                ("services", name, "x-anvil", key), "needs url beside it", f"url: {elsewhere.EXAMPLE}"
+            )
         if self._around.plain and "env_file" in described:
             self._problems.add(("services", name, "env_file"), interpolate.NEED_COMPOSE)
         hosts, count, most = (given.pop(key, None) for key in ("host", "gpu_count", "most"))
@@ -127,7 +132,8 @@ class BackendReader:
         self._name_adapters(name, described, variables, given)
         template = Backend(name, service=self._service(described, variables), **given)
         if self._around.process and not template.service.command:
-            self._problems.add(("services", name), "needs a `command`, since runtime is process")
+            text = "needs a `command`, since runtime is process"
+            self._problems.add(("services", name), text, "command: llama-server --port $$PORT ...")
         if isinstance(used, list) or service.copies(described) > 1:
             yield from self._replicas(template, described, variables, used)
             return
@@ -143,6 +149,7 @@ class BackendReader:
             self._problems.add(
                 ("services", name, "x-anvil", "most"),
                 "has nothing to choose among: name hosts, or say with gpu_count how many GPUs it needs",
+                "gpu_count: 1",
             )
         as_written = partial(self._is_as_written, described, count=count, need=need)
         yield from self._placed(template, described, variables, candidates, as_written)
@@ -162,7 +169,7 @@ class BackendReader:
             try:
                 secret = elsewhere.key_of(named, {**self._around.variables, **variables})
             except ValueError as error:
-                self._problems.add((*key, "api_key_env"), str(error))
+                self._problems.add((*key, "api_key_env"), as_diagnostic(error))
         if file := given.get("ca_file"):
             given["ca_file"] = os.path.abspath(self._around.folder / file)
             try:
@@ -236,13 +243,16 @@ class BackendReader:
         key = ("services", name, "x-anvil", "evict_to")
         if list(levels) != sorted(levels, key=WAYS.index):
             down = ", ".join(sorted(levels, key=WAYS.index))
-            self._problems.add(key, f"goes from the lightest standby level down: write [{down}]")
+            self._problems.add(
+                key, f"goes from the lightest standby level down: write [{down}]", f"evict_to: [{down}]"
+            )
         for way in levels:
             why = service.cannot_evict_to(described, variables, backend.engine, way)
             if way == "checkpoint" and self._around.judge and not backend.host:
                 why = why or self._around.judge(backend.gpus, backend.checkpoint_anyway) or ""
             if why:
-                self._problems.add(key, f"{way} cannot work: {why}")
+                found = as_diagnostic(why)
+                self._problems.add(key, f"{way} cannot work: {why}", found.write)
 
     def _profile(self, name: str, file: str) -> Profile | None:
         """The profile in a file, whose path begins at the folder of the first compose file."""
@@ -297,8 +307,8 @@ class BackendReader:
         self._warn(name, bites)
 
     def _warn(self, name: str, bites: Iterator[str]) -> None:
-        place = self._problems.where(("services", name)).partition(": ")[0]
-        self._problems.warnings += [f"{place}: service {name}: {text}" for text in bites]
+        for text in bites:
+            self._problems.of_service(name, text)
 
     def _ports(self, described: Description, port: int | None, *, fixed: bool) -> set[int]:
         """The ports of its host that a service takes; ``fixed``: those that it publishes are as written."""
@@ -444,6 +454,8 @@ def _seeing(made: Service, gpus: Sequence[str]) -> Service:
 
 def _check_service(name: str, described: Description) -> None:
     if not SERVICE_NAME.fullmatch(name):
-        raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
+        mended = re.sub(r"[^a-zA-Z0-9._-]+", "-", name).strip("._-") or "model"
+        text = "its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any"
+        raise ValueError(Diagnostic(text, write=f"{mended}: {{..., x-anvil: {{model: {as_yaml(name)}}}}}"))
     if service.copies(described) > 1 and "container_name" in described:
         raise ValueError("is scaled, so it can have no container_name")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from anvil_mux.config import service, settings
 from anvil_mux.config.config import ANY_HOST, HOST_NAME, LOCAL, DeclaredMachine, Gpu, Machine, WantedHosts
 from anvil_mux.config.devices import GivenGpus, of_vendors
-from anvil_mux.config.diagnostic import KeyPath
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
 from anvil_mux.config.problems import Problems
 
 SHOWN = 10
@@ -157,7 +157,11 @@ class Places:
         try:
             return _named(name, "", self._choices("", need, vram, vendors), need)
         except ValueError as error:
-            self._problems.add(("services", name, "x-anvil", "gpu_count"), f"this machine {error}")
+            self._problems.add(
+                ("services", name, "x-anvil", "gpu_count"),
+                f"this machine {error}",
+                f"gpu_count: {len(self.here)}" if 0 < len(self.here) < need else "",
+            )
             return []
 
     def _nowhere(self, name: str, wanted: str | dict[str, str], need: Need) -> list[HostChoice]:
@@ -221,15 +225,19 @@ class Places:
             return self._given("", used)
         if used == service.ALL:
             if not self.here:
-                say = 'say which there are at the top level: x-anvil: {gpus: ["0"]}'
-                self._problems.add(("services", name), f"uses all GPUs; {say}")
+                write = 'x-anvil: {gpus: ["0"]}'
+                said = "uses all GPUs; say which there are at the top level"
+                found = Diagnostic(f"{said}: {write}", said=said, write=write, page="gpus.md#which-there-are")
+                self._problems.add(("services", name), found)
             return tuple(of_vendors(self.here, vendors))
         ids = self._ids("", used)
         for id in ids:
             if self._declared and id not in self._declared:
                 declared = ", ".join(self._declared)
                 self._problems.add(
-                    ("services", name, "x-anvil", "gpus"), f"GPU {id} is not declared; declared: {declared}"
+                    ("services", name, "x-anvil", "gpus"),
+                    f"GPU {id} is not declared; declared: {declared}",
+                    f"gpus: {as_yaml([next(iter(self._declared))])}",
                 )
         return ids
 
@@ -256,7 +264,8 @@ class Places:
             is_name = HOST_NAME.fullmatch(hosts[0]) and hosts[0] != ANY_HOST
             if len(hosts) == 1 and is_name and 0 < len(self.cluster) <= SHOWN:
                 text += f"; {settings.nearest(hosts[0], self.cluster)}"
-            self._problems.warn(_hosts_key(services[0]), text)
+            near = settings.meant(hosts[0], self.cluster) if len(hosts) == 1 else ""
+            self._problems.warn(_hosts_key(services[0]), text, f"hosts: {near}" if near else "")
 
 
 def _hosts_key(name: str) -> KeyPath:

@@ -20,7 +20,7 @@ from anvil_mux.config.config import (
     Gpu,
     default_of,
 )
-from anvil_mux.config.diagnostic import KeyPath
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
 from anvil_mux.config.names import Names
 from anvil_mux.config.plugins import Plugins, RoutingNeeds
 from anvil_mux.config.problems import Problems
@@ -88,13 +88,13 @@ class Checks:
                     self._problems.of_setting(key, str(error))
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if one in values and other not in values:
-                self._problems.of_setting(one, f"needs {other} beside it")
+                self._problems.of_setting(one, Diagnostic(f"needs {other} beside it", write=f"{other}: FILE"))
         names = {name for backend in self._backends for name in backend.names}
         names |= values.get("any_of", {}).keys()
         if (default := values.get("default_model")) and default not in names:
-            self._problems.of_setting(
-                "default_model", f"no service serves {default}; {settings.nearest(default, names)}"
-            )
+            text = f"no service serves {default}; {settings.nearest(default, names)}"
+            near = settings.meant(default, names)
+            self._problems.of_setting("default_model", Diagnostic(text, value=near))
 
     def _check_routing(self) -> None:
         own = self._values.get("routing_policies", {})
@@ -103,7 +103,9 @@ class Checks:
         known = (*shipped, *own)
         default = self._values.get("routing", DEFAULT_ROUTING)
         if default not in known:
-            self._problems.of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
+            text = f"no policy {default}; {settings.nearest(default, known)}"
+            near = settings.meant(default, known)
+            self._problems.of_setting("routing", Diagnostic(text, value=near))
         used = dict.fromkeys(backend.routing or default for backend in self._backends)
         for name in [name for name in used if name in needs and needs[name].mode == "full"]:
             if self._value("routing_mode") != "full":
@@ -113,13 +115,17 @@ class Checks:
             key = self._key(backend, "x-anvil", "routing")
             name = backend.routing or default
             if backend.routing and name not in known:
-                self._problems.add(key, f"no policy {name}; {settings.nearest(name, known)}")
+                text = f"no policy {name}; {settings.nearest(name, known)}"
+                self._problems.add(key, Diagnostic(text, value=settings.meant(name, known)))
             first, other = models.setdefault(backend.model, (backend.name, name))
             if other != name:
-                self._problems.add(key, f"is {name}, but {first}, a replica of the same model, has {other}")
+                text = f"is {name}, but {first}, a replica of the same model, has {other}"
+                self._problems.add(key, text, f"routing: {other}")
             for need in sorted(needs[name].settings[backend.infer_type] if name in needs else ()):
                 if not getattr(backend, need):
-                    self._problems.add(self._key(backend), f"needs {need}, because routing is {name}")
+                    self._problems.add(
+                        self._key(backend), f"needs {need}, because routing is {name}", f"{need}: ..."
+                    )
 
     def _check_stages(self) -> None:
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
@@ -129,6 +135,7 @@ class Checks:
                     self._problems.add(
                         self._key(backend, "x-anvil", "infer_type"),
                         f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
+                        f"infer_type: {EITHER}",
                     )
 
     def _needs(self, name: str, written: object, shipped: Container[str]) -> RoutingNeeds:
@@ -161,9 +168,8 @@ class Checks:
         homes = {self._services[each.name]: each for each in self._backends if each.home}
         for backend in {self._services[each.name]: each for each in self._backends}.values():
             if backend.home_after is not None and not backend.home:
-                self._problems.warn(
-                    self._key(backend, "x-anvil", "home_after"), "has no effect without home: true"
-                )
+                key = self._key(backend, "x-anvil", "home_after")
+                self._problems.warn(key, "has no effect without home: true", "home: true")
         for service, backend in homes.items():
             key = self._key(backend, "x-anvil", "home")
             if backend.ttl is not None:
@@ -189,6 +195,7 @@ class Checks:
                     self._key(backend, "x-anvil", "url"),
                     f"{backend.model} has other services: give this one a name of its own, x-anvil: "
                     "{model: ...}, and name that in the fallback of the others",
+                    f"model: {backend.model}-elsewhere",
                 )
 
     def _check_fallbacks(self) -> None:
@@ -199,9 +206,8 @@ class Checks:
             key = self._key(backend, "x-anvil", "fallback")
             before = first.setdefault(backend.model, backend)
             if (before.fallback, before.fallback_after) != (backend.fallback, backend.fallback_after):
-                self._problems.add(
-                    key, f"differs from that of {before.name}, a replica of the same model: say the same"
-                )
+                said = f"differs from that of {before.name}, a replica of the same model: say the same"
+                self._problems.add(key, said, f"fallback: {as_yaml(list(before.fallback))}")
             for name in [name for name in backend.fallback if name not in names]:
                 self._problems.add(key, self._no_model(name, names))
             if before is backend and (way := fallback.circle(backend.model, names, own)):
@@ -211,10 +217,13 @@ class Checks:
         """Why a name is not that of a model, and what to write instead; ``names``: those that are."""
         for each in self._backends:
             if name in each.names:
-                return f"{name} is a preset of {each.model}, not a model: name {each.model}"
+                text = f"{name} is a preset of {each.model}, not a model: name {each.model}"
+                return Diagnostic(text, value=each.model)
         if several := self._values.get("any_of", {}).get(name):
-            return f"{name} stands for several models: name {', '.join(several.models)}"
-        return f"no service serves {name}; {settings.nearest(name, names)}"
+            text = f"{name} stands for several models: name {', '.join(several.models)}"
+            return Diagnostic(text, value=as_yaml(list(several.models)))
+        text = f"no service serves {name}; {settings.nearest(name, names)}"
+        return Diagnostic(text, value=settings.meant(name, names))
 
     def _check_room(self) -> None:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}
@@ -235,14 +244,12 @@ class Checks:
         assert backend.vram
         if room is None:
             text = f'gpus: {{"{gpu.id}": {{vram: ...}}}}'
-            self._problems.warnings.append(
-                f"{self._problems.where(key)} has no effect: how large GPU {gpu.name} is is not known; "
-                f"declare it: x-anvil: {{{f'machines: {{{gpu.host}: {{{text}}}}}' if gpu.host else text}}}"
-            )
+            said = f"has no effect: how large GPU {gpu.name} is is not known"
+            write = f"x-anvil: {{{f'machines: {{{gpu.host}: {{{text}}}}}' if gpu.host else text}}}"
+            self._problems.warn(key, Diagnostic(f"{said}; declare it: {write}", said=said, write=write))
         elif backend.vram > room:
-            self._problems.add(
-                key, f"{gib(backend.vram)} never fit GPU {gpu.name}, which has {gib(room)} for models"
-            )
+            text = f"{gib(backend.vram)} never fit GPU {gpu.name}, which has {gib(room)} for models"
+            self._problems.add(key, text, f"vram: {room >> 20}MiB")
         return room is None or backend.vram > room
 
     def _check_replicas(self, gpu: Gpu, users: Sequence[Backend]) -> None:
@@ -255,6 +262,7 @@ class Checks:
                     ("services", name),
                     f"no two of its replicas fit on GPU {gpu.name}, "
                     "so they take turns: declare what one takes, x-anvil: {vram: ...}",
+                    "x-anvil: {vram: measured}",
                 )
 
     def _check_pins(self, users: Mapping[str, Sequence[Backend]]) -> None:
@@ -288,18 +296,21 @@ class Checks:
         limit, most = self._value("queue_timeout"), self._value("max_wait")
         for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in self._backends]):
             if longest != AUTO and limit < longest:
-                self._problems.warnings.append(
+                text = (
                     f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a queue is overdue "
                     "before that, early enough for a load that takes as long as loads usually do"
                 )
+                self._problems.of_limit("queue_timeout", text, float(longest))
         slow = dict.fromkeys(
             self._services[b.name] for b in self._backends if b.load_timeout > limit and not b.url
         )
         if slow:
-            self._problems.warnings.append(
+            text = (
                 f"queue_timeout ({limit:g} s) is less than the load_timeout of {', '.join(slow)}: requests "
                 "that wait for a load fail when it takes longer than that, though it goes on"
             )
+            longest = max(b.load_timeout for b in self._backends if not b.url)
+            self._problems.of_limit("queue_timeout", text, longest)
 
     def _check_ports(self) -> None:
         users: dict[tuple[str, int], list[int]] = {}  # (host, port) -> places of backends in the list
@@ -308,7 +319,9 @@ class Checks:
             for port in self._host_ports[backend.name]:
                 users.setdefault((backend.host, port), []).append(place)
             if listen in self._host_ports[backend.name] and not backend.host:
-                self._problems.add(self._key(backend), f"port {listen} is the one that anvil-mux listens on")
+                text = f"port {listen} is the one that anvil-mux listens on"
+                write = f'ports: ["127.0.0.1::{backend.port or "PORT"}"]'
+                self._problems.add(self._key(backend), text, write)
         for pair in sorted({pair for places in users.values() for pair in combinations(places, 2)}):
             self._check_pair(*(self._backends[place] for place in pair))
 
@@ -321,7 +334,9 @@ class Checks:
         text = f"port {ports} is also that of {one.name}, and both may run at once"
         if self._services[one.name] == self._services[other.name]:
             text = f"port {ports} cannot be that of all its replicas: {self._port_advice(other)}"
-        self._problems.add(self._key(other), text)
+        process = self._value("runtime") == "process"
+        write = "" if process else f'ports: ["127.0.0.1::{other.port or "PORT"}"]'
+        self._problems.add(self._key(other), text, write)
 
     def _port_advice(self, backend: Backend) -> str:
         if self._value("runtime") == "process":
@@ -341,10 +356,10 @@ class Checks:
 def _asks_for_full(policy: str, shipped: Container[str]) -> str:
     lite = f"{policy}_lite"
     other = f", or take {lite}" if lite in shipped else ""
-    return (
-        f"{policy} goes by what engines report: write routing: {{default: {policy}, mode: full}}{other}; "
-        "in the mode lite only what is sent is known"
-    )
+    write = f"routing: {{default: {policy}, mode: full}}"
+    why = "in the mode lite only what is sent is known"
+    text = f"{policy} goes by what engines report: write {write}{other}; {why}"
+    return Diagnostic(text, said=f"{policy} goes by what engines report{other}; {why}", write=write)
 
 
 def _room(gpu: Gpu) -> int | None:

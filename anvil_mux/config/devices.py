@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anvil_mux.config.diagnostic import Diagnostic
+
 AMD, INTEL = "amd", "intel"
 KFD, DRI, CDI = "/dev/kfd", "/dev/dri", "amd.com/gpu"
 NODE = re.compile(r"/dev/dri/((card|renderD)\d+|by-path/.+)")
@@ -91,13 +93,20 @@ def bites(service: Mapping[str, Any], gpus: Sequence[str]) -> Iterator[str]:
         return
     paths = [*_sources(service)]
     if KFD in paths and not any(path == DRI or NODE.fullmatch(path) for path in paths):
-        yield f"has {KFD} without {DRI}, and ROCm needs both; add {DRI}, or one file of it for each GPU"
+        said = f"has {KFD} without {DRI}, and ROCm needs both"
+        text = f"{said}; add {DRI}, or one file of it for each GPU"
+        yield Diagnostic(text, said=said, write=f"devices: [{KFD}, {DRI}]", key=("devices",))
     user = str(service.get("user") or "root").partition(":")[0]
     if user not in ("root", "0") and not service.get("group_add"):
-        yield f"runs as {user}, who may not open {DRI}; add group_add: [video, render], by the host's numbers"
+        said, write = f"runs as {user}, who may not open {DRI}", "group_add: [video, render]"
+        text = f"{said}; add {write}, by the host's numbers"
+        yield Diagnostic(
+            text, said=f"{said}; add the host's groups, by their numbers", write=write, key=("group_add",)
+        )
     if not gpus:
-        say = f'x-anvil: {{gpus: ["{found.vendors[0]}0"]}}'
-        yield f"is given GPUs by device files, and none of them is known here; say which: {say}"
+        write = f'x-anvil: {{gpus: ["{found.vendors[0]}0"]}}'
+        said = "is given GPUs by device files, and none of them is known here; say which"
+        yield Diagnostic(f"{said}: {write}", said=said, write=write, key=("devices",))
 
 
 def _is_gpu(device: Any) -> bool:

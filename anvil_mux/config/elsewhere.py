@@ -7,13 +7,16 @@ the compose file so that its model is in the same list, with the same settings, 
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from anvil_mux.config import settings, shapes
+from anvil_mux.config.diagnostic import Diagnostic
 
+EXAMPLE = "https://api.openai.com/v1"
 PORTS = {"http": 80, "https": 443}
 VERSION = "/v1"
 
@@ -74,14 +77,21 @@ def read_url(value: Any) -> str:
     except ValueError:
         fits = False
     if not fits or " " in text:
-        raise ValueError(f"must be an address such as https://api.openai.com/v1, not {settings.show(text)}")
+        said = f"must be an address such as https://api.openai.com/v1, not {settings.show(text)}"
+        raise settings.unfit(
+            said, f"https://{text}" if re.fullmatch(r"[\w.-]+\.\w+(:\d+)?(/\S*)?", text) else EXAMPLE
+        )
     if parts.username is not None or parts.password is not None:
-        raise ValueError("must hold no key or password: name a variable with api_key_env")
+        said = "must hold no key or password: name a variable with api_key_env"
+        raise settings.unfit(said, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
     if parts.query or parts.fragment:
-        raise ValueError("must end with its path, as https://api.openai.com/v1 does")
+        said = "must end with its path, as https://api.openai.com/v1 does"
+        raise settings.unfit(said, f"{parts.scheme}://{parts.netloc}{parts.path}")
     path = parts.path.rstrip("/")
-    if path.endswith(("/chat/completions", "/completions", "/models")):
-        raise ValueError("must be the base URL of the API, without the route: https://HOST/v1")
+    for route in ("/chat/completions", "/completions", "/models"):
+        if path.endswith(route):
+            said = "must be the base URL of the API, without the route: https://HOST/v1"
+            raise settings.unfit(said, f"{parts.scheme}://{parts.netloc}{path.removesuffix(route)}")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
@@ -92,9 +102,10 @@ def key_of(name: str, variables: Mapping[str, str]) -> str:
     """The key in the variable of that name; ValueError if there is none."""
     key = variables.get(name, "").strip()
     if not key:
-        raise ValueError(
+        said = (
             f"the variable {name} is not set, here or in .env; it is to hold the key that the server asks for"
         )
+        raise ValueError(Diagnostic(said, write=f"{name}=... in .env"))
     if any(not "!" <= sign <= "~" for sign in key):
         raise ValueError(f"the variable {name} holds more than a key: space, or what is not ASCII")
     return key
@@ -123,7 +134,12 @@ def trust(ca_file: str) -> ssl.SSLContext:
 def bites(url: str, *, key: str, compose: bool, profiles: tuple[str, ...]) -> Iterator[str]:
     """Warnings of what its owner hardly wants, with remedies. ``compose``: it stands in a Compose project."""
     if compose and not profiles:
-        yield "a bare `docker compose up` would try to start it; add `profiles: [elsewhere]`"
+        said, write = "a bare `docker compose up` would try to start it", "profiles: [elsewhere]"
+        yield Diagnostic(f"{said}; add `{write}`", said=said, write=write, key=("profiles",))
     found = site(url)
     if key and not found.secure and found.host not in ("localhost", "127.0.0.1", "::1"):
-        yield f"its key and all prompts go to {found.name} unencrypted; use https"
+        said, secure = (
+            f"its key and all prompts go to {found.name} unencrypted",
+            url.replace("http:", "https:", 1),
+        )
+        yield Diagnostic(f"{said}; use https", said=said, write=f"url: {secure}", key=("x-anvil", "url"))

@@ -35,7 +35,8 @@ def read(value: Any) -> tuple[tuple[str, ...], float | None]:
         (models, parts.read("after", settings.SECONDS.read))
     )
     if not models and not parts.problems:
-        raise ValueError("must name a model: {models: [other-model], after: 20s}")
+        example = "{models: [other-model], after: 20s}"
+        raise settings.unfit(f"must name a model: {example}", example)
     return made
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anvil_mux.config import settings, shapes
+from anvil_mux.config.diagnostic import as_yaml
 
 OCCASIONS = ("loaded", "unloaded", "failed", "severed")
 _KEYS = ("on", "run", "url", "timeout")
@@ -41,7 +42,8 @@ def read(value: Any) -> tuple[Hook, ...]:
 def _read_one(value: Any) -> Hook:
     example = "{on: [failed], run: [notify-send, anvil]} or {url: http://...}"
     if not isinstance(value, dict) or (value.get("run") is None) == (value.get("url") is None):
-        raise ValueError(f"must be hooks such as {example}, not {settings.show(value)}")
+        text = f"must be hooks such as {example}, not {settings.show(value)}"
+        raise settings.unfit(text, "{on: [failed], run: [notify-send, anvil]}")
     parts = settings.MappingReader(value, _KEYS)
     made: Hook = parts.make(
         Hook(
@@ -56,13 +58,16 @@ def _read_one(value: Any) -> Hook:
 
 def _read_command(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
-        raise ValueError(f"must be a list of words, [program, argument, ...], not {settings.show(value)}")
+        text = f"must be a list of words, [program, argument, ...], not {settings.show(value)}"
+        words = value.split() if isinstance(value, str) else []
+        raise settings.unfit(text, as_yaml(words) if words else "[program, argument]")
     return tuple(value)
 
 
 def _read_url(value: Any) -> str:
     if not str(value).startswith(("http://", "https://")):
-        raise ValueError(f"must begin with http:// or https://, not {settings.show(value)}")
+        text = f"must begin with http:// or https://, not {settings.show(value)}"
+        raise settings.unfit(text, f"http://{str(value).rpartition('://')[2]}")
     return str(value)
 
 

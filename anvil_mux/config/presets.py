@@ -17,6 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.config import service, settings
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.rewrite import check_strip, read_set
 
 ALLOWS_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -57,10 +58,9 @@ def read_presets(value: Any) -> tuple[Preset, ...]:
     """The setting ``presets``; as a label, it is JSON."""
     value = _from_json(value)
     if not isinstance(value, dict):
-        raise ValueError(
-            f"must hold names and what is set for each, such as {{fast: {{set: {{temperature: 0.2}}}}}}, "
-            f"not {settings.show(value)}"
-        )
+        example = "{fast: {set: {temperature: 0.2}}}"
+        text = f"must hold names and what is set for each, such as {example}, not {settings.show(value)}"
+        raise settings.unfit(text, example)
     reader = settings.MappingReader(value, value)
     made = [reader.take(str(name), about, partial(_read_preset, name)) for name, about in value.items()]
     found: tuple[Preset, ...] = reader.make(tuple([preset for preset in made if preset]))
@@ -70,7 +70,8 @@ def read_presets(value: Any) -> tuple[Preset, ...]:
 def _read_preset(name: Any, about: Any) -> Preset:
     name = settings.TEXT.read(name)
     if not isinstance(about, dict) or not about:
-        raise ValueError("must hold set, strip or system; a name without them is one of `aliases`")
+        text = "must hold set, strip or system; a name without them is one of `aliases`"
+        raise ValueError(Diagnostic(text, write=f"aliases: [{name}]"))
     parts = settings.MappingReader(about, ("set", "strip", "system"))
     made = Preset(
         name,
@@ -165,14 +166,16 @@ def _why_not(
     if not path:
         return f"is no adapter of its command; {settings.nearest(name, in_command)}" if in_command else ""
     if engine != "vllm":
-        return f"engine {engine} cannot be told to load it: name it alone, loras: [{name}], if it has it"
+        text = f"engine {engine} cannot be told to load it: name it alone, loras: [{name}], if it has it"
+        return Diagnostic(text, write=f"loras: [{name}]")
     if words and "--enable-lora" not in words and not any(word.startswith("--config") for word in words):
-        return "vLLM has adapters only with --enable-lora in its command"
+        text = "vLLM has adapters only with --enable-lora in its command"
+        return Diagnostic(text, write="command: ... --enable-lora")
     if variables.get(ALLOWS_LOADING, "").strip().lower() not in ("1", "true"):
-        return (
-            f'vLLM loads an adapter while it runs only with environment: {{{ALLOWS_LOADING}: "1"}}; '
-            f"or write --lora-modules {name}={path} in its command"
-        )
+        write = f'environment: {{{ALLOWS_LOADING}: "1"}}'
+        said = "vLLM loads an adapter while it runs only with"
+        other = f"or write --lora-modules {name}={path} in its command"
+        return Diagnostic(f"{said} {write}; {other}", said=f"{said} {ALLOWS_LOADING}; {other}", write=write)
     return ""
 
 
@@ -213,7 +216,8 @@ def _of_llamacpp(words: Sequence[str], variables: Mapping[str, str], wanted: Lor
         if number is None:
             add = f"add --lora {path} to its command" if path else settings.nearest(name, by_stem)
             text = f"{path or name} is no adapter of its command; {add}"
-            problems.append(((name,), text.removesuffix("; known: ")))
+            write = f"command: ... --lora {path}" if path else ""
+            problems.append(((name,), Diagnostic(text.removesuffix("; known: "), write=write)))
         else:
             presets.append(Preset(name, set=(("lora", _scales(files, number)),), is_adapter=True))
     if not presets:
@@ -221,10 +225,12 @@ def _of_llamacpp(words: Sequence[str], variables: Mapping[str, str], wanted: Lor
     put, bites = [("lora", _scales(files))], []
     if _prompts_kept(words, variables) != "0":
         put.append(("cache_prompt", "false"))
-        bites.append(
+        said = (
             "llama-server does not know by which LoRA adapter a prompt was computed that it keeps in host "
-            "memory, so each prompt is computed anew: add --cache-ram 0 to its command"
+            "memory, so each prompt is computed anew"
         )
+        text, write = f"{said}: add --cache-ram 0 to its command", "command: ... --cache-ram 0"
+        bites.append(Diagnostic(text, said=said, write=write, key=("x-anvil", "loras")))
     return Adapters(tuple(presets), put=tuple(put), problems=tuple(problems), bites=tuple(bites))
 
 

@@ -37,6 +37,12 @@ class Problems:
         """Add a problem with what stands somewhere below ``key``."""
         self.add((*key, *path), text)
 
+    def of_part(self, key: KeyPath, error: ValueError) -> None:
+        """Add a problem with a part of what stands at ``key``, which the error names itself."""
+        found = as_diagnostic(error)
+        whole = (*key, *found.key)
+        self._found.append(found.at(self.place(whole), whole, ".".join(key)))
+
     def of_service(self, name: str, text: str) -> None:
         """Add a warning about a service, which names the line of the key that it is about."""
         found = as_diagnostic(text)
@@ -57,6 +63,12 @@ class Problems:
                 self._found.append(_elsewhere(found, origin, below, whole, write))
             case _:
                 self.add(whole, text)
+
+    def of_limit(self, key: str, text: str, least: float) -> None:
+        """Add a warning about a time that is too short, which its sentence names."""
+        whole = ("x-anvil", key)
+        found = Diagnostic(text, write=f"{key}: {least:g}", key=whole, place=self.place(whole))
+        self.warnings.append(found)
 
     def of_variable(self, variable: str, text: str) -> None:
         """Add a problem with a variable of the environment."""

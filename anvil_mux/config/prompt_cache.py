@@ -13,8 +13,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.service import flag_values
 
+KEY = ("x-anvil", "prompt_cache")
 FLAG, VARIABLE = "--slot-save-path", "LLAMA_ARG_SLOT_SAVE_PATH"
 ENGINE = "llamacpp"
 Mounts = tuple[tuple[str, str], ...]
@@ -22,6 +24,7 @@ Mounts = tuple[tuple[str, str], ...]
 HERE = "."
 """The place at which relative paths of a local process begin, among its mounts."""
 EXAMPLE = f'write command: [..., {FLAG}, /prompts] and volumes: ["./prompts:/prompts"]'
+LINES = f'command: [..., {FLAG}, /prompts]\nvolumes: ["./prompts:/prompts"]'
 ADAPTERS = ("--lora", "--lora-scaled")
 
 
@@ -74,11 +77,13 @@ def problem(backend: Backend) -> str:
     if "sleep" in backend.evict_to:
         return "llama-server in router mode has no slots of its own: give it a model, and take sleep out"
     if not (folder := saved_in(service)):
-        return f"llama-server needs a folder for them: {EXAMPLE}"
+        said = "llama-server needs a folder for them"
+        return Diagnostic(f"{said}: {EXAMPLE}", said=said, write=LINES)
     if not os.path.isabs(folder) and HERE not in dict(service.mounts):
         return f"{FLAG} must be an absolute path, not {folder}"
     if not on_host(service, folder):
-        return f"{folder} is in no folder of the host, and is not to be seen from here: {EXAMPLE}"
+        said = f"{folder} is in no folder of the host, and is not to be seen from here"
+        return Diagnostic(f"{said}: {EXAMPLE}", said=said, write=f'volumes: ["./prompts:{folder}"]')
     if backend.adapts_by_field or any(True for flag in ADAPTERS for _ in flag_values(service.command, flag)):
         return (
             "llama-server does not say with which LoRA adapters a saved prompt was computed: "
@@ -91,14 +96,19 @@ def bites(service: Service) -> Iterator[str]:
     """Warnings of what keeps llama-server from saving prompts, or all of them, with remedies."""
     words = service.command
     if any(word.partition("=")[0] in ("--mmproj", "-mm", "--mmproj-url", "-mmu") for word in words):
-        yield "prompt_cache: llama-server saves no prompts of a model that sees or hears (--mmproj)"
+        text = "prompt_cache: llama-server saves no prompts of a model that sees or hears (--mmproj)"
+        yield Diagnostic(text, key=KEY)
     if "--no-cache-prompt" in words:
-        yield "prompt_cache: with --no-cache-prompt no prompt is used again; take it out"
+        text = "prompt_cache: with --no-cache-prompt no prompt is used again; take it out"
+        yield Diagnostic(text, key=KEY)
     if _moves_idle_prompts(words, dict(service.environment)):
-        yield (
+        said = (
             "prompt_cache: llama-server takes idle prompts out of their slots, so only those that were used "
-            "last are kept; add --no-cache-idle-slots to its command"
+            "last are kept"
         )
+        flag = "--no-cache-idle-slots"
+        text, write = f"{said}; add {flag} to its command", f"command: ... {flag}"
+        yield Diagnostic(text, said=said, write=write, key=KEY)
 
 
 def _moves_idle_prompts(words: Sequence[str], variables: Mapping[str, str]) -> bool:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BadRequest
 
 UNTOUCHED = ("model", "stream")
@@ -126,7 +127,8 @@ def read_set(value: Any) -> tuple[tuple[str, str], ...]:
         except ValueError:
             value = None
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ValueError("must hold fields and their values, such as {temperature: 0.2}")
+        example = "{temperature: 0.2}"
+        raise ValueError(Diagnostic(f"must hold fields and their values, such as {example}", value=example))
     _check(value)
     try:
         return tuple([(name, json.dumps(each, allow_nan=False)) for name, each in value.items()])

@@ -19,6 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.config import devices
+from anvil_mux.config.diagnostic import Diagnostic, advice, as_yaml
 
 IMAGES: tuple[tuple[str, str], ...] = (
     (r"llama-?cpp-python", "openai"),
@@ -32,6 +33,9 @@ IMAGES: tuple[tuple[str, str], ...] = (
 """Pattern in the image's repository or the program's name -> engine; everything else is ``openai``."""
 
 ALL = "all"
+RESERVED = ("deploy", "resources", "reservations", "devices")
+RESERVATION = "devices: [{driver: nvidia, count: all, capabilities: [gpu]}]"
+"""The line that reserves all GPUs, below deploy.resources.reservations."""
 
 RawService = Mapping[str, Any]
 
@@ -63,7 +67,7 @@ def environment(service: RawService, environ: Mapping[str, str]) -> dict[str, st
 def labels(service: RawService, prefix: str) -> dict[str, str]:
     """The labels that begin with ``prefix``, without it."""
     if not isinstance(service, Mapping):
-        raise ValueError("must be a mapping")
+        raise ValueError(Diagnostic("must be a mapping, with keys such as image", write="image: ..."))
     found = _mapping(service, "labels", "").items()
     return {name[len(prefix) :]: _text(value) for name, value in found if name.startswith(prefix)}
 
@@ -104,8 +108,11 @@ def listens_on(service: RawService) -> int | None:
             return ports[0]
         if ports and commanded_port(service) is None:
             several = ", ".join(map(str, sorted(set(ports))))
+            said = f"has several ports ({several})"
+            text = f"{said}; say where the engine listens: x-anvil: {{port: ...}}"
+            write = f"x-anvil: {{port: {ports[0]}}}"
             raise ValueError(
-                f"has several ports ({several}); say where the engine listens: x-anvil: {{port: ...}}"
+                Diagnostic(text, said=f"{said}; say where the engine listens", write=write, key=("ports",))
             )
     return commanded_port(service)
 
@@ -268,8 +275,17 @@ def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
         return
     for request in _list(service, "gpus"):
         if not isinstance(request, Mapping):
-            raise ValueError("gpus must be `all` or a list of {driver, count, device_ids}")
+            text = "gpus must be `all` or a list of {driver, count, device_ids}"
+            raise ValueError(Diagnostic(text, write=_gpus_meant(service["gpus"]), key=("gpus",)))
         yield request
+
+
+def _gpus_meant(value: Any) -> str:
+    """The line for a value of ``gpus`` in which ids of GPUs stand, or how many; none is ``count: 0``."""
+    ids = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    if not all(id.isdigit() for id in ids):
+        return "gpus: all"
+    return f"gpus: [{{driver: nvidia, device_ids: {as_yaml(ids)}}}]"
 
 
 def reserved_devices(service: RawService) -> list[Mapping[str, Any]]:
@@ -278,10 +294,15 @@ def reserved_devices(service: RawService) -> list[Mapping[str, Any]]:
     for key in ("deploy", "resources", "reservations"):
         inner = inner.get(key) or {}
         if not isinstance(inner, Mapping):
-            raise ValueError(f"{key} must be a mapping")
+            path = ("deploy", "resources", "reservations")
+            text = f"{key} must be a mapping"
+            raise ValueError(
+                Diagnostic(text, write=RESERVATION, key=path[: path.index(key) + 1] if key in path else ())
+            )
     found = _list(inner, "devices")
     if not all(isinstance(device, Mapping) for device in found):
-        raise ValueError("deploy.resources.reservations.devices must list mappings")
+        text = "deploy.resources.reservations.devices must list mappings"
+        raise ValueError(Diagnostic(text, write=RESERVATION, key=RESERVED))
     return found
 
 
@@ -296,7 +317,8 @@ def _request(request: Mapping[str, Any]) -> str | tuple[str, ...]:
     if count in (ALL, -1, "-1", None):
         return ALL
     if isinstance(count, bool) or not re.fullmatch(r"[0-9]+", str(count)):
-        raise ValueError(f"count must be `all` or a number of GPUs, not {count!r}")
+        text = f"count must be `all` or a number of GPUs, not {count!r}"
+        raise ValueError(Diagnostic(text, write="count: all", key=RESERVED))
     return tuple(str(index) for index in range(int(count)))
 
 
@@ -349,18 +371,22 @@ def cannot_evict_to(service: RawService, variables: Mapping[str, str], engine: s
     if way not in ("sleep", "sleep-2"):
         return ""
     if engine not in ("vllm", "sglang", "ollama", "llamacpp"):
-        return f"engine {engine} cannot be told to sleep; vllm, sglang, ollama and llamacpp can"
+        text = f"engine {engine} cannot be told to sleep; vllm, sglang, ollama and llamacpp can"
+        return Diagnostic(text, write="evict_to: [stop]")
     if way == "sleep-2" and engine != "vllm":
-        return f"{engine} cannot drop its weights and read them again; take sleep"
+        text = f"{engine} cannot drop its weights and read them again; take sleep"
+        return Diagnostic(text, write="evict_to: [sleep, stop]")
     words = argv(service)
     if engine == "vllm" and variables.get("VLLM_SERVER_DEV_MODE") != "1":
-        return 'vLLM has its sleep routes only with environment: {VLLM_SERVER_DEV_MODE: "1"}'
+        write = 'environment: {VLLM_SERVER_DEV_MODE: "1"}'
+        return Diagnostic(f"vLLM has its sleep routes only with {write}", write=write)
     if engine == "llamacpp" and _loads_a_model(words, variables):
         return "llama-server unloads in router mode only, without a model of its own: give it --models-dir"
     # Flags may also come from an image's own command, or from a file.
     missing = [flag for flag in SLEEP_FLAGS.get(engine, ()) if flag not in words]
     if missing and words and not any(word.startswith("--config") for word in words):
-        return f"add {' '.join(missing)} to its command"
+        flags = " ".join(missing)
+        return Diagnostic(f"add {flags} to its command", write=f"command: ... {flags}")
     return ""
 
 
@@ -392,27 +418,38 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
     """Warnings of what Docker would do with this service that its owner hardly wants, with remedies."""
     restart = str(service.get("restart", "no"))
     if restart in ("always", "unless-stopped"):
-        yield f"`restart: {restart}` brings the engine back onto the GPU after it was evicted; take it away"
+        said = f"`restart: {restart}` brings the engine back onto the GPU after it was evicted"
+        yield Diagnostic(f"{said}; take it away", said=said, write='restart: "no"', key=("restart",))
     open_ports = [each for each in published(service) if each.address in ("", "0.0.0.0", "::")]
     for each in open_ports:
-        yield (
-            f"port {each.inside} is published on all interfaces, past the firewall and without a key; "
-            f'write "127.0.0.1::{each.inside}"'
-        )
+        said = f"port {each.inside} is published on all interfaces, past the firewall and without a key"
+        address = f'"127.0.0.1::{each.inside}"'
+        text = f"{said}; write {address}"
+        yield Diagnostic(text, said=said, write=f"ports: [{address}]", key=("ports",))
     if not profiles(service):
-        yield "without `profiles`, a bare `docker compose up` starts every model; add `profiles: [llm]`"
+        said = "without `profiles`, a bare `docker compose up` starts every model"
+        yield Diagnostic(
+            f"{said}; add `profiles: [llm]`", said=said, write="profiles: [llm]", key=("profiles",)
+        )
     allocator = environment(service, {})
     if engine in SLEEPERS and any(
         "expandable_segments:True" in allocator.get(name, "") for name in ALLOCATOR
     ):
-        yield "expandable_segments keeps a sleeping engine from giving its memory back; take it out"
+        text = "expandable_segments keeps a sleeping engine from giving its memory back; take it out"
+        yield Diagnostic(text, key=("environment",), page="reference.md#standby-levels")
     if gpus and not reserves_gpu(service):
-        yield (
-            f"stands on GPU {', '.join(gpus)} for us but reserves none, so Docker gives it none; "
-            "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
+        said = f"stands on GPU {', '.join(gpus)} for us but reserves none, so Docker gives it none"
+        more = "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
+        yield Diagnostic(
+            f"{said}; {more}",
+            said=f"{said} (leave it so if it computes on the CPU)",
+            write="gpus: all",
+            key=("gpus",),
         )
     elif not gpus and others_gpus(service, {}) is None:
-        yield "has no GPU, so it is never evicted; if it uses one, reserve it or say x-anvil: {gpus: [...]}"
+        said = "has no GPU, so it is never evicted; if it uses one, reserve it"
+        write = 'x-anvil: {gpus: ["0"]}'
+        yield Diagnostic(f"{said} or say x-anvil: {{gpus: [...]}}", said=said, write=write, key=("gpus",))
     if others_gpus(service, {}):
         yield from devices.bites(service, gpus)
     yield from _unheard(service, engine, port)
@@ -425,7 +462,10 @@ def process_bites(service: RawService, port: int | None) -> Iterator[str]:
     Your own program may read PORT from its environment; engines do not.
     """
     if engine(service) != "openai" and port is None and not any("PORT" in word for word in argv(service)):
-        yield "its command does not say where it is to listen; add --port $$PORT"
+        said = "its command does not say where it is to listen"
+        yield Diagnostic(
+            f"{said}; add --port $$PORT", said=said, write="command: ... --port $$PORT", key=("command",)
+        )
 
 
 def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str]:
@@ -433,12 +473,13 @@ def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str
     inside, told = [each.inside for each in published(service)], commanded_port(service)
     if told is not None:
         if port in inside and told not in inside:
-            yield f"its command listens on {told}, but published is {', '.join(map(str, inside))}"
+            text = f"its command listens on {told}, but published is {', '.join(map(str, inside))}"
+            yield Diagnostic(text, write=f'ports: ["127.0.0.1::{told}"]', key=("ports",))
     elif engine == "llamacpp" and not environment(service, {}).get(LLAMACPP_PORT):
-        yield (
-            "llama.cpp listens on 8080 or, in newer versions, on 9931; "
-            f'add --port "{inside[0] if inside else 8080}" to its command'
-        )
+        said = "llama.cpp listens on 8080 or, in newer versions, on 9931"
+        flag = f'--port "{inside[0] if inside else 8080}"'
+        text, write = f"{said}; add {flag} to its command", f"command: ... {flag}"
+        yield Diagnostic(text, said=said, write=write, key=("command",))
 
 
 def _unpublished(service: RawService, port: int | None) -> Iterator[str]:
@@ -447,12 +488,11 @@ def _unpublished(service: RawService, port: int | None) -> Iterator[str]:
         return
     told = commanded_port(service)
     if inside:
-        yield f"its port {port} is not among those published ({', '.join(map(str, inside))})"
+        text = f"its port {port} is not among those published ({', '.join(map(str, inside))})"
+        yield Diagnostic(text, write=f'ports: ["127.0.0.1::{port}"]', key=("ports",))
         return
-    yield (
-        "its port is not published, so it can only be reached from the Docker host itself; "
-        f'write ports: ["127.0.0.1::{port or told or "PORT"}"]'
-    )
+    said = "its port is not published, so it can only be reached from the Docker host itself"
+    yield advice(said, f'ports: ["127.0.0.1::{port or told or "PORT"}"]', key=("ports",))
 
 
 # Short and long forms
@@ -464,7 +504,8 @@ def _words(service: RawService, key: str) -> list[str]:
         try:
             return shlex.split(value)
         except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
+            text = f"{key}: {error}"
+            raise ValueError(Diagnostic(text, write=f"{key}: [program, argument, ...]", key=(key,))) from None
     return [_text(word) for word in _list(service, key)]
 
 
@@ -473,7 +514,8 @@ def _list(service: Mapping[str, Any], key: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise ValueError(f"{key} must be a list")
+        write = f"{key}: {as_yaml([value])}" if not isinstance(value, dict) else ""
+        raise ValueError(Diagnostic(f"{key} must be a list", write=write, key=(key,)))
     return value
 
 
@@ -484,7 +526,10 @@ def _mapping(service: RawService, key: str, nothing: str | None) -> dict[str, An
         pairs = [str(each).partition("=") for each in value]
         return {name: text if equals else nothing for name, equals, text in pairs}
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{key} must be a mapping or a list of NAME=VALUE")
+        name, equals, text = str(value).partition("=")
+        write = f"{key}: {{{name}: {as_yaml(text)}}}" if equals else f"{key}: {{NAME: value}}"
+        said = f"{key} must be a mapping or a list of NAME=VALUE"
+        raise ValueError(Diagnostic(said, write=write, key=(key,)))
     return {name: nothing if each is None else each for name, each in (value or {}).items()}
 
 
@@ -520,5 +565,6 @@ def _published(entry: Any) -> Iterator[Port]:
 def _range(text: str) -> list[int]:
     first, dash, last = text.partition("-")
     if not first.isdigit() or (dash and not last.isdigit()):
-        raise ValueError(f"ports: {text!r} is no port")
+        text = f"ports: {text!r} is no port"
+        raise ValueError(Diagnostic(text, write='ports: ["127.0.0.1::8000"]', key=("ports",)))
     return list(range(int(first), int(last if dash else first) + 1))

@@ -44,12 +44,13 @@ def _read_gpus(value: Any) -> tuple[Gpu, ...]:
 
 def _read_gpu(id: str, about: Any) -> Gpu:
     if not isinstance(about, dict):
-        raise ValueError('must hold its memory, as in gpus: {"0": {vram: 24GiB, reserve: 1GiB}}')
+        text = 'must hold its memory, as in gpus: {"0": {vram: 24GiB, reserve: 1GiB}}'
+        raise settings.unfit(text, "{vram: 24GiB}")
     sizes = settings.MappingReader(about, ("vram", "reserve"))
     vram = sizes.read("vram", settings.MEMORY.read)
     reserve = sizes.read("reserve", settings.MEMORY.read, 0)
     if vram is not None and vram <= reserve:
-        raise ValueError("reserve leaves nothing of its vram")
+        raise settings.unfit("reserve leaves nothing of its vram", "{vram: 24GiB, reserve: 1GiB}")
     made: Gpu = sizes.make(Gpu(id, vram, reserve))
     return made
 
@@ -62,7 +63,8 @@ def _read_used_gpus(value: Any) -> str | tuple[str, ...] | list[tuple[str, ...]]
 
 def _read_machines(value: Any) -> dict[str, DeclaredMachine]:
     if not isinstance(value, dict):
-        raise ValueError(f"must hold {{host: {{gpus, host_memory}}}}, not {settings.show(value)}")
+        text = f"must hold {{host: {{gpus, host_memory}}}}, not {settings.show(value)}"
+        raise settings.unfit(text, "{a-host: {host_memory: 64GiB}}")
     machines = settings.MappingReader(value, value)
     found = {name: machines.take(name, about, partial(_read_machine, name)) for name, about in value.items()}
     made: dict[str, DeclaredMachine] = machines.make({name: each for name, each in found.items() if each})
@@ -76,7 +78,8 @@ def _read_machine(name: str, about: Any) -> DeclaredMachine:
     if about is None:
         return DeclaredMachine()
     if not isinstance(about, dict):
-        raise ValueError(f"must hold gpus or host_memory, not {settings.show(about)}")
+        text = f"must hold gpus or host_memory, not {settings.show(about)}"
+        raise settings.unfit(text, "{host_memory: 64GiB}")
     parts = settings.MappingReader(about, ("gpus", "host_memory"))
     gpus = parts.read("gpus", _read_gpus)
     made: DeclaredMachine = parts.make(DeclaredMachine(gpus, parts.read("host_memory", settings.MEMORY.read)))
@@ -90,7 +93,7 @@ def _read_hosts(value: Any) -> WantedHosts:
     if names == (ANY_HOST,):
         return ANY_HOST
     if not names:
-        raise ValueError("must name a host, or any, or {label: value}")
+        raise settings.unfit("must name a host, or any, or {label: value}", ANY_HOST)
     for name in names:
         _check_host(name)
     return names
@@ -98,11 +101,12 @@ def _read_hosts(value: Any) -> WantedHosts:
 
 def _check_host(name: str) -> None:
     if name == ANY_HOST:
-        raise ValueError(f"{ANY_HOST} means every host, so it is written alone: hosts: {ANY_HOST}")
+        text = f"{ANY_HOST} means every host, so it is written alone: hosts: {ANY_HOST}"
+        raise settings.unfit(text, ANY_HOST)
     if not HOST_NAME.fullmatch(name):
-        raise ValueError(
-            f"a host's name may hold lower-case letters, digits, - and _, not {settings.show(name)}"
-        )
+        text = f"a host's name may hold lower-case letters, digits, - and _, not {settings.show(name)}"
+        mended = re.sub("[^a-z0-9_-]+", "-", str(name).lower()).strip("-_")
+        raise settings.unfit(text, mended)
 
 
 def _read_vram(value: Any) -> tuple[int | None, bool]:
@@ -117,13 +121,15 @@ def _read_paths(value: Any) -> tuple[str, ...]:
     paths = settings.NAMES.read(value)
     for path in paths:
         if not re.fullmatch(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+/?", path):
-            raise ValueError(f"must be paths such as /docs or /sdapi/, not {settings.show(path)}")
+            text = f"must be paths such as /docs or /sdapi/, not {settings.show(path)}"
+            raise settings.unfit(text, f"/{path}" if re.fullmatch(r"[\w-]+/?", path) else "/docs")
     return tuple(paths)
 
 
 def _read_project(value: Any) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", str(value)):
-        raise ValueError(f"must be lower-case letters, digits, - and _, not {settings.show(value)}")
+        text = f"must be lower-case letters, digits, - and _, not {settings.show(value)}"
+        raise settings.unfit(text, re.sub("[^a-z0-9_-]+", "-", str(value).lower()).strip("-_"))
     return str(value)
 
 
@@ -150,13 +156,14 @@ def _read_routing(value: Any) -> Routed:
 
 def _read_policies(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"must hold {{name: policy}}, not {settings.show(value)}")
+        text = f"must hold {{name: policy}}, not {settings.show(value)}"
+        raise settings.unfit(text, "{mine: {like: load_balance}}")
     return value
 
 
 def _read_store(value: Any) -> str:
     if value and not str(value).startswith(STORES):
-        raise ValueError("must be the address of a Redis, as redis://host:6379/0")
+        raise settings.unfit("must be the address of a Redis, as redis://host:6379/0", "redis://host:6379/0")
     return str(value)
 
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
@@ -43,6 +44,8 @@ COMPOSED = "compose.yaml"
 """The file in the state folder with the services that are described anew for this host or its GPUs."""
 PODMAN_CDI = (5, 4)
 """The release of Podman from which on it has GPUs for what Compose makes, if they are asked for by CDI."""
+PAGE = "running.md#docker-or-podman"
+"""The page of docs/ about what Docker and Podman cannot do."""
 SOCKET_SECONDS = 5.0
 """Seconds that a busy engine may take to accept a connection of which nothing is asked."""
 EXISTS = "exists"
@@ -342,7 +345,12 @@ def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = 
     engine = ContainerEngine(find_endpoint(os.environ if env is None else env))
     images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
     return [
-        f"service {name}: image {image} is not present: docker pull {image}"
+        Diagnostic(
+            f"service {name}: image {image} is not present: docker pull {image}",
+            said=f"service {name}: image {image} is not present",
+            write=f"docker pull {image}",
+            key=("services", name, "image"),
+        )
         for image, name in images.items()
         if not engine.has_image(image)
     ]
@@ -355,7 +363,10 @@ def engine_limits(backends: Iterable[Backend], env: Mapping[str, str] | None = N
     for backend in backends:
         for what in _lacks(backend, about):
             lacking.setdefault(what, {})[backend.service_name] = None
-    return [f"{', '.join(names)}: {what}" for what, names in lacking.items()]
+    return [
+        Diagnostic(f"{', '.join(names)}: {what}", key=("services", next(iter(names)), "runtime"), page=PAGE)
+        for what, names in lacking.items()
+    ]
 
 
 def _lacks(backend: Backend, about: About) -> Iterator[str]:

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import MuxError
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
@@ -26,6 +27,9 @@ ProcessOwner = tuple[int, int]
 CAP_SYS_PTRACE = 19
 DYNAMIC_USERS = range(61184, 65520)
 """The users that systemd makes for as long as a unit runs (DynamicUser)."""
+
+PAGE = "swaps.md#what-a-checkpoint-needs"
+"""The page of docs/ about these rights."""
 
 ASK_FOR_PTRACE = """
 import ctypes, errno, sys
@@ -107,7 +111,14 @@ def warnings(config: HostConfig, runtime: Runtime) -> list[str]:
         if "checkpoint" in backend.evict_to:
             for what in lacks(backend, runtime, contained=config.runtime == "compose"):
                 lacking.setdefault(what, []).append(backend.name)
-    return [f"{', '.join(names)}: checkpoint may fail: {what}" for what, names in lacking.items()]
+    return [
+        Diagnostic(
+            f"{', '.join(names)}: checkpoint may fail: {what}",
+            key=("services", names[0], "x-anvil", "evict_to"),
+            page=PAGE,
+        )
+        for what, names in lacking.items()
+    ]
 
 
 def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights | None = None) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.host.elsewhere import Finding, asked
 from anvil_mux.multiplexer.circuits import Circuit, Circuits
 from anvil_mux.serve.adoption import side_by_side
@@ -85,7 +86,10 @@ def warnings(backends: Iterable[Backend]) -> list[str]:
     found = [backend for backend in backends if backend.url]
     told = zip(found, side_by_side(asked, found), strict=True)
     return [
-        f"service {backend.name}: {backend.url} {finding.problem or finding.hint}"
+        Diagnostic(
+            f"service {backend.name}: {backend.url} {finding.problem or finding.hint}",
+            key=("services", backend.name, "x-anvil", "url"),
+        )
         for backend, finding in told
         if any(finding)
     ]

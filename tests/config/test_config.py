@@ -670,7 +670,7 @@ BITES = [
         "image: vllm, environment: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}, " + QUIET,
         "expandable_segments keeps a sleeping engine",
     ),
-    ("x-anvil: {gpus: ['0'], vram: 1GiB}, " + QUIET, "vram has no effect"),
+    ("x-anvil: {gpus: ['0'], vram: 1GiB}, " + QUIET, "vram: has no effect"),
     ("command: 'x ${NOT_SET}', " + QUIET, "the variable NOT_SET is not set"),
 ]
 
