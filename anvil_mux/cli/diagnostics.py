@@ -21,12 +21,18 @@ INDENT = "    "
 def print_diagnostics(found: Sequence[tuple[str, str]]) -> None:
     """Print diagnostics, each with its kind: error, warning or hint."""
     pages: dict[str, None] = {}
-    for kind, diagnostic in found:
+    for kind, diagnostic in sorted(found, key=_order):
         say(f"{paint(kind, COLORS[kind], sys.stderr)}: {as_diagnostic(diagnostic).said}")
         for line in _below(diagnostic, pages):
             print(f"{INDENT}{line}", file=sys.stderr, flush=True)
     if pages and (where := where_pages_are()):
         say(where)
+
+
+def _order(found: tuple[str, str]) -> tuple[int, str, int]:
+    """Errors before warnings before hints, each by its line; those without a place come last."""
+    kind, place = found[0], as_diagnostic(found[1]).place
+    return [*COLORS].index(kind), place.file or "\uffff", place.line or 0
 
 
 def _below(diagnostic: str, pages: dict[str, None]) -> Iterator[str]:

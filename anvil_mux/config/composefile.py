@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from anvil_mux.command import Done, run
-from anvil_mux.config import interpolate
+from anvil_mux.config import compose_words, interpolate
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
 from anvil_mux.config.interpolate import Document
 from anvil_mux.errors import ConfigError
 
@@ -66,11 +67,11 @@ def combine(
     if compose is not None:
         answer = compose(compose_config([document.file for document in documents]), environ)
         if answer is not None:
-            return _composed(documents[0].file, answer)
+            return _composed(documents, answer)
     if len(documents) > 1:
         raise ConfigError([f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"])
     content, unset = interpolate.resolve(documents[0], environ)
-    warnings = tuple(_unset(documents[0].file, name) for name in unset)
+    warnings = tuple(_unset(documents, name) for name in unset)
     project = _project(documents[0].file, content, environ)
     return _content(content, project, warnings, plain=True)
 
@@ -94,18 +95,16 @@ def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> Done | None:
     return done
 
 
-def _composed(file: Path, answer: Done) -> Content:
+def _composed(documents: Sequence[Document], answer: Done) -> Content:
     said, warnings = [], []
     for line in answer.err.splitlines():
         if warning := re.search(r'level=warning msg="(.*)"\s*$', line):
-            warnings.append(_warning(file, warning[1].replace('\\"', '"')))
+            warnings.append(_warning(documents, warning[1].replace('\\"', '"')))
         elif line.strip():
             said.append(line.strip())
     if answer.code:
         why = " ".join(said) or f"exit status {answer.code}"
-        if "neither an image nor a build" in why:
-            why += " (a server elsewhere, x-anvil: {url: ...}, needs `image: scratch` and `profiles`)"
-        raise ConfigError([f"{file}: docker compose config: {why}"])
+        raise ConfigError(compose_words.in_plain_words(why, documents))
     # It prints every $ that stands for itself as $$.
     content = yaml.load(answer.out.replace("$$", "$"), interpolate.Loader) or {}
     return _content(content, content.get("name", ""), tuple(warnings), plain=False)
@@ -117,16 +116,36 @@ def _content(content: Mapping[str, Any], project: str, warnings: tuple[str, ...]
     return Content(services, settings, project, warnings, plain=plain, shared=shared)
 
 
-def _warning(file: Path, text: str) -> str:
+def _warning(documents: Sequence[Document], text: str) -> str:
     unset = re.match(r'The "(\w+)" variable is not set', text)
-    return _unset(file, unset[1]) if unset else f"{file}: docker compose: {text}"
+    return _unset(documents, unset[1]) if unset else f"{documents[0].file}: docker compose: {text}"
 
 
-def _unset(file: Path, name: str) -> str:
-    return (
-        f"{file}: the variable {name} is not set, so nothing stands in its place; "
-        f"set it, here or in .env, or write ${{{name}:-default}}"
-    )
+def _unset(documents: Sequence[Document], name: str) -> str:
+    """A warning about a variable that is not set, at the first line that uses it."""
+    said = f"the variable {name} is not set, so nothing stands in its place"
+    default = f"${{{name}:-default}}"
+    for document in documents:
+        for key, text in _texts(document.content, ()):
+            mended = re.sub(rf"\$(?:{name}\b|{{{name}}})", default, text)
+            if mended != text:
+                found = Diagnostic(f"{said}; set it, here or in .env, or write {default}", said=said)
+                found.value = as_yaml(mended)
+                return found.at(document.place(key), key, ".".join(key))
+    return Diagnostic(f"{documents[0].file}: {said}; set it, here or in .env, or write {default}")
+
+
+def _texts(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Every text in a file, with its key."""
+    match value:
+        case str():
+            yield key, value
+        case dict():
+            for name, inner in value.items():
+                yield from _texts(inner, (*key, str(name)))
+        case list():
+            for index, inner in enumerate(value):
+                yield from _texts(inner, (*key, str(index)))
 
 
 def _project(file: Path, content: Mapping[str, Any], environ: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from anvil_mux.config.diagnostic import KeyPath, Position
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic, as_yaml
 from anvil_mux.config.yaml_words import in_plain_words
 from anvil_mux.errors import ConfigError
 
@@ -65,8 +65,10 @@ class Document:
 
 def read(file: Path) -> Document:
     """The file, not interpolated; ConfigError with its problems."""
+    text = ""
     try:
-        loader = Loader(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        loader = Loader(text)
         root = loader.get_single_node()
         walk = _Walk(file)
         walk.visit(root, ())
@@ -80,20 +82,24 @@ def read(file: Path) -> Document:
     except RecursionError:
         raise ConfigError([f"{file}: is nested too deeply"]) from None
     except yaml.MarkedYAMLError as error:
-        line, why = in_plain_words(error)
-        place = f"{file}:{line}" if line else str(file)
-        raise ConfigError([f"{place}: is not YAML: {why}"]) from None
+        line, why = in_plain_words(error, text)
+        raise ConfigError([why.at(Position(str(file), line), (), "is not YAML")]) from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError([f"{file}: is not YAML: {error}"]) from None
     if not isinstance(content, dict):
-        raise ConfigError([f"{file}:1: is not a Compose file: it has no keys such as `services:`"])
+        found = Diagnostic("is not a Compose file: it has no keys such as `services:`", write="services: ...")
+        raise ConfigError([found.at(Position(str(file), 1), (), "")])
     return Document(file, content, walk.lines, tuple(walk.tags))
 
 
 def resolve(document: Document, environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The content with its variables replaced, and the names of those that are not set; ConfigError."""
-    problems = [f"{document.where(key)}: {tag} {NEED_COMPOSE}" for key, tag in document.tags]
-    problems += [f"{document.where(key)}: {NEED_COMPOSE}" for key in _other_files(document.content)]
+
+    def at(key: KeyPath, text: object) -> Diagnostic:
+        return as_diagnostic(text).at(document.place(key), key, ".".join(key))
+
+    problems = [at(key, f"{tag} {NEED_COMPOSE}") for key, tag in document.tags]
+    problems += [at(key, NEED_COMPOSE) for key in _other_files(document.content)]
     scope = Scope(environment(document.file.parent, environ))
 
     def fill(value: Any, key: KeyPath) -> Any:
@@ -102,7 +108,7 @@ def resolve(document: Document, environ: Mapping[str, str]) -> tuple[dict[str, A
                 try:
                     return scope.fill(value)
                 except ValueError as error:
-                    problems.append(f"{document.where(key)}: {error}")
+                    problems.append(at(key, error))
             case dict():
                 return {name: fill(inner, (*key, str(name))) for name, inner in value.items()}
             case list():
@@ -201,7 +207,8 @@ class Scope:
         name = NAME.match(inside)
         operator = OPERATOR.match(inside, name.end()) if name else None
         if name is None or (operator is None and name.end() < len(inside)):
-            raise ValueError(f"${{{inside}}} is no variable; write $$ for a $ that stands for itself")
+            text = f"${{{inside}}} is no variable; write $$ for a $ that stands for itself"
+            raise ValueError(Diagnostic(text, value=f"$${{{inside}}}"))
         if operator is None:
             return self._value(name[0])
         word = self.fill(inside[operator.end() :])
@@ -211,7 +218,8 @@ class Scope:
             case "+":
                 return word if there else ""
             case "?" if not there:
-                raise ValueError(f"the variable {name[0]} must be set" + (f": {word}" if word else ""))
+                text = f"the variable {name[0]} must be set" + (f": {word}" if word else "")
+                raise ValueError(Diagnostic(text, write=f"{name[0]}=... in .env"))
             case "-" if not there:
                 return word
         return value or ""
@@ -241,7 +249,8 @@ def _closing(text: str, at: int) -> int:
                 break
         if depth == 0:
             return at + 1 + found.start()
-    raise ValueError(f"${text[at:]} does not end; write $$ for a $ that stands for itself")
+    said = f"${text[at:]} does not end; write $$ for a $ that stands for itself"
+    raise ValueError(Diagnostic(said, value=as_yaml(f"${text[at:]}}}") if text[at:].count("{") == 1 else ""))
 
 
 def _other_files(content: Mapping[str, Any]) -> Iterator[KeyPath]:
@@ -324,9 +333,11 @@ class _Walk:
                 self.visit(value, inner)
                 merges.append(value)
             elif not name.tag.endswith(":str"):
-                self._complain(line, inner, f'the key must be text: write "{name.value}":')
+                text = f'the key must be text: write "{name.value}":'
+                self._complain(line, inner, text, f'"{name.value}": ...')
             elif name.value in seen:
-                self._complain(line, inner, f"stands here twice (first in line {seen[name.value]})")
+                text = f"stands here twice (first in line {seen[name.value]}); Compose takes one"
+                self._complain(line, inner, text)
             else:
                 seen[name.value] = line
                 self._note(inner, name)
@@ -352,5 +363,6 @@ class _Walk:
     def _note(self, key: KeyPath, node: yaml.Node) -> None:
         self.lines.setdefault(key, node.start_mark.line + 1)
 
-    def _complain(self, line: int, key: KeyPath, text: str) -> None:
-        self.problems.append(f"{self._file}:{line}: {'.'.join(key)}: {text}")
+    def _complain(self, line: int, key: KeyPath, text: str, write: str = "") -> None:
+        found = Diagnostic(text, write=write)
+        self.problems.append(found.at(Position(str(self._file), line), key, ".".join(key)))

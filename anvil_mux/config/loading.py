@@ -29,6 +29,7 @@ from anvil_mux.config.composefile import Compose, Content, combine, run_compose
 from anvil_mux.config.composing import ComposedFiles
 from anvil_mux.config.config import Backend, Config, Gpu, Judge, Machine, default_of
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.misplaced import misplaced
 from anvil_mux.config.names import Names
 from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.problems import Problems
@@ -67,6 +68,7 @@ def load(
             documents.append(interpolate.read(Path(path)))
         except ConfigError as error:
             problems += error.problems
+    problems = problems or [*misplaced(documents)]
     if problems:
         raise ConfigError(problems)
     return _ConfigReader(

@@ -37,12 +37,13 @@ def _page_of_key(key: KeyPath) -> str:
         case ("x-anvil", *path):
             setting = SETTINGS.get(path[0]) if path else None
             return setting.page if setting and setting.page else OF_ALL
-        case ("services", _, "x-anvil", setting_key, *_):
-            return _of_service(setting_key)
+        case ("services", _, "x-anvil", *path):
+            return _of_service(path[0] if path else "")
         case ("services", _, "labels", label, *_) if label.startswith(LABEL):
             return _of_service(label.removeprefix(LABEL))
-        case ("services", _, compose_key, *_) if compose_key in OF_COMPOSE:
-            return OF_COMPOSE[compose_key]
+        case ("services", _, compose_key, *_):
+            ours = SERVICE_SETTINGS.get(compose_key)
+            return OF_COMPOSE.get(compose_key, ours.page if ours else "")
         case ("services", *_):
             return OF_SERVICES
         case (first, *_):

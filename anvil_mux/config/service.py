@@ -276,11 +276,11 @@ def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
     for request in _list(service, "gpus"):
         if not isinstance(request, Mapping):
             text = "gpus must be `all` or a list of {driver, count, device_ids}"
-            raise ValueError(Diagnostic(text, write=_gpus_meant(service["gpus"]), key=("gpus",)))
+            raise ValueError(Diagnostic(text, write=gpus_meant(service["gpus"]), key=("gpus",)))
         yield request
 
 
-def _gpus_meant(value: Any) -> str:
+def gpus_meant(value: Any) -> str:
     """The line for a value of ``gpus`` in which ids of GPUs stand, or how many; none is ``count: 0``."""
     ids = [str(each) for each in value] if isinstance(value, list) else [str(value)]
     if not all(id.isdigit() for id in ids):
