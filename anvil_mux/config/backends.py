@@ -215,7 +215,7 @@ class BackendReader:
         if names and model not in names:
             given.setdefault("served_model", names[0])
         if grace := described.get("stop_grace_period"):
-            given.setdefault("stop_timeout", settings.read_seconds(grace))
+            given.setdefault("stop_timeout", _grace(grace))
         if "port" not in given:
             listens = service.commanded_port if self._around.process else service.listens_on
             given["port"] = listens(described)
@@ -434,6 +434,14 @@ class BackendReader:
 
     def _image(self, name: str, described: Description) -> str:
         return str(described.get("image") or f"{self._around.project}-{name}")
+
+
+def _grace(written: Any) -> float:
+    try:
+        return settings.read_seconds(written)
+    except ValueError as error:
+        found = as_diagnostic(error)
+        raise ValueError(Diagnostic(found, value=found.value, key=("stop_grace_period",))) from None
 
 
 def _role(backend: Backend) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from anvil_mux.config.config import (
     Gpu,
     default_of,
 )
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_diagnostic, as_yaml
 from anvil_mux.config.names import Names
 from anvil_mux.config.plugins import Plugins, RoutingNeeds
 from anvil_mux.config.problems import Problems
@@ -85,7 +85,7 @@ class Checks:
                 try:
                     build(values[key], values[f"{key}_settings"])
                 except (ValueError, TypeError) as error:
-                    self._problems.of_setting(key, str(error))
+                    self._problems.of_setting(key, as_diagnostic(error))
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if one in values and other not in values:
                 self._problems.of_setting(one, Diagnostic(f"needs {other} beside it", write=f"{other}: FILE"))
@@ -359,7 +359,8 @@ def _asks_for_full(policy: str, shipped: Container[str]) -> str:
     write = f"routing: {{default: {policy}, mode: full}}"
     why = "in the mode lite only what is sent is known"
     text = f"{policy} goes by what engines report: write {write}{other}; {why}"
-    return Diagnostic(text, said=f"{policy} goes by what engines report{other}; {why}", write=write)
+    said = f"{policy} goes by what engines report, for which the mode is to be full{other}"
+    return Diagnostic(text, said=said, write=write)
 
 
 def _room(gpu: Gpu) -> int | None:

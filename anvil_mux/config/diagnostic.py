@@ -93,4 +93,6 @@ def as_yaml(value: Any) -> str:
 
 def _line(key: KeyPath, value: str) -> str:
     last = key[-1] if key else ""
-    return f"- {value}" if last.isdigit() and len(key) > 1 else f"{last}: {value}"
+    if last.isdigit():
+        return f'"{last}": {value}' if key[-2:-1] == ("gpus",) else f"- {value}"
+    return f"{last}: {value}"

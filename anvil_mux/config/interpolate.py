@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic
 from anvil_mux.config.yaml_words import in_plain_words
 from anvil_mux.errors import ConfigError
 
@@ -208,7 +208,7 @@ class Scope:
         operator = OPERATOR.match(inside, name.end()) if name else None
         if name is None or (operator is None and name.end() < len(inside)):
             text = f"${{{inside}}} is no variable; write $$ for a $ that stands for itself"
-            raise ValueError(Diagnostic(text, value=f"$${{{inside}}}"))
+            raise ValueError(text)
         if operator is None:
             return self._value(name[0])
         word = self.fill(inside[operator.end() :])
@@ -249,8 +249,7 @@ def _closing(text: str, at: int) -> int:
                 break
         if depth == 0:
             return at + 1 + found.start()
-    said = f"${text[at:]} does not end; write $$ for a $ that stands for itself"
-    raise ValueError(Diagnostic(said, value=as_yaml(f"${text[at:]}}}") if text[at:].count("{") == 1 else ""))
+    raise ValueError(f"${text[at:]} does not end; write $$ for a $ that stands for itself")
 
 
 def _other_files(content: Mapping[str, Any]) -> Iterator[KeyPath]:

@@ -138,10 +138,8 @@ class _ConfigReader:
         ).run()
         self._problems.raise_all()
         if kept := values.get("capture"):
-            self._problems.warnings.append(
-                f"capture: what is asked and answered in the last {kept} requests is kept in memory, and "
-                "shown to whoever may change things"
-            )
+            text = f"capture: what is asked and answered in the last {kept} requests is kept in memory, and "
+            self._problems.of_choice("capture", text + "shown to whoever may change things")
         known = {name: each.model for each in backends for name in (*each.aliases, each.model)}
         values["any_of"] = any_of.resolved(values.get("any_of", {}), known)
         return Config(

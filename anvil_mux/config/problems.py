@@ -67,8 +67,18 @@ class Problems:
     def of_limit(self, key: str, text: str, least: float) -> None:
         """Add a warning about a time that is too short, which its sentence names."""
         whole = ("x-anvil", key)
-        found = Diagnostic(text, write=f"{key}: {least:g}", key=whole, place=self.place(whole))
-        self.warnings.append(found)
+        self.warnings.append(self._of_whole(whole, text, f"{key}: {least:g}"))
+
+    def of_choice(self, key: str, text: str) -> None:
+        """Add a warning about what a setting brings with it, which its sentence names."""
+        self.warnings.append(self._of_whole(("x-anvil", key), text, ""))
+
+    def _of_whole(self, key: KeyPath, text: str, write: str) -> Diagnostic:
+        """A warning whose text says no line, since others than a file may have given the setting."""
+        place = self.place(key)
+        if not any(key in each.lines for each in self._documents):
+            return Diagnostic(text, write=write, key=key)
+        return Diagnostic(text, said=f"{place}: {text}", write=write, key=key, place=place)
 
     def of_variable(self, variable: str, text: str) -> None:
         """Add a problem with a variable of the environment."""

@@ -51,10 +51,12 @@ def _unknown(key: str, table: Mapping[str, Setting], value: Any) -> Diagnostic:
         return Diagnostic(text, said=f"is now called {new}", write=f"{new}: {as_yaml(value)}")
     if table is SETTINGS and key in SERVICE_SETTINGS:
         said = "is a setting of a service: it goes below services, into the x-anvil of the one that it is for"
-        return Diagnostic(said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}")
+        return Diagnostic(
+            said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}", page=SERVICE_SETTINGS[key].page
+        )
     if table is SERVICE_SETTINGS and key in SETTINGS:
         said = "is a setting of the whole: it goes into x-anvil at the top level, beside services"
-        return Diagnostic(said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}")
+        return Diagnostic(said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}", page=SETTINGS[key].page)
     return settings.unknown(key, table, value)
 
 

@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.config import devices
-from anvil_mux.config.diagnostic import Diagnostic, advice, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, advice, as_yaml
 
 IMAGES: tuple[tuple[str, str], ...] = (
     (r"llama-?cpp-python", "openai"),
@@ -248,7 +248,7 @@ def sees_only(gpus: Sequence[str]) -> dict[str, str]:
 
 def reserved(service: RawService) -> str | tuple[str, ...] | None:
     """``ALL``, or ids of the GPUs that the service reserves; None where it reserves none."""
-    requests = [*map(_request, gpu_requests(service)), *_cdi(service)]
+    requests = [*_requested(service), *_cdi(service)]
     if not requests:
         return None
     if ALL in requests:
@@ -261,7 +261,7 @@ def counted_gpus(service: RawService, variables: Mapping[str, str]) -> int | Non
     requests = [*gpu_requests(service)]
     if len(requests) != 1 or any(_cdi(service)) or "CUDA_VISIBLE_DEVICES" in variables:
         return None
-    found = None if _list(requests[0], "device_ids") else _request(requests[0])
+    found = None if _list(requests[0], "device_ids") else _request(requests[0], ("gpus",))
     return len(found) or None if isinstance(found, tuple) else None
 
 
@@ -270,14 +270,21 @@ def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
     for device in reserved_devices(service):
         if is_gpu(device):
             yield device
-    if service.get("gpus") == ALL:
+    written = service.get("gpus")
+    if written == ALL:
         yield {"count": ALL}
         return
+    if written is not None and not isinstance(written, list):
+        raise ValueError(_no_gpus(written))
     for request in _list(service, "gpus"):
         if not isinstance(request, Mapping):
-            text = "gpus must be `all` or a list of {driver, count, device_ids}"
-            raise ValueError(Diagnostic(text, write=gpus_meant(service["gpus"]), key=("gpus",)))
+            raise ValueError(_no_gpus(written))
         yield request
+
+
+def _no_gpus(written: Any) -> Diagnostic:
+    text = "gpus must be `all` or a list of {driver, count, device_ids}"
+    return Diagnostic(text, write=gpus_meant(written), key=("gpus",))
 
 
 def gpus_meant(value: Any) -> str:
@@ -299,6 +306,10 @@ def reserved_devices(service: RawService) -> list[Mapping[str, Any]]:
             raise ValueError(
                 Diagnostic(text, write=RESERVATION, key=path[: path.index(key) + 1] if key in path else ())
             )
+    written = inner.get("devices")
+    if written is not None and not isinstance(written, list):
+        text = "deploy.resources.reservations.devices must be a list"
+        raise ValueError(Diagnostic(text, write=f"devices: {as_yaml([written])}", key=RESERVED))
     found = _list(inner, "devices")
     if not all(isinstance(device, Mapping) for device in found):
         text = "deploy.resources.reservations.devices must list mappings"
@@ -310,7 +321,13 @@ def is_gpu(device: Mapping[str, Any]) -> bool:
     return any(str(each).startswith(("gpu", "nvidia")) for each in _list(device, "capabilities"))
 
 
-def _request(request: Mapping[str, Any]) -> str | tuple[str, ...]:
+def _requested(service: RawService) -> Iterator[str | tuple[str, ...]]:
+    key = RESERVED if reserved_devices(service) else ("gpus",)
+    for request in gpu_requests(service):
+        yield _request(request, key)
+
+
+def _request(request: Mapping[str, Any], key: KeyPath) -> str | tuple[str, ...]:
     if ids := _list(request, "device_ids"):
         return tuple(str(each) for each in ids)
     count = request.get("count", ALL)
@@ -318,7 +335,7 @@ def _request(request: Mapping[str, Any]) -> str | tuple[str, ...]:
         return ALL
     if isinstance(count, bool) or not re.fullmatch(r"[0-9]+", str(count)):
         text = f"count must be `all` or a number of GPUs, not {count!r}"
-        raise ValueError(Diagnostic(text, write="count: all", key=RESERVED))
+        raise ValueError(Diagnostic(text, write="count: all", key=key))
     return tuple(str(index) for index in range(int(count)))
 
 
@@ -448,7 +465,7 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
         )
     elif not gpus and others_gpus(service, {}) is None:
         said = "has no GPU, so it is never evicted; if it uses one, reserve it"
-        write = 'x-anvil: {gpus: ["0"]}'
+        write = "gpus: all"
         yield Diagnostic(f"{said} or say x-anvil: {{gpus: [...]}}", said=said, write=write, key=("gpus",))
     if others_gpus(service, {}):
         yield from devices.bites(service, gpus)
@@ -514,8 +531,7 @@ def _list(service: Mapping[str, Any], key: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        write = f"{key}: {as_yaml([value])}" if not isinstance(value, dict) else ""
-        raise ValueError(Diagnostic(f"{key} must be a list", write=write, key=(key,)))
+        raise ValueError(Diagnostic(f"{key} must be a list", write=f"{key}: {as_yaml([value])}", key=(key,)))
     return value
 
 

@@ -150,15 +150,17 @@ def one_of(*known: str) -> ValueKind:
     return ValueKind(" | ".join(known), read, shapes.one_of(known))
 
 
-def whole_number(least: int, most: float = math.inf) -> ValueKind:
+def whole_number(least: int, most: float = math.inf, example: str = "") -> ValueKind:
+    """A whole number; ``example``: what to write for one that does not fit, if not the nearest that does."""
+
     def read(value: Any) -> int:
         if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:.0f}"
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-            near = min(max(value, least), most) if fits else max(least, 1)
-            raise unfit(f"must be a whole number {limits}, not {show(value)}", f"{near:.0f}")
+            near = example or f"{min(max(value, least), most):.0f}" if fits else ""
+            raise unfit(f"must be a whole number {limits}, not {show(value)}", near)
         return value
 
     return ValueKind("whole number", read, shapes.whole(least, most))
@@ -178,7 +180,7 @@ def size(least: int = 0) -> ValueKind:
         )
         if found is None or found[2] not in SIZES:
             text = f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}"
-            raise unfit(text, f"{found[1]}{_unit(found[2])}" if found else "20GiB")
+            raise unfit(text, f"{found[1]}{_unit(found[2])}" if found else "20GiB" if least else "64MiB")
         amount = int(float(found[1]) * SIZES[found[2]])
         if 0 < amount < least:
             raise ValueError(advice(f"is only {amount} bytes", value=f"{found[1]}GiB"))
@@ -286,7 +288,7 @@ def _read_chosen(value: Any) -> tuple[str, dict[str, object]]:
     if isinstance(value, str) and value:
         return value, {}
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        named = as_yaml({"name": "...", **value}) if isinstance(value, dict) else ""
+        named = as_yaml({"name": "NAME", **value}) if isinstance(value, dict) else ""
         raise unfit(f"must be a name, or {{name: ..., setting: value}}, not {show(value)}", named)
     return value["name"], {key: _read_chosen_setting(each) for key, each in value.items() if key != "name"}
 
@@ -397,6 +399,6 @@ CHOSEN = ValueKind(
         {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
     ),
 )
-PORT = whole_number(1, 65535)
+PORT = whole_number(1, 65535, "8000")
 SIZE = size()
 MEMORY = size(least=1 << 20)

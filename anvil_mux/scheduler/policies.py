@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
+from anvil_mux.config.settings import meant, unfit
 from anvil_mux.scheduler.causes import POLICY, Cause, Kind
 
 FOREVER = math.inf
@@ -567,7 +568,8 @@ def build(registry: Mapping[str, type], what: str, name: str, settings: Mapping[
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"{what} {name}: cannot be imported: {error}") from None
     if cls is None:
-        raise ValueError(f"unknown {what} {name!r}; known: {', '.join(registry)} (or package.module:Class)")
+        text = f"unknown {what} {name!r}; known: {', '.join(registry)} (or package.module:Class)"
+        raise unfit(text, meant(name, registry))
     if not is_dataclass(cls):
         raise ValueError(f"{what} {name}: is not a dataclass")
     known = {each.name: each for each in fields(cls)}

@@ -483,7 +483,7 @@ BAD: list[tuple[str, str]] = [
     (TOP % 'gpus: {"0": {vram: 1GiB, reserve: 2GiB}}', "x-anvil.gpus.0: reserve leaves nothing"),
     (TOP % "gpus: {0: {}}", 'compose.yaml:1: x-anvil.gpus.0: the key must be text: write "0":'),
     ("services: {a: {gpus: all, x-anvil: {}}}", "services.a: uses all GPUs; say which there are"),
-    ("services: {a: {gpus: some, x-anvil: {}}}", "services.a: gpus must be a list"),
+    ("services: {a: {gpus: some, x-anvil: {}}}", "services.a: gpus must be `all` or a list of"),
     ("services: {a: {gpus: [{count: x}], x-anvil: {}}}", "services.a: count must be `all` or a number"),
     (
         'x-anvil: {gpus: ["0"]}\nservices: {a: {x-anvil: {gpus: ["1"]}}}',
