@@ -6,7 +6,8 @@ It names keys in several ways and no lines. A complaint that is not known here k
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.config import service, settings
@@ -116,6 +117,9 @@ DECODING = re.compile(r"error decoding '(?P<path>[^']+)': (?P<why>.*?)(?= error 
 UNEXPECTED = re.compile(rf"{PATH}: unexpected type (?P<kind>\S+)")
 FILLING = re.compile(rf"error while interpolating {PATH}: (?P<why>.*)")
 NO_IMAGE = re.compile(r'service "(?P<name>[^"]+)" has neither an image nor a build context')
+BAD_VOLUME = re.compile(r"invalid spec: (?P<what>\S+): empty section between colons")
+EMPTY = re.compile(r"^empty compose file")
+NO_ENV_FILE = re.compile(r"env file (?P<file>.+?) not found")
 UNDEFINED = re.compile(r'service "(?P<name>[^"]+)" refers to undefined (?P<kind>\w+) (?P<what>[^\s:]+)')
 DEPENDS = re.compile(r'service "(?P<name>[^"]+)" depends on undefined service "?(?P<what>[^"\s:]+)')
 EXAMPLES = {"capabilities": "capabilities: [gpu]"}
@@ -135,34 +139,100 @@ def in_plain_words(said: str, documents: Sequence[Document]) -> list[Diagnostic]
 def _read(said: str, documents: Sequence[Document]) -> Iterator[tuple[KeyPath, Diagnostic]]:
     for each in DECODING.finditer(said):
         yield _path(each["path"]), Diagnostic(each["why"].strip(), value=_example(_path(each["path"])))
-    if found := WRONG_KIND.search(said):
-        key = _path(found["path"])
-        yield key, _of_wrong_kind(key, found["kind"], _value(documents, key))
-    elif found := NOT_ALLOWED.search(said):
-        key = (*_path(found["path"]), found["name"])
-        yield key, _unknown(key, _value(documents, key))
-    elif found := REQUIRED.search(said):
-        name = found["name"]
-        yield _path(found["path"]), Diagnostic(f"needs {name}", write=EXAMPLES.get(name, f"{name}: ..."))
-    elif found := UNEXPECTED.search(said):
-        yield (
-            _path(found["path"]),
-            Diagnostic("must be text: NAME=value, or the whole a mapping without dashes"),
-        )
-    elif found := FILLING.search(said):
-        yield _path(found["path"]), _not_filled(found["why"])
-    elif found := NO_IMAGE.search(said):
-        key = ("services", found["name"], "image")
-        yield key, _no_image(_value(documents, key))
-    elif found := UNDEFINED.search(said):
-        kind, what = f"{found['kind']}s", found["what"]
-        text = f"refers to the {found['kind']} {what}, which is not at the top level"
-        yield ("services", found["name"], kind), Diagnostic(text, write=f"{kind}: {{{what}: {{}}}}")
-    elif found := DEPENDS.search(said):
-        names = [str(each) for each in _value(documents, ("services",)) or ()]
-        text = f"there is no service {found['what']}; {settings.nearest(found['what'], names)}"
-        near = settings.meant(found["what"], names)
-        yield ("services", found["name"], "depends_on"), Diagnostic(text, value=near and f"[{near}]")
+    for pattern, read in COMPLAINTS:
+        if found := pattern.search(said):
+            yield read(found, documents)
+            return
+
+
+Read = tuple[KeyPath, Diagnostic]
+"""A complaint: the key that it is about, and what it says."""
+
+
+def _wrong_kind(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    key = _path(found["path"])
+    return key, _of_wrong_kind(key, found["kind"], _value(documents, key))
+
+
+def _not_allowed(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    key = (*_path(found["path"]), found["name"])
+    return key, _unknown(key, _value(documents, key))
+
+
+def _required(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    name = found["name"]
+    return _path(found["path"]), Diagnostic(f"needs {name}", write=EXAMPLES.get(name, f"{name}: ..."))
+
+
+def _unexpected(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    text = "must be text: NAME=value, or the whole a mapping without dashes"
+    return _path(found["path"]), Diagnostic(text)
+
+
+def _unfilled(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    return _path(found["path"]), _not_filled(found["why"])
+
+
+def _imageless(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    key = ("services", found["name"], "image")
+    return key, _no_image(_value(documents, key))
+
+
+def _undefined(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    kind, what = f"{found['kind']}s", found["what"]
+    text = f"refers to the {found['kind']} {what}, which is not at the top level"
+    return ("services", found["name"], kind), Diagnostic(text, write=f"{kind}: {{{what}: {{}}}}")
+
+
+def _depends(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    names = [str(each) for each in _mapping(_value(documents, ("services",)))]
+    text = f"there is no service {found['what']}; {settings.nearest(found['what'], names)}"
+    near = settings.meant(found["what"], names)
+    return ("services", found["name"], "depends_on"), Diagnostic(text, value=near and f"[{near}]")
+
+
+def _no_env_file(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    file = PurePosixPath(found["file"]).name
+    write = f"env_file: [{{path: {file}, required: false}}]"
+    text = f"the file {found['file']} is not there"
+    return _service_key(documents, "env_file", file), Diagnostic(text, write=write)
+
+
+def _bad_volume(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    text = f"a volume is {found['what']}, with nothing on one side of a colon: is a variable not set?"
+    return _service_key(documents, "volumes", found["what"]), Diagnostic(text)
+
+
+def _empty(found: re.Match[str], documents: Sequence[Document]) -> Read:
+    return (), Diagnostic("is empty", write="services: ...")
+
+
+COMPLAINTS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], Sequence[Document]], Read]], ...] = (
+    (WRONG_KIND, _wrong_kind),
+    (NOT_ALLOWED, _not_allowed),
+    (REQUIRED, _required),
+    (UNEXPECTED, _unexpected),
+    (FILLING, _unfilled),
+    (NO_IMAGE, _imageless),
+    (UNDEFINED, _undefined),
+    (DEPENDS, _depends),
+    (NO_ENV_FILE, _no_env_file),
+    (BAD_VOLUME, _bad_volume),
+    (EMPTY, _empty),
+)
+
+
+def _service_key(documents: Sequence[Document], key: str, text: str) -> KeyPath:
+    """The first key of this name, in a service, whose value holds the text."""
+    for document in documents:
+        for name, described in _mapping(document.content.get("services")).items():
+            if text in str(_mapping(described).get(key, "")):
+                return ("services", str(name), key)
+    return ()
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _path(written: str) -> KeyPath:
@@ -243,4 +313,5 @@ def _no_image(written: Any) -> Diagnostic:
         text = f"its image is {written}, and the variable {found[1]} is not set"
         return Diagnostic(text, write=f"{found[1]}=... in .env")
     text = "has neither an image nor a build context"
-    return Diagnostic(text + ELSEWHERE, said=text, write="image: ...")
+    said = f"{text}; if its file is laid over another one, name that one before it"
+    return Diagnostic(text + ELSEWHERE, said=said, write="image: ...")

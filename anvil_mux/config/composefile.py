@@ -19,7 +19,7 @@ import yaml
 
 from anvil_mux.command import Done, run
 from anvil_mux.config import compose_words, interpolate
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position
 from anvil_mux.config.interpolate import Document
 from anvil_mux.errors import ConfigError
 
@@ -117,22 +117,27 @@ def _content(content: Mapping[str, Any], project: str, warnings: tuple[str, ...]
 
 
 def _warning(documents: Sequence[Document], text: str) -> str:
-    unset = re.match(r'The "(\w+)" variable is not set', text)
-    return _unset(documents, unset[1]) if unset else f"{documents[0].file}: docker compose: {text}"
+    if unset := re.match(r'The "(\w+)" variable is not set', text):
+        return _unset(documents, unset[1])
+    if "`version` is obsolete" in text:
+        key = ("version",)
+        document = next((each for each in documents if key in each.lines), documents[0])
+        return Diagnostic("Compose no longer reads this key: take it out").at(
+            document.place(key), key, "version"
+        )
+    return f"{documents[0].file}: docker compose: {text}"
 
 
 def _unset(documents: Sequence[Document], name: str) -> str:
     """A warning about a variable that is not set, at the first line that uses it."""
     said = f"the variable {name} is not set, so nothing stands in its place"
-    default = f"${{{name}:-default}}"
+    text = f"{said}; set it, here or in .env, or write ${{{name}:-default}}"
+    found = Diagnostic(text, said=said, write=f"{name}=... in .env")
     for document in documents:
-        for key, text in _texts(document.content, ()):
-            mended = re.sub(rf"\$(?:{name}\b|{{{name}}})", default, text)
-            if mended != text:
-                found = Diagnostic(f"{said}; set it, here or in .env, or write {default}", said=said)
-                found.value = as_yaml(mended)
+        for key, value in _texts(document.content, ()):
+            if re.search(rf"\$(?:{name}\b|{{{name}[:}}?+-])", value):
                 return found.at(document.place(key), key, ".".join(key))
-    return Diagnostic(f"{documents[0].file}: {said}; set it, here or in .env, or write {default}")
+    return found.at(Position(str(documents[0].file)), (), "")
 
 
 def _texts(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, str]]:

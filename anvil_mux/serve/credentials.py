@@ -56,7 +56,9 @@ def open_address(config: Config, keys: Keyring) -> str:
         "could use and swap your models. Give keys (key_file, or ANVIL_API_KEYS), listen on 127.0.0.1, "
         "or say --insecure if that is meant."
     )
-    return Diagnostic(text, write=f"listen: 127.0.0.1:{config.port}", key=("x-anvil", "listen"))
+    origin = config.origins.get("listen", "")
+    said = f"{origin}: {text}" if ":" in origin else text
+    return Diagnostic(text, said=said, write="key_file: keys.txt", key=("x-anvil", "listen"))
 
 
 def tls_context(config: Config) -> ssl.SSLContext | None:

@@ -606,7 +606,7 @@ def test_what_is_wrong_between_two_services(
 @pytest.mark.parametrize(
     ("text", "given", "line", "key", "write"),
     [
-        (RAW % "image: x:${TAG}", {}, 4, "services.a.image", "image: x:${TAG:-default}"),
+        (RAW % "image: x:${TAG}", {}, 4, "services.a.image", "TAG=... in .env"),
         (TOP % "queue_timeout: 20", {}, 2, "x-anvil.queue_timeout", "queue_timeout: 600"),
         (TOP % "capture: 10", {}, 2, "x-anvil.capture", ""),
         (RAW % "deploy: {}", {}, 2, "services.a.profiles", "profiles: [llm]"),
@@ -668,7 +668,7 @@ def test_what_is_found_beside_the_file_has_its_page() -> None:
     config = Config((backend, Backend("b", "b", gpus=("0",))), host="0.0.0.0")
     told = open_address(config, cast(Any, ()))
     assert isinstance(told, Diagnostic)
-    assert (told.write, page_of(told)) == ("listen: 127.0.0.1:9292", "docs/security.md#who-can-reach-it")
+    assert (told.write, page_of(told)) == ("key_file: keys.txt", "docs/security.md#who-can-reach-it")
     held = SimpleNamespace(backend="a", held={"0": 3 << 30}, is_outdated=lambda digest: False)
     [hint] = gpus.vram_to_declare(config, cast(Any, SimpleNamespace(footprints=[held])))
     assert isinstance(hint, Diagnostic)

@@ -89,7 +89,7 @@ FILE = """services:
     environment:
       - A: b
     deploy: {resources: {reservations: {devices: [{driver: nvidia, count: some}]}}}
-  b b: {image: x}
+  b b: {image: x, env_file: some.env}
   b:
     - image: x
     - scale: 1
@@ -168,6 +168,16 @@ DEVICES = "deploy.resources.reservations.devices"
             "error while interpolating services.a.image: required variable TAG is missing a value: which",
             *(3, "services.a.image", "the variable TAG must be set: which", "TAG=... in .env"),
         ),
+        (
+            "env file /x/some.env not found: stat /x/some.env: no such file or directory",
+            *(14, "services.b b.env_file", "the file /x/some.env is not there"),
+            "env_file: [{path: some.env, required: false}]",
+        ),
+        (
+            "invalid spec: :/models: empty section between colons",
+            *(10, "services.a.volumes", "with nothing on one side of a colon: is a variable not set?", ""),
+        ),
+        ("empty compose file", *(1, "", "the file: is empty", "services: ...")),
         (
             "validating /c.yaml: services Additional property b b is not allowed",
             *(14, "services.b b", "is no name of a service", "b-b: ..."),
