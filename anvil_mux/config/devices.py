@@ -104,7 +104,8 @@ def bites(service: Mapping[str, Any], gpus: Sequence[str]) -> Iterator[str]:
             text, said=f"{said}; add the host's groups, by their numbers", write=write, key=("group_add",)
         )
     if not gpus:
-        write = f'x-anvil: {{gpus: ["{found.vendors[0]}0"]}}'
+        is_intel = found.vendors[-1] == INTEL and re.search("intel|ipex", str(service.get("image")).lower())
+        write = f'x-anvil: {{gpus: ["{INTEL if is_intel else found.vendors[0]}0"]}}'
         said = "is given GPUs by device files, and none of them is known here; say which"
         yield Diagnostic(f"{said}: {write}", said=said, write=write, key=("devices",))
 

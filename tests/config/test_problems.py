@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from anvil_mux.cli.diagnostics import print_diagnostics
 from anvil_mux.cli.main import main
 from anvil_mux.config import pages
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.config.interpolate import read
 from anvil_mux.config.pages import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, page_of
 from anvil_mux.config.problems import Problems
@@ -114,6 +115,15 @@ def test_a_page_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
         "anvil-mux: error: services.b.x-anvil.vram: no",
         "anvil-mux: error: services.b.x-anvil.pin: no",
     ]
+
+
+def test_a_diagnostic_is_text_and_keeps_its_parts_on_its_way_between_processes() -> None:
+    found = advice("a", "b: 1").at(Position("f", 3), ("services", "a"), "services.a")
+    assert found == "f:3: services.a: a; write b: 1"
+    assert json.dumps([found]) == json.dumps(["f:3: services.a: a; write b: 1"])
+    again = pickle.loads(pickle.dumps(found))
+    assert (again, again.said, again.write) == (found, "f:3: services.a: a", "b: 1")
+    assert (again.place, again.key) == (found.place, found.key)
 
 
 def test_where_the_pages_are_is_said_to_those_who_stand_elsewhere(

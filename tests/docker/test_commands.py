@@ -52,7 +52,7 @@ def test_check_lists_the_models_and_names_the_image_that_is_missing(stack: Stack
     assert done.returncode == 0
     models = [line.split()[0] for line in done.stdout.splitlines()[1:]]
     assert sorted(models) == sorted(stack.models)
-    assert f"image {IMAGE} is not present: docker pull {IMAGE}" in done.stderr
+    assert f"image {IMAGE} is not present\n    write: docker pull {IMAGE}\n" in done.stderr
     assert done.stderr.count("is not present") == 1
 
 

@@ -11,7 +11,9 @@ boanlab/KloudChat-LLM docker-compose.vllm.yml; calcottdotcom/local-ai-stack dock
 java-alchemist/inference-stack docker-compose.sglang.yml; mrzzy/slm-exploration docker-compose.tgi.yml;
 alirezzazm/local-ai-stack docker-compose.vllm.yml; DevXT-LLC/ezlocalai docker-compose-cuda.yml;
 azmil72/ollama-webUI-monitoring docker-compose.yml; spacegator/ollama-webui-intel docker-compose.yml;
-sergey21000/docker-compose-webui-llm-examples combinations/openwebui_vllm/compose.cuda.yml.
+sergey21000/docker-compose-webui-llm-examples combinations/openwebui_vllm/compose.cuda.yml;
+Cosmicjedi/jane-llm-setup docker-compose.yml; thr3a/llama-cpp-docker-compose docker-compose.yml;
+arkady-emelyanov/vllm-sglang-demo docker-compose.yaml.
 """
 
 from __future__ import annotations
