@@ -380,7 +380,7 @@ def _check_files(given: argparse.Namespace) -> int:
     warnings += filter(None, [open_address(config, keyring)])
     hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
     seen = _check_hosts(config, cluster) if cluster else []
-    warnings += [f"host {host['host']}: {why}" for host in seen for why in host["missing"]]
+    warnings += _lacking_on(seen)
     rows: list[tuple[str, ...]] = [_backend_row(config, backend) for backend in config.backends]
     keys: tuple[str, ...] = ("model", "backend", "engine", "gpus", "vram", "port")
     if any(backend.host for backend in config.backends):
@@ -451,6 +451,14 @@ def _check_hosts(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
         return cluster.check(lambda name: HostConfig.of(config, name))
     finally:
         cluster.close()
+
+
+def _lacking_on(seen: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A warning for each thing that a host lacks for its part of the configuration."""
+    from anvil_mux.config.diagnostic import Diagnostic
+
+    lacking = [f"host {host['host']}: {why}" for host in seen for why in host["missing"]]
+    return [Diagnostic(why, page="cluster.md#setting-up") for why in lacking]
 
 
 def _lists(backend: Backend, keys: Collection[str]) -> dict[str, list[str]]:

@@ -112,10 +112,11 @@ class Places:
     def _is_name(self, name: str) -> bool:
         fit = HOST_NAME.fullmatch(name) is not None and name not in (LOCAL, ANY_HOST)
         if not fit:
-            self._problems.warnings.append(
+            text = (
                 f"the host {name} of the cluster is left out: a name may hold lower-case letters, digits, - "
                 f"and _, and is neither {LOCAL} nor {ANY_HOST}"
             )
+            self._problems.warnings.append(Diagnostic(text, page="cluster.md#in-the-file"))
         return fit
 
     # Candidates

@@ -69,7 +69,8 @@ def combine(
         if answer is not None:
             return _composed(documents, answer)
     if len(documents) > 1:
-        raise ConfigError([f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"])
+        text = f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"
+        raise ConfigError([Diagnostic(text, page="running.md#docker-or-podman")])
     content, unset = interpolate.resolve(documents[0], environ)
     warnings = tuple(_unset(documents, name) for name in unset)
     project = _project(documents[0].file, content, environ)

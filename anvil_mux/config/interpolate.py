@@ -136,7 +136,8 @@ def environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
         try:
             name, value = _assignment(line, known)
         except ValueError as error:
-            problems.append(f"{file}:{number}: {error}")
+            text = f"{file}:{number}: {error}"
+            problems.append(Diagnostic(text, write="NAME=value", place=Position(str(file), number)))
             continue
         if name and name not in environ:
             known[name] = value

@@ -663,6 +663,12 @@ def test_a_value_that_no_file_gave_is_mended_where_it_was_given(
     assert (found.write, page_of(found)) == (write, "docs/swaps.md")
 
 
+def test_a_line_of_the_env_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("A=1\nB 'x\n")
+    [found] = diagnostics(tmp_path, RAW % "image: x")
+    assert (found.place, found.write) == ((str(tmp_path / ".env"), 2), "NAME=value")
+
+
 def test_what_is_found_beside_the_file_has_its_page() -> None:
     backend = Backend("a", "a", gpus=("0",))
     config = Config((backend, Backend("b", "b", gpus=("0",))), host="0.0.0.0")

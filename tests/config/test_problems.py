@@ -11,13 +11,14 @@ import pytest
 
 from anvil_mux.cli.diagnostics import print_diagnostics
 from anvil_mux.cli.main import main
-from anvil_mux.config import pages
+from anvil_mux.config import misplaced, pages
 from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.config.interpolate import read
 from anvil_mux.config.pages import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, page_of
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
+from anvil_mux.host import containers, rights
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,7 +33,12 @@ def anchors(page: Path) -> set[str]:
 OF_SETTINGS = [each.page for table in (SETTINGS, SERVICE_SETTINGS) for each in table.values() if each.page]
 
 
-@pytest.mark.parametrize("page", sorted({*OF_SETTINGS, *OF_COMPOSE.values(), OF_ALL, OF_SERVICES}))
+OF_PROBES = [containers.PAGE, rights.PAGE, misplaced.PAGE, "cluster.md#setting-up", "cluster.md#in-the-file"]
+
+
+@pytest.mark.parametrize(
+    "page", sorted({*OF_SETTINGS, *OF_COMPOSE.values(), OF_ALL, OF_SERVICES, *OF_PROBES})
+)
 def test_each_page_and_its_heading_is_there(page: str) -> None:
     file, _, anchor = page.partition("#")
     assert (ROOT / FOLDER / file).is_file()
