@@ -12,6 +12,9 @@ from anvil_mux.config.problems import Problems
 from anvil_mux.config.settings import Setting
 from anvil_mux.config.table import RENAMED, SERVICE_SETTINGS, SETTINGS
 
+OF_A_SERVICE = "a setting of a service: it goes below services, into the x-anvil of the one that it is for"
+OF_THE_WHOLE = "a setting of the whole: it goes into x-anvil at the top level, beside services"
+
 
 def take(
     problems: Problems, table: Mapping[str, Setting], given: Any, key: KeyPath, prefix: str = ""
@@ -49,14 +52,11 @@ def _unknown(key: str, table: Mapping[str, Setting], value: Any) -> Diagnostic:
         new = RENAMED[key]
         text = f"is now called {new}: write x-anvil: {{{new}: ...}}"
         return Diagnostic(text, said=f"is now called {new}", write=f"{new}: {as_yaml(value)}")
-    if table is SETTINGS and key in SERVICE_SETTINGS:
-        said = "is a setting of a service: it goes below services, into the x-anvil of the one that it is for"
-        return Diagnostic(
-            said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}", page=SERVICE_SETTINGS[key].page
-        )
-    if table is SERVICE_SETTINGS and key in SETTINGS:
-        said = "is a setting of the whole: it goes into x-anvil at the top level, beside services"
-        return Diagnostic(said, write=f"x-anvil: {{{key}: {as_yaml(value)}}}", page=SETTINGS[key].page)
+    other, where = (SERVICE_SETTINGS, OF_A_SERVICE) if table is SETTINGS else (SETTINGS, OF_THE_WHOLE)
+    near = settings.meant(key, other) if key in other or not settings.meant(key, table) else ""
+    if near:
+        said = f"is {where}" if near == key else f"unknown key; did you mean {near}? It is {where}"
+        return Diagnostic(said, write=f"x-anvil: {{{near}: {as_yaml(value)}}}", page=other[near].page)
     return settings.unknown(key, table, value)
 
 

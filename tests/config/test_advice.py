@@ -241,6 +241,8 @@ CASES = [
     ),
     (OWN, "home_after: 5m", 8, "services.a.x-anvil.home_after", "home: true", "staying.md#a-home-model-home"),
     (OWN, "policy: eager", 8, "services.a.x-anvil.policy", "x-anvil: {policy: eager}", "policies.md"),
+    (OWN, "polcy: eager", 8, "services.a.x-anvil.polcy", "x-anvil: {policy: eager}", "policies.md"),
+    (TOP, "vrm: 20GiB", 2, "x-anvil.vrm", "x-anvil: {vram: 20GiB}", "gpus.md#what-a-model-needs"),
     (
         OWN,
         "drain_timeout: {}",
