@@ -124,17 +124,9 @@ class Multiplexer:
         ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
-        ticket = self._ask_for(
-            model,
-            tend,
-            leases=True,
-            work=work,
-            key=key,
-            staged=staged,
-            crashes=crashes,
-            request=request,
-            rides=rides,
-        )
+        ticket = Ticket(0, model, 0.0, work=work, sender=key, crashes=crashes)
+        ticket.request, ticket.rides = request, rides
+        self._ask_for(ticket, tend, key=key, staged=staged)
         backend = ticket.backend
         assert backend is not None
         lease = Lease(self, ticket, self._backends[backend], self._runs[backend])
@@ -147,21 +139,13 @@ class Multiplexer:
 
     def load(self, model: str, tend: Tend | None = None) -> None:
         """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
-        self._ask_for(model, tend, leases=False)
+        self._ask_for(Ticket(0, model, 0.0, leases=False), tend)
 
     def _ask_for(
-        self,
-        model: str,
-        tend: Tend | None,
-        *,
-        leases: bool,
-        work: Work = NO_WORK,
-        key: Key | None = None,
-        staged: bool = False,
-        crashes: tuple[Crash, ...] = (),
-        request: str = "",
-        rides: bool = False,
-    ) -> Ticket:
+        self, ticket: Ticket, tend: Tend | None, *, key: Key | None = None, staged: bool = False
+    ) -> None:
+        """Have the ticket leased or failed, however long that takes. It gets its number and moment here."""
+        model, work = ticket.model, ticket.work
         shell = self._shell
         with self._lock:
             now = self._clock.now()
@@ -175,9 +159,9 @@ class Multiplexer:
             if key and key.waiting is not None and not self._takes(model, work):
                 self.counts.check_waiting(key, key.waiting)
             self._tickets += 1
-            first = self._first_stage(model, now, work) if staged else None
-            ticket = Ticket(self._tickets, model, now, leases, work, first, key, crashes)
-            ticket.request, ticket.rides = request, rides
+            if staged:
+                ticket.prefill = self._first_stage(model, now, work)
+            ticket.id, ticket.since = self._tickets, now
             effects = self._scheduler.requested(ticket, now)
             if ticket.backend is None and ticket.error is None:
                 ticket.wake = self._clock.latch()
@@ -190,7 +174,6 @@ class Multiplexer:
         if ticket.error:
             # One error may end a whole queue: each thread raises it without the others' frames.
             raise ticket.error.with_traceback(None)
-        return ticket
 
     def _check_room_to_wait(self, model: str, work: Work) -> None:
         """Overloaded if a request would wait, and as many do as may. Under the lock."""

@@ -306,14 +306,13 @@ def tokens_said(body: bytes) -> Tokens:
 
     OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
     """
-    tail = body[-USAGE_BYTES:]
-    start = tail.find(b'"usage"')
+    start = body.find(b'"usage"', -USAGE_BYTES)
     if start < 0:  # an answer to count_tokens has an "input_tokens" of its own
         return NO_TOKENS
-    timings = tail.find(b'"timings"', 0, start)  # llama.cpp's
+    timings = body.find(b'"timings"', -USAGE_BYTES, start)  # llama.cpp's
     if timings >= 0:
         start = timings
-    said = dict(_SAID.findall(tail, start))  # of several the last counts
+    said = dict(_SAID.findall(body, start))  # of several the last counts
     answer = said.get(b"completion_tokens") or said.get(b"output_tokens")
     prompt, cached = said.get(b"prompt_tokens"), said.get(b"cached_tokens") or said.get(b"cache_n")
     if prompt is None:

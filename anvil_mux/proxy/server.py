@@ -184,9 +184,11 @@ class Server(ThreadingHTTPServer):
     def _serve(self, connection: ClientConnection) -> None:
         """Serve its requests as long as they follow each other; then the front watches it, or it is over."""
         client, returns = connection.client, False
+        cpus = getattr(self._thread, "cpus", self.affinity.everywhere)
         try:
             while True:
-                self._settle()
+                if cpus is not self.affinity.cpus:
+                    cpus = self._thread.cpus = self.affinity.settle()
                 request = client.next_request()
                 if request is None:
                     returns = True
@@ -223,11 +225,6 @@ class Server(ThreadingHTTPServer):
         if connection.client.is_unread:
             connection.client.part()
         self.end(connection)
-
-    def _settle(self) -> None:
-        cpus = self.affinity.cpus
-        if getattr(self._thread, "cpus", self.affinity.everywhere) is not cpus:
-            self._thread.cpus = self.affinity.settle()
 
     # The limit, and the end
 

@@ -119,6 +119,27 @@ class Histograms(dict[Labels, Histogram]):
 
 
 @dataclass(eq=False, slots=True)
+class _OfModel:
+    """The counts of a model's requests that a backend served; of those that name a preset apart."""
+
+    waits: Histogram = field(default_factory=Histogram)
+    first_bytes: Histogram = field(default_factory=Histogram)
+    tokens: list[int] = field(default_factory=lambda: [0] * len(TOKENS))
+    """Tokens of the kinds in ``TOKENS``."""
+
+
+class _OfRoute:
+    """The counts of a model's requests on one route, likewise."""
+
+    __slots__ = ("by_status", "durations", "of_model")
+
+    def __init__(self, of_model: _OfModel) -> None:
+        self.of_model = of_model
+        self.by_status: Counter[int] = Counter()
+        self.durations = Histogram()
+
+
+@dataclass(eq=False, slots=True)
 class _LeavingBackend:
     """A backend on its way out: since when, and when it was told to stop."""
 
@@ -166,11 +187,10 @@ class Metrics:
         self._circuits = circuits
         self._models: dict[str, str] = {}
         self._routes = _route_labels()
-        self._requests: Counter[tuple[Labels, int]] = Counter()
-        self._durations = Histograms()
-        self._first_bytes = Histograms()
-        self._waits = Histograms()
-        self._tokens: defaultdict[Labels, list[int]] = defaultdict(lambda: [0] * len(TOKENS))
+        self._by_model: dict[tuple[str, str], _OfModel] = {}
+        """The counts by model and preset, of all that are known."""
+        self._by_route: dict[tuple[str, str, str], _OfRoute] = {}
+        """The counts by model, route and preset: a finished request looks up no more than this one."""
         self._forecasts: dict[Labels, list[int]] = {}  # of models with replicas
         self._loads: Counter[Labels] = Counter()
         self._load_seconds = Histograms()
@@ -224,15 +244,13 @@ class Metrics:
         for gpu in {name for names in self._gpus.values() for name in names}:
             self._gpu_swap_seconds[gpu,] += 0.0
         for model in set(self._models.values()) - known:
-            self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
+            self._by_model[model, ""] = _OfModel()
             self._severed[model,] = self._stalled[model,] = self._read_ahead_bytes[model,] = 0
             self._read_ahead_seconds[model,] = 0.0
-            self._tokens[model,] = [0] * len(TOKENS)
             for result in RESULTS:
                 self._loads[model, result] = 0
         for name, preset in {(b.model, p.name) for b in config.backends for p in b.presets}:
-            for found in (self._waits, self._first_bytes, self._tokens):
-                found[name, preset]
+            self._by_model.setdefault((name, preset), _OfModel())
 
     # Requests
 
@@ -241,24 +259,22 @@ class Metrics:
         model = self._models.get(record.model, UNKNOWN)
         self.usage.served(model, record)
         route = self._routes.get(record.path) or _other_spelling(record.path)
-        by_model: Labels = (model,)
-        by_route: Labels = (model, route)
-        if record.preset:
-            by_model, by_route = (*by_model, record.preset), (*by_route, record.preset)
-        self._requests[by_route, record.status] += 1
+        counts = self._by_route.get((model, route, record.preset)) or self._begun(model, route, record.preset)
+        counts.by_status[record.status] += 1
+        counts.durations.observe(record.seconds)
         if record.fallback_of:
             of = self._models.get(record.fallback_of, UNKNOWN)
             self._fallbacks[of, model, record.fallback_cause] += 1
         if record.code == ClientStalled.code:
             self._stalled[model,] += 1
-        self._durations[by_route].observe(record.seconds)
         if record.backend:
-            self._waits[by_model].observe(record.waited)
+            of_model = counts.of_model
+            of_model.waits.observe(record.waited)
             if record.first_byte:
-                self._first_bytes[by_model].observe(record.first_byte)
+                of_model.first_bytes.observe(record.first_byte)
             prompt, cached = record.prompt_tokens, record.cached_tokens
             if prompt or record.tokens:
-                tokens = self._tokens[by_model]
+                tokens = of_model.tokens
                 tokens[0] += prompt - cached if prompt > cached else 0
                 tokens[1] += cached
                 tokens[2] += record.tokens
@@ -268,6 +284,12 @@ class Metrics:
                 forecast[0] += min(thought, cached)
                 forecast[1] += max(thought - cached, 0)
                 forecast[2] += max(cached - thought, 0)
+
+    def _begun(self, model: str, route: str, preset: str) -> _OfRoute:
+        """The counts of requests of which this is the first; no backend serves those for unknown models."""
+        of_model = _OfModel() if model == UNKNOWN else self._by_model.setdefault((model, preset), _OfModel())
+        counts = self._by_route[model, route, preset] = _OfRoute(of_model)
+        return counts
 
     # Events and phases
 
@@ -423,32 +445,36 @@ class Metrics:
         """Everything counted so far, and the state of this moment."""
         info = {"version": __version__, "python": platform.python_version()}
         yield InfoMetricFamily("anvil_build", "The version of anvil-mux and of its Python.", info)
-        ended = list(self._requests.items())
-        requests = {(*by[:2], str(code), *by[2:]): count for (by, code), count in ended}
+        by_route, by_model = list(self._by_route.items()), list(self._by_model.items())
+        requests = {
+            _labels(model, route, str(code), preset): count
+            for (model, route, preset), counts in by_route
+            for code, count in counts.by_status.items()
+        }
         yield _counter("anvil_requests", "Requests that ended.", "model route code preset", requests)
         yield _histogram(
             "anvil_request_duration_seconds",
             "From a request's head to the last byte of its answer.",
             "model route preset",
-            self._durations,
+            {_labels(*by): counts.durations for by, counts in by_route},
         )
         yield _histogram(
             "anvil_time_to_first_byte_seconds",
             "From a request's head to the first byte of the engine's answer.",
             "model preset",
-            self._first_bytes,
+            {_labels(*by): counts.first_bytes for by, counts in by_model},
         )
         yield _histogram(
             "anvil_queue_wait_seconds",
             "Time in the queue, until the model was resident.",
             "model preset",
-            self._waits,
+            {_labels(*by): counts.waits for by, counts in by_model},
         )
         yield _counter(
             "anvil_tokens",
             "Tokens of prompts (cached or not) and of answers.",
             "model kind preset",
-            _by_kind(TOKENS, self._tokens),
+            _by_kind(TOKENS, {_labels(*by): counts.tokens for by, counts in by_model}),
         )
         yield _counter(
             "anvil_cache_forecast_tokens",
@@ -581,6 +607,11 @@ def _by_kind(kinds: Sequence[str], counts: Mapping[Labels, Sequence[int]]) -> di
     return {(by[0], kind, *by[1:]): count for by, of in each for kind, count in of}
 
 
+def _labels(*labels: str) -> Labels:
+    """Labels of which the last is a preset; requests that name none do not have it."""
+    return labels if labels[-1] else labels[:-1]
+
+
 def _counter(name: str, text: str, labels: str, values: Mapping[_L, float]) -> Metric:
     """A counter; a value with fewer labels than there are has none of the last ones."""
     family = CounterMetricFamily(name, text, labels=labels.split())
@@ -589,7 +620,7 @@ def _counter(name: str, text: str, labels: str, values: Mapping[_L, float]) -> M
     return family
 
 
-def _histogram(name: str, text: str, labels: str, values: Histograms) -> Metric:
+def _histogram(name: str, text: str, labels: str, values: Mapping[Labels, Histogram]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=labels.split())
     for key, value in list(values.items()):
         family.add_metric(key, value.buckets(), value.sum)
