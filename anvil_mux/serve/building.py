@@ -33,7 +33,7 @@ from anvil_mux.serve import credentials
 from anvil_mux.serve.adoption import Adoption
 from anvil_mux.serve.elsewhere import ElsewhereWatch
 from anvil_mux.serve.hosts_in_use import HostsInUse
-from anvil_mux.serve.learned import Known, LearnedFile, as_text, recalled
+from anvil_mux.serve.learned import Known, LearnedByHost, LearnedFile, recalled
 from anvil_mux.serve.logfiles import rotation
 from anvil_mux.serve.options import CannotServe, Options
 from anvil_mux.serve.pause_file import PauseFile
@@ -88,6 +88,7 @@ class Parts:
         """Warnings about what a checkpoint needs here and we lack, as of the start or the last reload."""
         self.hosts = HostsInUse(local, given.cluster, config)
         self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)
+        self.learned_by_host = LearnedByHost()
         self.pause_file = PauseFile(state_folder(config.project, os.environ), self.say)
         with pinned(options.pin):
             self._observe(given)
@@ -263,8 +264,7 @@ class Parts:
         self.metrics.usage.save()
         known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
         self.learned.save(known)
-        for name, watch in self.hosts.watches.items():
-            watch.learned = as_text(known.of_host(name, self.config))
+        self.learned_by_host.tell(known, self.hosts.watches, self.config)
 
     def _usage_since(self, moment: float) -> list[dict[str, Any]]:
         self.journal.flush()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.costs import Cost
@@ -73,6 +73,31 @@ def recalled(texts: Mapping[str, str], config: Config) -> Known:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             found = found.with_more(from_text(text, config).of_host(host, config))
     return found
+
+
+class Keeper(Protocol):
+    """A host's watch, which has its host keep a text."""
+
+    learned: str
+
+
+class LearnedByHost:
+    """The texts that hosts of a cluster are to keep of what was learned there. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._told: tuple[Known, int, Config | None] = Known(), 0, None
+
+    def tell(self, known: Known, keepers: Mapping[str, Keeper], config: Config) -> None:
+        """Tell all ``keepers``, by host, of which there are only ever more.
+
+        It is asked ten times a second while requests come, and the texts of many models take long to write.
+        """
+        told = known, len(keepers), config
+        if told == self._told:
+            return
+        self._told = told
+        for host, keeper in list(keepers.items()):
+            keeper.learned = as_text(known.of_host(host, config))
 
 
 class LearnedFile:

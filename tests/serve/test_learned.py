@@ -1,13 +1,14 @@
 """What swaps cost is known after a restart, and nothing that happens to the file stops the program."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.serve.learned import Known, LearnedFile, as_text, recalled
+from anvil_mux.serve.learned import Known, LearnedByHost, LearnedFile, as_text, recalled
 from tests.cli.test_cli import compose
 from tests.running import serving
 
@@ -27,6 +28,25 @@ def test_what_was_saved_is_read_by_the_next_start(tmp_path):
 
 def test_nothing_is_known_before_the_first_swap(tmp_path):
     assert LearnedFile(tmp_path, forbidden).read(AB) == Known()
+
+
+def test_hosts_are_told_what_was_learned_of_them_when_something_has_changed():
+    config = Config((Backend("a", "a", ("0",), host="x"), Backend("b", "b", ("0",), host="y")))
+    of_x, of_y = Cost("", "a", "stop", 0.0, 9.0, 1, "x"), Cost("", "b", "stop", 0.0, 5.0, 1, "y")
+    x, y, learned = SimpleNamespace(learned=""), SimpleNamespace(learned=""), LearnedByHost()
+
+    def told(known, *keepers, under=config):
+        for each in keepers:
+            each.learned = "as before"
+        learned.tell(known, dict(zip("xy", keepers, strict=False)), under)
+        return [each.learned for each in keepers]
+
+    assert told(Known([of_x]), x) == [as_text(Known([of_x], []))]
+    assert told(Known([of_x]), x) == ["as before"]
+    assert told(Known([of_x]), x, y) == [as_text(Known([of_x], [])), as_text(Known([], []))]
+    assert told(Known([of_x, of_y]), x, y)[1] == as_text(Known([of_y], []))
+    assert told(Known([of_x, of_y]), x, y) == ["as before", "as before"]
+    assert told(Known([of_x, of_y]), x, y, under=Config(config.backends[:1]))[0] == as_text(Known([of_x], []))
 
 
 def test_models_that_are_served_no_longer_are_forgotten(tmp_path):
