@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux import plugins
+from anvil_mux.cli import main
 from anvil_mux.scheduler import events
 from tests import reference
 
@@ -63,7 +65,7 @@ def test_each_error_is_in_the_page_on_troubleshooting() -> None:
 
 
 def test_the_diagram_is_the_transition_table() -> None:
-    [diagram] = re.findall(r"```mermaid\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.S)
+    [diagram] = re.findall(r"```mermaid\n(stateDiagram.*?)```", (ROOT / "docs/design.md").read_text(), re.S)
     drawn = re.findall(r"^ *(\w+) --> (\w+): (\w+)$", diagram, re.M)
     assert {(start, what): end for start, end, what in drawn} == events.TRANSITIONS
 
@@ -71,11 +73,15 @@ def test_the_diagram_is_the_transition_table() -> None:
 WITH_EXAMPLES = """
     clients
     cluster
+    configuring
     elsewhere
     gpus
     presets
+    processes
     routing
     sharing
+    sizing
+    standby
     staying
     swaps
 """
@@ -117,9 +123,55 @@ def test_what_the_page_on_extending_shows_runs(title: str, tmp_path: Path) -> No
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_the_readme_names_is_there() -> None:
-    for name in set(re.findall(r"`((?:bin|compose|docs|tests)/[\w./-]+)`", README)):
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_files_of_the_repository_that_pages_name_are_there(file: Path) -> None:
+    for name in set(re.findall(r"`((?:bin|compose|contrib|docs|grafana|tests)/[\w./-]+)", file.read_text())):
         assert (ROOT / name).exists(), name
+
+
+def _commands(page: str) -> list[str]:
+    """Every command of anvil-mux in the shell examples of a page."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if re.match(r"(bin/)?anvil-mux ", line)]
+
+
+def _mentions(page: str) -> list[str]:
+    """Every command of anvil-mux in the text of a page, which may lack its arguments."""
+    return re.findall(r"`(anvil-mux [a-z][^`]*)`", page)
+
+
+def _refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the command line says against a command; "" if nothing."""
+    words = shlex.split(re.sub(r" [>|&].*|[][]", "", command), comments=True)[1:]
+    try:
+        main._parser().parse_args(main._with_command(words, pytest.fail))
+    except SystemExit:
+        return capsys.readouterr().err
+    return ""
+
+
+TEXTS = [(file.name, file.read_text()) for file in DOCUMENTS]
+SHOWN = [(name, command) for name, text in TEXTS for command in _commands(text)]
+MENTIONED = [(name, command) for name, text in TEXTS for command in _mentions(text)]
+
+
+@pytest.mark.parametrize(("page", "command"), SHOWN)
+def test_a_command_that_a_page_shows_is_one(
+    page: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _refusal(command, capsys) == ""
+
+
+@pytest.mark.parametrize(("page", "command"), MENTIONED)
+def test_a_command_that_a_page_mentions_is_one_or_lacks_only_arguments(
+    page: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = _refusal(command, capsys)
+    assert not refusal or "the following arguments are required" in refusal
 
 
 def _name_of_thread(node: ast.AST) -> str:

@@ -165,8 +165,8 @@ def unload(given: argparse.Namespace) -> int:
     if told.get("resident", True):
         return _done(
             given,
-            "is evicted once its requests have ended (drain_timeout aborts those that take longer), or is "
-            "not loaded any further",
+            "is evicted once its requests have ended (after drain_timeout they are aborted); if it was "
+            "being loaded, that is cancelled",
         )
     return _done(given, "is not resident, or is already being evicted")
 
@@ -176,7 +176,7 @@ def _unload_all(given: argparse.Namespace) -> int:
     if given.json:
         print_json(told)
     elif told["models"]:
-        say(f"{', '.join(told['models'])}: evicted once their requests have ended, or not loaded any further")
+        say(f"{', '.join(told['models'])}: evicted once their requests have ended; loads are cancelled")
     else:
         say("nothing is loaded")
     return 0
@@ -184,7 +184,7 @@ def _unload_all(given: argparse.Namespace) -> int:
 
 def pin(given: argparse.Namespace) -> int:
     ask_mux(given, "POST", "/models/pin", {"model": given.model})
-    return _done(given, "stays, once it is resident, until it is unpinned or anvil-mux is restarted")
+    return _done(given, "is pinned until it is unpinned or anvil-mux ends")
 
 
 def unpin(given: argparse.Namespace) -> int:

@@ -258,7 +258,7 @@ class _Ring:
     def _counted(self, swaps: Sequence[TimedSwap]) -> Sequence[TimedSwap]:
         for swap in swaps:
             if self._way != "stop" and "ready" in swap.phases:
-                raise BackendError(f"{swap.backend} had to be started anew: it did not wake by {self._way}")
+                raise BackendError(f"{swap.backend} had to be restarted: it did not wake by {self._way}")
         return swaps
 
     def _round(self, number: int, pairs: Sequence[_Pair], pool: ThreadPoolExecutor) -> list[TimedSwap]:
@@ -401,7 +401,7 @@ class _Ring:
         self._residual[before.name] = sum(evicted.residual.values())
         loaded = self._host.load(after, self._way)
         if loaded.how == "stop":
-            raise BackendError(f"{after.name} had to be started anew: it did not wake by {self._way}")
+            raise BackendError(f"{after.name} had to be restarted: it did not wake by {self._way}")
         return self._asker.ask_until_answered(after, _address(loaded.url), self._host.ended) - begun
 
     def _start_by_hand(self, backend: Backend, *, again: bool = False) -> tuple[float, Address]:

@@ -258,7 +258,9 @@ def _each_batch(
             tpot.append(row)
             say(f"{batch} at once with {row['tokens_per_request']} tokens each: {row['p50']:.2f} ms a token")
     if not tpot:
-        raise BackendError(f"{profiler.model} could not be asked so many at once, or of such lengths")
+        raise BackendError(
+            f"{profiler.model} could not take that many concurrent requests, or requests of that length"
+        )
     return tpot
 
 

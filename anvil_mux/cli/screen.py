@@ -216,7 +216,7 @@ def _until(model: StatusJson, seconds: float | None) -> str:
     if model["leases"]:
         return "in use"
     if seconds is None:
-        return "unpinned" if model.get("pinned") else "another comes"
+        return "unpinned" if model.get("pinned") else "next swap"
     return f"{seconds:.0f} s from now" if seconds < 120 else f"{seconds / 60:.0f} min from now"
 
 

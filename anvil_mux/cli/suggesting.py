@@ -44,24 +44,22 @@ def run(given: argparse.Namespace) -> int:
         return complain(_nothing(made), FAILED)
     print(text, end="")
     for problem in problems:
-        say(f"check would still say: {problem}")
+        say(f"check would still report: {problem}")
     names = " ".join(str(file) for file in files)
     engines = [row for row in made.rows if row.model]
     say(
         f"{counted(engines, 'model')}; with this check has {counted(problems, 'problem')} and "
-        f"{counted(warnings, 'warning')}. Paste it into the file, or lay it over (needs the Docker Compose "
-        f"program): anvil-mux check --suggest {names} > {OVERRIDE}; anvil-mux check {names} {OVERRIDE}"
+        f"{counted(warnings, 'warning')}. Paste them into the file, or use them as a second file (needs "
+        f"Docker Compose): anvil-mux check --suggest {names} > {OVERRIDE}; anvil-mux check {names} {OVERRIDE}"
     )
     return 0
 
 
 def _nothing(made: Suggestion) -> str:
     if any("already" in row.why for row in made.rows):
-        return (
-            "no service is found beside those that have x-anvil already: `anvil-mux check` says more of them"
-        )
+        return "all services that could be models have x-anvil already: run `anvil-mux check`"
     return (
-        "no service is known to serve models; if one does, add x-anvil: {model: ..., engine: ..., port: ...} "
+        "no service looks like an engine; if one is, add x-anvil: {model: ..., engine: ..., port: ...} "
         "to it (docs/reference.md lists the engines)"
     )
 

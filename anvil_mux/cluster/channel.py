@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 from anvil_mux.cluster.frames import read_frame, write_frame
 from anvil_mux.errors import MuxError
 
-ENDED = "the process that reaches it has ended, and is started anew"
+ENDED = "the process that talks to the cluster has ended, and is restarted"
 START_SECONDS = 20.0
 """How long a child may take until it is of use."""
 PAUSES = (1.0, 2.0, 5.0)

@@ -97,7 +97,7 @@ class RayCluster:
         except Exception as error:
             if "WrongClusterID" in str(error):
                 raise Refused(
-                    "the head came back without its memory; the other machines follow within a minute"
+                    "the head restarted without its state; the other machines follow within a minute"
                 ) from None
             raise Refused(f"the head at {self._address} does not answer: {first_line(error)}") from None
         return named(

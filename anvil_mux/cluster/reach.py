@@ -50,7 +50,7 @@ def reach(address: str, say: Callable[[str], object], *, insecure: bool = False)
     if isinstance(control, SimulatedHosts):
         for name, pid in control.pids().items():
             later = f"{RETURN_SECONDS:g} s later"
-            say(f"host {name} is process {pid}: `kill {pid}` cuts its power, and it returns {later}")
+            say(f"host {name} is process {pid}: `kill {pid}` is a power failure, and it returns {later}")
     return cluster
 
 

@@ -294,7 +294,7 @@ class RemoteHost:
             raise AgentSilent(f"the agent of host {self.name} is not ready")
         answer = self._exchange(method, args, timeout)
         if answer.instance != instance:
-            raise AgentSilent(f"the agent of host {self.name} was started anew")
+            raise AgentSilent(f"the agent of host {self.name} was restarted")
         return _value(answer)
 
     def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:

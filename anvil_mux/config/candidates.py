@@ -228,7 +228,7 @@ class Places:
             if not self.here:
                 write = 'x-anvil: {gpus: ["0"]}'
                 said = "uses all GPUs; say which there are at the top level"
-                found = Diagnostic(f"{said}: {write}", said=said, write=write, page="gpus.md#which-there-are")
+                found = Diagnostic(f"{said}: {write}", said=said, write=write, page="gpus.md#supported-gpus")
                 self._problems.add(("services", name), found)
             return tuple(of_vendors(self.here, vendors))
         ids = self._ids("", used)

@@ -14,7 +14,7 @@ from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 FOLDER = "docs/"
 """The folder of the pages in the repository, before each page's name."""
 OF_COMPOSE = {
-    **dict.fromkeys(("gpus", "deploy", "devices", "runtime", "group_add"), "gpus.md#which-there-are"),
+    **dict.fromkeys(("gpus", "deploy", "devices", "runtime", "group_add"), "gpus.md#supported-gpus"),
     **dict.fromkeys(("ports", "command", "expose"), "reference.md#engines"),
     **dict.fromkeys(("extends", "include", "env_file", "label_file"), "running.md#docker-or-podman"),
     **dict.fromkeys(("restart", "image", "profiles"), "running.md#docker-or-podman"),

@@ -216,7 +216,7 @@ SETTINGS: dict[str, Setting] = {
     "runtime": _at_start(
         settings.one_of("compose", "process"),
         "Whether services are containers or local processes.",
-        page="running.md#processes",
+        page="processes.md",
     ),
     "project": _at_start(
         ValueKind("text", _read_project, shapes.text(r"^[a-z0-9][a-z0-9_-]*$")),
@@ -229,7 +229,7 @@ SETTINGS: dict[str, Setting] = {
         "The GPUs that may be used, with their memory and how much of it to keep free of models; by default "
         "all that are found: NVIDIA's by index or UUID, others as amd0 or intel0 (see gpus.md).",
         logged=True,
-        page="gpus.md#which-there-are",
+        page="gpus.md#supported-gpus",
     ),
     "machines": _live(
         ValueKind("{host: {gpus, host_memory}}", _read_machines, _MACHINES),
@@ -269,7 +269,7 @@ SETTINGS: dict[str, Setting] = {
         SECONDS,
         "How long a swap waits for running requests before it severs (aborts) them; 0: not at all.",
         logged=True,
-        page="swaps.md",
+        page="staying.md#let-answers-finish-drain_timeout",
     ),
     "home_after": _live(
         SECONDS,
@@ -304,7 +304,7 @@ SETTINGS: dict[str, Setting] = {
         "Names that stand for several models, in order of preference; one that is resident serves "
         "(see staying.md).",
         default="",
-        page="staying.md#whoever-is-there-any_of",
+        page="staying.md#any-model-that-is-loaded-any_of",
     ),
     "host_memory": _live(
         settings.MEMORY,
@@ -317,7 +317,7 @@ SETTINGS: dict[str, Setting] = {
         settings.FLAG,
         "Read a model's weights into the page cache while its requests wait for its load to begin "
         "(see swaps.md).",
-        page="swaps.md",
+        page="swaps.md#read-ahead-while-waiting",
     ),
     "key_file": _live(
         TEXT,
@@ -384,7 +384,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         ValueKind("list of ids, or all", _read_used_gpus, _USED_GPUS),
         "The GPUs that it needs (all of those listed); by default the ones that the service reserves or is "
         "given as device files (see gpus.md). A scaled process may have a list for each replica.",
-        page="gpus.md#which-there-are",
+        page="gpus.md#supported-gpus",
     ),
     "gpu_count": _replaces(
         COUNT,
@@ -428,7 +428,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         "The engine's own name for the model; by default taken from its command.",
         page="reference.md#engines",
     ),
-    "pin": _steers(settings.FLAG, "Never evict it for another model.", page="seeing.md#to-keep-a-model"),
+    "pin": _steers(settings.FLAG, "Never evict it for another model.", page="seeing.md#pinning-a-model"),
     "priority": _steers(PRIORITY, "Models with a higher priority are served first and evicted last."),
     "home": _steers(
         settings.FLAG,
@@ -445,7 +445,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         settings.SECONDS_OR_NONE,
         "As at the top level, for swaps that evict this model; none: as long as its requests take. The top "
         "level's applies when somebody unloads it, drains its host or stops anvil-mux (see staying.md).",
-        page="staying.md#let-it-finish-drain_timeout-on-a-service",
+        page="staying.md#let-answers-finish-drain_timeout",
     ),
     "min_residency": _steers(
         SECONDS, "How long it stays loaded at least, unless another queue is overdue.", page="policies.md"
@@ -489,12 +489,12 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         "Its standby levels, the lightest first (sleep-1 is sleep). By default [sleep, stop] where its "
         "command allows sleep, else [stop] (see standby.md).",
         default="",
-        page="reference.md#standby-levels",
+        page="standby.md#the-levels",
     ),
     "demote_after": _steers(
         SECONDS,
         "How long it stays at one standby level before it is demoted to the next; by default for ever.",
-        page="reference.md#standby-levels",
+        page="standby.md#the-levels",
     ),
     "ram": _steers(
         settings.MEMORY,
@@ -502,7 +502,9 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         page="gpus.md#what-a-model-needs",
     ),
     "preload": _steers(settings.FLAG, "As at the top level, for this model."),
-    "read_ahead": _live(settings.FLAG, "As at the top level, for this model.", page="swaps.md"),
+    "read_ahead": _live(
+        settings.FLAG, "As at the top level, for this model.", page="swaps.md#read-ahead-while-waiting"
+    ),
     "strip": _live(
         ValueKind(
             "list of names", lambda value: check_strip(settings.NAMES.read(value)), settings.NAMES.shape
@@ -543,7 +545,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "checkpoint_anyway": _steers(
         settings.FLAG,
         "Allow checkpoints of an engine on several GPUs; such engines often fail to restore.",
-        page="swaps.md#what-a-checkpoint-needs",
+        page="standby.md#what-a-checkpoint-needs",
     ),
     "url": _replaces(
         elsewhere.URL,

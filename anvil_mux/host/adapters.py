@@ -38,7 +38,7 @@ def load_adapters(
                 if name not in there:
                     _load(visit, name, path)
         except requests.RequestException as error:
-            raise LoadError(f"{backend.name} was not told of its LoRA adapters: {error}") from error
+            raise LoadError(f"{backend.name} could not be given its LoRA adapters: {error}") from error
 
 
 def _load(visit: Visit, name: str, path: str) -> None:

@@ -140,7 +140,7 @@ class Sglang:
                 if not self._running(visit):
                     break
             else:
-                raise BackendError(f"{visit.place} still computes, and must not be told to sleep")
+                raise BackendError(f"{visit.place} still computes, so it must not be put to sleep")
         _tell(visit, "/release_memory_occupation", {"tags": list(self.TAGS)})
 
     def wake(self, visit: Visit, level: int) -> None:

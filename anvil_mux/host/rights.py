@@ -2,7 +2,7 @@
 
 NVIDIA says nowhere which rights the driver's calls need. Known to work are root with all its capabilities,
 and the user whose processes they are. So what is told here is a warning before a checkpoint, and the likely
-cause after one that failed. docs/swaps.md has the deployments that lack nothing.
+cause after one that failed. docs/standby.md has the deployments that lack nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CAP_SYS_PTRACE = 19
 DYNAMIC_USERS = range(61184, 65520)
 """The users that systemd makes for as long as a unit runs (DynamicUser)."""
 
-PAGE = "swaps.md#what-a-checkpoint-needs"
+PAGE = "standby.md#what-a-checkpoint-needs"
 """The page of docs/ about these rights."""
 
 ASK_FOR_PTRACE = """
@@ -87,8 +87,8 @@ class Rights:
             user = f'`user: "{us}"`' if self.user not in DYNAMIC_USERS else "and the systemd unit one user"
             missing.append(
                 f"the engine's processes are of user and group {them}, and anvil-mux runs as {us}: run "
-                "it as root with its capabilities (docs/swaps.md has the systemd unit and the container), or "
-                f"give the service {user}"
+                "it as root with its capabilities (docs/standby.md has the systemd unit and the container), "
+                f"or give the service {user}"
             )
         if self.scope >= 3 or (self.scope == 2 and not self.traces):
             who = "nobody" if self.scope >= 3 else "nobody without CAP_SYS_PTRACE (root has it)"
@@ -99,7 +99,7 @@ class Rights:
         if self.filtered:
             missing.append(
                 "a filter of system calls keeps ptrace from anvil-mux, which the driver may need: "
-                "`SystemCallFilter=` in its unit, with nothing behind it, lifts that (docs/swaps.md)"
+                "`SystemCallFilter=` in its unit, with nothing behind it, lifts that (docs/standby.md)"
             )
         return missing
 

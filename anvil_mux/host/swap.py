@@ -99,7 +99,7 @@ class Swapper:
                 raise
             except Exception as error:
                 log.warning(
-                    "%s could not be woken from standby (%s) and is started anew: %s",
+                    "%s could not be woken from standby (%s) and is restarted: %s",
                     backend.name,
                     how,
                     _reason(error),

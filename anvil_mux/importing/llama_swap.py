@@ -24,7 +24,7 @@ from anvil_mux.importing.written import Note, Written
 NAME = "from-llama-swap"
 ORIGIN = (
     "Made by `anvil-mux import llama-swap`; docs/migrating.md says what became of each key. llama-swap lets "
-    "requests that run end, however long that takes; here a swap severs them after drain_timeout."
+    "running requests finish, however long they take; here a swap aborts them after drain_timeout."
 )
 FIRST_PORT = 5800
 PRIORITIES = (-100, 100)
@@ -149,8 +149,8 @@ class _SwapFile:
             self.made.settings["gpus"] = gpus
         self.note(
             key,
-            "models that have a GPU in common take turns. These GPUs are names for the turns, no devices: "
-            "write real ids and `vram`, and anvil-mux itself sees what fits together.",
+            "models that share a GPU take turns. These GPUs are only names: write real ids and `vram`, and "
+            "anvil-mux sees which models fit together.",
         )
 
     def _rules(self) -> tuple[KeyPath, dict[str, Any]]:

@@ -64,11 +64,11 @@ def about_vram(role: Role, model: str) -> str:
     size = weights_of(named, role.engine, more)
     if size is None:
         return ""
-    text = f"by the name the weights alone take about {size:.1f} GiB, and the context comes on top"
+    text = f"judging by the name, the weights take about {size:.1f} GiB, and the context comes on top"
     if role.engine in ("vllm", "sglang"):
         share = next(iter(flags(words, "--gpu-memory-utilization", "--mem-fraction-static")), "most")
-        return f"{text}; this engine takes {share} of each GPU whatever the model needs: vram is that much"
-    return f"{text}; once it has run, check says which vram to declare to have others beside it"
+        return f"{text}; but this engine takes {share} of each GPU whatever the model needs: declare that"
+    return f"{text}; once it has run, check suggests a vram, so that models can share the GPU"
 
 
 def _models_of_llamacpp(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:

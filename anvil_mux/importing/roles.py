@@ -48,11 +48,11 @@ SERVERS = (
     KnownServer(r"nvcr\.io/nim/", 8000, "NVIDIA NIM"),
 )
 NO_ENGINES: tuple[tuple[str, str], ...] = (
-    (r"open-?web-?ui", "Open WebUI asks models"),
-    (r"web-?ui$|-ui$|hollama|lobe-?chat|librechat|anything-?llm|big-agi", "its image is one of a page"),
-    (r"litellm|one-api|new-api|router|gateway|proxy", "it hands requests on"),
-    (r"exporter|metrics", "it reports on an engine"),
-    (r"opea/(llm|embedding|reranking)-", "it hands requests on"),
+    (r"open-?web-?ui", "Open WebUI is a client"),
+    (r"web-?ui$|-ui$|hollama|lobe-?chat|librechat|anything-?llm|big-agi", "its image is a web interface"),
+    (r"litellm|one-api|new-api|router|gateway|proxy", "it forwards requests"),
+    (r"exporter|metrics", "it monitors an engine"),
+    (r"opea/(llm|embedding|reranking)-", "it forwards requests"),
     (r"llama-swap", "it swaps models itself: see `anvil-mux import llama-swap`"),
     (r"docker/model-runner", "it swaps models itself"),
 )
@@ -92,7 +92,7 @@ def find_role(described: service.RawService, folder: Path) -> Role:
         if why := next((why for pattern, why in NO_ENGINES if re.search(pattern, repository)), ""):
             return Role(why, words=words)
     if _pulls(origins[0][1], described, words):
-        return Role("it fetches models and ends", words=words, pulls=_pulled(words))
+        return Role("it downloads models and exits", words=words, pulls=_pulled(words))
     for how, repository in origins:
         if found := _by_image(how, repository, words):
             return found
@@ -188,7 +188,7 @@ def _pulls(repository: str, described: service.RawService, words: tuple[str, ...
 
 def _unknown(image: str, described: service.RawService) -> str:
     if image:
-        return f"image {image} is that of no engine that is known here"
+        return f"image {image} is not a known engine"
     if described.get("build"):
         return "it is built here, and neither its Dockerfile nor its command names an engine"
     return "it has no image"

@@ -121,12 +121,12 @@ class _Maker:
         services = content.pop("services", None)
         self._made.rest = content
         if content.get("include"):
-            self._note("include", "what stands in other files is not seen here: name those files too")
+            self._note("include", "other files are not read here: name them on the command line too")
         for name, described in (services if isinstance(services, dict) else {}).items():
             if isinstance(described, dict):
                 self._made.services[str(name)] = self._whole(str(name), described, services)
         for unset in self._scope.unset:
-            self._note(unset, "the variable is not set: what it stands for is not seen here")
+            self._note(unset, "the variable is not set, so its value is not known here")
         self._find_roles()
         self._left_alone()
         for engine in self._engines.values():
@@ -168,7 +168,7 @@ class _Maker:
                 base = self._filled((other.content.get("services") or {}).get(wanted), other)
             except (ConfigError, AttributeError):
                 base = None
-                self._note("extends", f"{file} cannot be read, so what stands there is not seen", name)
+                self._note("extends", f"{file} cannot be read, so its content is not known here", name)
         if not isinstance(base, dict):
             return described
         whole: ServiceKeys = laid_over(
@@ -212,7 +212,7 @@ class _Maker:
                 self._row(
                     engine.name,
                     "",
-                    why=f"it takes a port of {before.name}, in whose place it seems to be started",
+                    why=f"it uses a port of {before.name}, so it seems to be an alternative to that",
                 )
                 del self._engines[engine.name]
                 continue
@@ -263,13 +263,15 @@ class _Maker:
         elif engine.role.engine == "ollama" and len(names) > 1:
             self._note(
                 "model",
-                f"this Ollama has other models ({', '.join(names[1:])}), which are not served so: one "
-                "service for each, see `anvil-mux import ollama`",
+                f"this Ollama has other models ({', '.join(names[1:])}), which are not served: each needs a "
+                "service, see `anvil-mux import ollama`",
                 name,
             )
         if str(described.get("restart", "no")) in ("always", "unless-stopped"):
             self._written.services[name]["restart"] = "no"
-            self._note("restart", "else Docker starts it again on a GPU that another model has by then", name)
+            self._note(
+                "restart", "otherwise Docker restarts it on a GPU that another model uses by then", name
+            )
         if not service.profiles(described):
             if readers := self._readers.get(name):
                 self._note(
@@ -292,14 +294,14 @@ class _Maker:
                 used.append(service.ALL)
                 self._note(
                     "gpus",
-                    "`runtime: nvidia` gives it all GPUs; name one to have others beside it",
+                    "`runtime: nvidia` gives it all GPUs; name one, so that models can use the others",
                     engine.name,
                 )
         if self._gpus_here or service.ALL not in used:
             return
         ids = {id for each in used if isinstance(each, tuple) for id in each}
         self._written.settings["gpus"] = sorted({"0", *ids}, key=lambda id: (len(id), id))
-        self._note("gpus", "no GPU is seen here: name those of the machine that serves")
+        self._note("gpus", "no GPU was found here: name those of the machine that will serve")
 
     # Clients
 
@@ -320,9 +322,9 @@ class _Maker:
             self._written.settings["listen"] = f"{BRIDGE}:{PORT}"
             self._note(
                 "listen",
-                f"{', '.join(pointed)} reach anvil-mux at Docker's bridge (`ip -4 addr show docker0` tells "
-                "its address). Others there may ask too, so give keys: ANVIL_API_KEY=... in .env for the "
-                "services, and the same in ANVIL_API_KEYS for anvil-mux",
+                f"{', '.join(pointed)} can reach anvil-mux at the address of Docker's bridge "
+                "(`ip -4 addr show docker0`). Other containers can too, so use API keys: ANVIL_API_KEY=... "
+                "in .env for the services, and the same key in ANVIL_API_KEYS for anvil-mux",
             )
 
     def _point(
@@ -358,9 +360,9 @@ class _Maker:
             over["extra_hosts"] = [f"{HOST}:host-gateway"]
         self._written.services[name] = over
         if any("/api" not in text and "/v1" not in text and "OLLAMA" in key for key, text in changed.items()):
-            self._note("environment", "with keys, give it one for its Ollama server too", name)
+            self._note("environment", "if you use API keys, give it one for its Ollama server too", name)
         self._made.rows[:] = [row for row in self._made.rows if row.service != name]
-        self._row(name, "asks models", why=f"it asks {', '.join(asked)}: pointed at anvil-mux")
+        self._row(name, "asks models", why=f"it uses {', '.join(asked)}: now anvil-mux")
         return True
 
     def _speaks_openai(self, engine: str, url: str) -> bool:
@@ -378,8 +380,8 @@ class _Maker:
             if named and key not in changed and (value == named or "://" in value):
                 self._note(
                     f"services.{name}.environment.{key}",
-                    f"names {named} in a way that is not changed here: point it at anvil-mux by hand if it "
-                    f"speaks OpenAI's or Ollama's API, else leave {hosts[named]} out",
+                    f"mentions {named} in a way that is not converted: point it at anvil-mux by hand if it "
+                    f"uses OpenAI's or Ollama's API, otherwise leave {hosts[named]} out",
                 )
 
     # Telling

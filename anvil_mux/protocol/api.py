@@ -203,7 +203,9 @@ def no_route(method: str, path: str) -> tuple[MuxError, list[Field]]:
         error = BadRequest(f"{path} takes {allowed}, not {method}", status=405)
         return error, [(b"Allow", allowed.encode("ascii"))]
     if _REFUSED.match(path):
-        return BadRequest(f"{path} is not offered here: models are served, nothing is stored", status=501), []
+        return BadRequest(
+            f"{path} is not available: anvil-mux serves models and stores nothing", status=501
+        ), []
     return NotFound(f"There is no route {method} {path}."), []
 
 

@@ -115,7 +115,7 @@ class LearnedFile:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            self._say(f"{self._file} cannot be read, so what swaps cost is learned anew: {error}")
+            self._say(f"{self._file} cannot be read, so the costs of swaps are learned from scratch: {error}")
         return self._saved
 
     def save(self, known: Known) -> None:
@@ -126,7 +126,7 @@ class LearnedFile:
         try:
             write_whole(self._file, as_text(known))
         except OSError as error:
-            self._say(f"{self._file} cannot be written, so what swaps cost will be forgotten: {error}")
+            self._say(f"{self._file} cannot be written, so the learned costs of swaps will be lost: {error}")
 
     def _say(self, text: str) -> None:
         if self._complain:

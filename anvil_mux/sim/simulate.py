@@ -728,7 +728,7 @@ class _Checker:
             there = self._on_host[host]
             runs = [n for n in there if n == event.backend or self._backends[n].state in HOLDING]
             ram = sum(self._slots[name].least_ram for name in runs)
-            self._claim(ram <= budget, event, "what runs needs more host memory than there is")
+            self._claim(ram <= budget, event, "the engines need more host memory than there is")
 
     def _others_like(self, backend: str) -> int:
         """How many other backends of its model, and for the same stage, are resident or loading."""

@@ -113,7 +113,7 @@ def _left_out(host: HostState | None) -> str | None:
     if host and host.is_drained:
         return "drained by hand"
     if host and host.is_away:
-        return "away: its agent is silent; what is loaded there goes on"
+        return "away: its agent does not answer; its engines go on serving"
     return None
 
 

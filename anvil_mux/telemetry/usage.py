@@ -174,7 +174,7 @@ class Usage:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError) as error:
-            self._complain(f"{file} cannot be read, so the usage of that day is counted anew: {error}")
+            self._complain(f"{file} cannot be read, so the usage of that day is counted from zero: {error}")
             return {}
 
     def _forget(self, before: int) -> None:

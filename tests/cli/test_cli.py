@@ -404,7 +404,7 @@ def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
     assert said == (
         "theirs: checkpoint may fail: the engine's processes are of user and group 0:0, and anvil-mux runs "
         "as 65534:65534: "
-        "run it as root with its capabilities (docs/swaps.md has the systemd unit and the container), or "
+        "run it as root with its capabilities (docs/standby.md has the systemd unit and the container), or "
         'give the service `user: "65534:65534"`'
     )
     assert "images were not looked for" in done.stderr
@@ -853,7 +853,7 @@ def test_load_waits_until_the_model_is_ready_and_ps_shows_it(
     columns = "MODEL STATE SIZE GPUS LEASES WAITING LOADED-IN UNTIL LAST ERROR"
     assert head == columns.split()
     assert rows[0][:5] == ["a", "ready", "0", "0", "0"]
-    assert rows[0][-2:] == ["another", "comes"]
+    assert rows[0][-2:] == ["next", "swap"]
     assert rows[1] == ["b", "stopped", "0", "0", "0"]
 
 
@@ -1066,7 +1066,7 @@ def test_a_pinned_model_stays_until_it_is_unpinned(
 ) -> None:
     assert main(["load", "a", "--url", url]) == 0
     assert main(["pin", "a", "--url", url]) == 0
-    assert "a stays, once it is resident, until it is unpinned" in capsys.readouterr().err
+    assert "a is pinned until it is unpinned" in capsys.readouterr().err
     status, headers, text = mux.chat("b")
     assert (status, headers["x-should-retry"]) == (422, "false")
     assert "beside the pinned a (see `anvil-mux unpin`)" in json.loads(text)["error"]["message"]

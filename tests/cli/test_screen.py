@@ -223,7 +223,7 @@ def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:
 @pytest.mark.parametrize(
     ("about", "seconds", "until"),
     [
-        ({"state": "ready"}, None, "another comes"),
+        ({"state": "ready"}, None, "next swap"),
         ({"state": "ready"}, 90.0, "90 s from now"),
         ({"state": "ready"}, 250.0, "4 min from now"),
         ({"state": "ready", "pinned": True}, None, "unpinned"),

@@ -154,7 +154,7 @@ def test_an_agent_that_was_started_anew_counts_as_silent_until_it_is_contacted(a
     agent.answers["running"] = lambda: ["a"]
     assert agent.host.running() == ["a"]
     agent.instance = "two"
-    with pytest.raises(AgentSilent, match="started anew"):
+    with pytest.raises(AgentSilent, match="restarted"):
         agent.host.running()
     agent.host.contact()
     assert agent.host.running() == ["a"]

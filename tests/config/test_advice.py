@@ -61,7 +61,7 @@ CASES = [
         8,
         "services.a.x-anvil.evict_to",
         "evict_to: [stop]",
-        "reference.md#standby-levels",
+        "standby.md#the-levels",
     ),
     (
         OWN,
@@ -69,7 +69,7 @@ CASES = [
         8,
         "services.a.x-anvil.evict_to",
         "evict_to: [stop]",
-        "reference.md#standby-levels",
+        "standby.md#the-levels",
     ),
     (
         OWN,
@@ -77,7 +77,7 @@ CASES = [
         8,
         "services.a.x-anvil.evict_to",
         "evict_to: [sleep, stop]",
-        "reference.md#standby-levels",
+        "standby.md#the-levels",
     ),
     (
         OWN,
@@ -85,9 +85,9 @@ CASES = [
         8,
         "services.a.x-anvil.evict_to",
         "evict_to: [stop]",
-        "reference.md#standby-levels",
+        "standby.md#the-levels",
     ),
-    (OWN, "pin: maybe", 8, "services.a.x-anvil.pin", "pin: true", "seeing.md#to-keep-a-model"),
+    (OWN, "pin: maybe", 8, "services.a.x-anvil.pin", "pin: true", "seeing.md#pinning-a-model"),
     (
         OWN,
         "load_timeout: 5 minutes",
@@ -103,7 +103,7 @@ CASES = [
         8,
         "services.a.x-anvil.drain_timeout",
         "drain_timeout: 30s",
-        "staying.md#let-it-finish-drain_timeout-on-a-service",
+        "staying.md#let-answers-finish-drain_timeout",
     ),
     (
         OWN,
@@ -116,7 +116,7 @@ CASES = [
     (OWN, "model: 1.5", 8, "services.a.x-anvil.model", 'model: "1.5"', "reference.md#x-anvil-on-a-service"),
     (OWN, 'model: "a\\"b"', 8, "services.a.x-anvil.model", "model: ab", "reference.md#x-anvil-on-a-service"),
     (OWN, "aliases: [{}]", 8, "services.a.x-anvil.aliases", "", "reference.md#x-anvil-on-a-service"),
-    (OWN, "gpus: [{}]", 8, "services.a.x-anvil.gpus", "", "gpus.md#which-there-are"),
+    (OWN, "gpus: [{}]", 8, "services.a.x-anvil.gpus", "", "gpus.md#supported-gpus"),
     (OWN, "gpu_count: 0", 8, "services.a.x-anvil.gpu_count", "gpu_count: 1", "cluster.md#in-the-file"),
     (OWN, "gpu_count: 1\ngpus: ['0']", 8, "services.a.x-anvil.gpu_count", "", "cluster.md#in-the-file"),
     (OWN, "hosts: [Big One]", 8, "services.a.x-anvil.hosts", "hosts: big-one", "cluster.md#in-the-file"),
@@ -249,7 +249,7 @@ CASES = [
         8,
         "services.a.x-anvil.drain_timeout",
         "drain_timeout: 30s",
-        "staying.md#let-it-finish-drain_timeout-on-a-service",
+        "staying.md#let-answers-finish-drain_timeout",
     ),
     (
         TOP,
@@ -263,7 +263,7 @@ CASES = [
     (TOP, "ttl: 30s", 2, "x-anvil.ttl", "x-anvil: {ttl: 30s}", "staying.md"),
     (TOP, "listen: :9292", 2, "x-anvil.listen", "listen: 127.0.0.1:9292", "security.md#who-can-reach-it"),
     (TOP, "listen: localhost", 2, "x-anvil.listen", "listen: 127.0.0.1:9292", "security.md#who-can-reach-it"),
-    (TOP, "runtime: docker", 2, "x-anvil.runtime", "runtime: compose", "running.md#processes"),
+    (TOP, "runtime: docker", 2, "x-anvil.runtime", "runtime: compose", "processes.md"),
     (
         TOP,
         "project: My Models",
@@ -272,17 +272,17 @@ CASES = [
         "project: my-models",
         "reference.md#x-anvil-at-the-top-level",
     ),
-    (TOP, 'gpus: {"0": 24GiB}', 2, "x-anvil.gpus.0", '"0": {vram: 24GiB}', "gpus.md#which-there-are"),
-    (TOP, 'gpus: {"0": {vram: 24}}', 2, "x-anvil.gpus.0.vram", "vram: 24GiB", "gpus.md#which-there-are"),
+    (TOP, 'gpus: {"0": 24GiB}', 2, "x-anvil.gpus.0", '"0": {vram: 24GiB}', "gpus.md#supported-gpus"),
+    (TOP, 'gpus: {"0": {vram: 24}}', 2, "x-anvil.gpus.0.vram", "vram: 24GiB", "gpus.md#supported-gpus"),
     (
         TOP,
         'gpus: {"0": {vram: 1GiB, reserve: 2GiB}}',
         2,
         "x-anvil.gpus.0",
         '"0": {vram: 24GiB, reserve: 1GiB}',
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
-    (TOP, "gpus: {0: {}}", 2, "x-anvil.gpus.0", '"0": ...', "gpus.md#which-there-are"),
+    (TOP, "gpus: {0: {}}", 2, "x-anvil.gpus.0", '"0": ...', "gpus.md#supported-gpus"),
     (TOP, "machines: {local: {}}", 2, "x-anvil.machines.local", "", "cluster.md#in-the-file"),
     (
         TOP,
@@ -339,16 +339,30 @@ CASES = [
         "default_model: a",
         "reference.md#x-anvil-at-the-top-level",
     ),
-    (TOP, "any_of: {any: [aa]}", 2, "x-anvil.any_of.any", "any: [a]", "staying.md#whoever-is-there-any_of"),
-    (TOP, "any_of: {a: [a]}", 2, "x-anvil.any_of.a", "any-a: [a]", "staying.md#whoever-is-there-any_of"),
-    (TOP, "any_of: {a: [a]}", 2, "x-anvil.any_of.a", "", "staying.md#whoever-is-there-any_of"),
+    (
+        TOP,
+        "any_of: {any: [aa]}",
+        2,
+        "x-anvil.any_of.any",
+        "any: [a]",
+        "staying.md#any-model-that-is-loaded-any_of",
+    ),
+    (
+        TOP,
+        "any_of: {a: [a]}",
+        2,
+        "x-anvil.any_of.a",
+        "any-a: [a]",
+        "staying.md#any-model-that-is-loaded-any_of",
+    ),
+    (TOP, "any_of: {a: [a]}", 2, "x-anvil.any_of.a", "", "staying.md#any-model-that-is-loaded-any_of"),
     (
         TOP,
         "any_of: [a]",
         2,
         "x-anvil.any_of",
         "any_of: {a-name: [a-model, another]}",
-        "staying.md#whoever-is-there-any_of",
+        "staying.md#any-model-that-is-loaded-any_of",
     ),
     (TOP, "preload: perhaps", 2, "x-anvil.preload", "preload: true", "reference.md#x-anvil-at-the-top-level"),
     (TOP, "tls_cert: cert.pem", 2, "x-anvil.tls_cert", "tls_key: FILE", "security.md#tls"),
@@ -424,7 +438,7 @@ CASES = [
         4,
         "services.a.gpus",
         "gpus: [{driver: nvidia, device_ids: ['0']}]",
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
     (
         RAW,
@@ -432,10 +446,10 @@ CASES = [
         4,
         "services.a.gpus",
         "gpus: [{driver: nvidia, device_ids: ['0']}]",
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
-    (RAW, "gpus: all", 2, "services.a", 'x-anvil: {gpus: ["0"]}', "gpus.md#which-there-are"),
-    (RAW, "gpus: [{count: some}]", 4, "services.a.gpus", "count: all", "gpus.md#which-there-are"),
+    (RAW, "gpus: all", 2, "services.a", 'x-anvil: {gpus: ["0"]}', "gpus.md#supported-gpus"),
+    (RAW, "gpus: [{count: some}]", 4, "services.a.gpus", "count: all", "gpus.md#supported-gpus"),
     (RAW, "ports: 80", 4, "services.a.ports", "ports: [80]", "reference.md#engines"),
     (RAW, "ports: [x]", 4, "services.a.ports", 'ports: ["127.0.0.1::8000"]', "reference.md#engines"),
     (RAW, 'ports: ["1:1", "2:2"]', 4, "services.a.ports", "x-anvil: {port: 1}", "reference.md#engines"),
@@ -455,7 +469,7 @@ CASES = [
         4,
         "services.a.deploy.resources.reservations.devices",
         "devices: [{capabilities: [gpu]}]",
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
     (RAW, "extends: b", 4, "services.a.extends", "", "running.md#docker-or-podman"),
     (RAW, "env_file: x.env", 4, "services.a.env_file", "", "running.md#docker-or-podman"),
@@ -487,7 +501,7 @@ CASES = [
         5,
         "services.a.environment",
         "",
-        "reference.md#standby-levels",
+        "standby.md#the-levels",
     ),
     (
         RAW,
@@ -495,7 +509,7 @@ CASES = [
         4,
         "services.a.devices",
         "devices: [/dev/kfd, /dev/dri]",
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
     (
         RAW,
@@ -503,7 +517,7 @@ CASES = [
         4,
         "services.a.devices",
         'x-anvil: {gpus: ["amd0"]}',
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
     (
         RAW,
@@ -511,7 +525,7 @@ CASES = [
         2,
         "services.a.group_add",
         "group_add: [video, render]",
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
     (
         RAW,
@@ -519,7 +533,7 @@ CASES = [
         4,
         "services.a.devices",
         'x-anvil: {gpus: ["amd0"]}',
-        "gpus.md#which-there-are",
+        "gpus.md#supported-gpus",
     ),
     (
         RAW,
@@ -662,7 +676,7 @@ def test_a_value_that_no_file_gave_is_mended_where_it_was_given(
     [found] = caught.value.problems
     assert isinstance(found, Diagnostic)
     assert found.startswith(f"{origin}: must be seconds")
-    assert (found.write, page_of(found)) == (write, "docs/swaps.md")
+    assert (found.write, page_of(found)) == (write, "docs/staying.md#let-answers-finish-drain_timeout")
 
 
 def test_a_line_of_the_env_file_is_named(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_sglang_that_does_not_become_idle_is_not_told_to_release(
     engine = make("sglang", "ignores abort")
     engine.busy = 1
     monkeypatch.setattr(control, "IDLE_TIMEOUT", 0.2)
-    with pytest.raises(BackendError, match="still computes, and must not be told to sleep"):
+    with pytest.raises(BackendError, match="still computes, so it must not be put to sleep"):
         control.sleep(backend("sglang"), engine.url, 1)
     assert "POST /release_memory_occupation" not in engine.asked
 

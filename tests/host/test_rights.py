@@ -206,6 +206,6 @@ def test_a_checkpoint_that_fails_tells_what_was_missing(
     runtime.fails["pause"] = BackendError("not permitted")
     swapper = Swapper(runtime, lacks=lambda backend: ["the right to do so"])
     assert swapper.evict(ENGINE, how).how == "stop"
-    assert f"by {how} and is stopped: " in caplog.text
+    assert f"({how}) and is stopped instead: " in caplog.text
     assert caplog.records[0].getMessage().endswith(said)
     assert ("right" in caplog.text) is bool(said)

@@ -443,7 +443,7 @@ def test_who_does_not_wake_is_stopped_and_started_anew_within_the_load(
     assert second is not first
     assert loaded == Loaded(second.url, "stop")
     assert scene.house.calls == ["stop a", "start a"]
-    assert "a could not be woken from standby (sleep) and is started anew" in caplog.text
+    assert "a could not be woken from standby (sleep) and is restarted" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["wake is partial", "status is nonsense"])
@@ -673,7 +673,7 @@ def test_who_cannot_be_restored_is_started_anew_within_the_load(
     loaded = scene.swapper.load(STANDBY, "checkpoint")
     assert loaded == Loaded(scene.house.engines["a"].url, "stop")
     assert scene.house.calls == ["resume a", "stop a", "start a"]
-    assert "a could not be woken from standby (checkpoint) and is started anew" in caplog.text
+    assert "a could not be woken from standby (checkpoint) and is restarted" in caplog.text
     assert scene.used == 18 * GIB + CONTEXT
 
 

@@ -402,7 +402,7 @@ def test_members_of_a_group_take_turns_as_it_says(tmp_path: Path, text: str) -> 
         "e": ["turns-2"],
         "f": ["turns-2"],
     }
-    assert "names for the turns" in made.notes[-1].text
+    assert "only names" in made.notes[-1].text
 
 
 def test_exclusive_groups_take_turns_and_models_in_no_group_with_them(tmp_path: Path) -> None:

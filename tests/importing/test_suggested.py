@@ -120,14 +120,14 @@ def test_an_engine_is_recognised_and_check_passes_with_what_is_suggested(
 @pytest.mark.parametrize(
     ("service", "why"),
     [
-        ("image: 'postgres:16'", "image postgres:16 is that of no engine that is known here"),
-        ("image: ghcr.io/ollama-webui/ollama-webui", "its image is one of a page"),
-        ("image: ghcr.io/berriai/litellm", "it hands requests on"),
-        ("image: lmsysorg/sglang-router", "it hands requests on"),
-        ("image: x/ollama-exporter", "it reports on an engine"),
+        ("image: 'postgres:16'", "image postgres:16 is not a known engine"),
+        ("image: ghcr.io/ollama-webui/ollama-webui", "its image is a web interface"),
+        ("image: ghcr.io/berriai/litellm", "it forwards requests"),
+        ("image: lmsysorg/sglang-router", "it forwards requests"),
+        ("image: x/ollama-exporter", "it monitors an engine"),
         ("image: 'ghcr.io/mostlygeek/llama-swap:cuda'", "see `anvil-mux import llama-swap`"),
-        ("image: ollama/ollama, command: [pull, llama3.2]", "it fetches models and ends"),
-        ("image: curlimages/curl, command: curl http://o/api/pull -d x", "it fetches models and ends"),
+        ("image: ollama/ollama, command: [pull, llama3.2]", "it downloads models and exits"),
+        ("image: curlimages/curl, command: curl http://o/api/pull -d x", "it downloads models and exits"),
         ("build: .", "neither its Dockerfile nor its command names an engine"),
         ("image: 'vllm/vllm-openai', x-anvil: {}", "it has x-anvil already"),
         ('image: vllm/vllm-openai, command: "--model \'x"', "No closing quotation"),
@@ -165,7 +165,7 @@ def test_of_two_profiles_with_one_port_the_one_with_the_gpu_is_taken(tmp_path: P
   gpu: {{image: ollama/ollama, profiles: [gpu], ports: ['11434:11434'], {ONE}}}""",
     )
     assert [*engines(made)] == ["gpu"]
-    assert "takes a port of gpu" in made.rows[1].why
+    assert "uses a port of gpu" in made.rows[1].why
     pasted(tmp_path, made)
 
 
@@ -276,7 +276,7 @@ def test_the_command_prints_the_yaml_and_says_the_rest_beside_it(
     assert main(["check", "--suggest", str(file)]) == 0
     seen = capsys.readouterr()
     assert yaml.safe_load(seen.out)["services"]["a"]["x-anvil"] == {"model": "a"}
-    assert "image redis is that of no engine" in seen.err
+    assert "image redis is not a known engine" in seen.err
     assert "1 model; with this check has 0 problems" in seen.err
     assert main(["check", "--suggest", "--json", str(file)]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -295,7 +295,7 @@ def test_the_command_fails_where_nothing_serves_models(
     assert main(["check", "--suggest", str(file)]) == 1
     seen = capsys.readouterr()
     assert seen.out == ""
-    assert "no service is known to serve models" in seen.err
+    assert "no service looks like an engine" in seen.err
 
 
 def test_without_it_check_still_refuses_such_a_file(tmp_path: Path) -> None:

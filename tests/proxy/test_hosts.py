@@ -89,7 +89,7 @@ def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None
     assert told["h1"]["states"] == {"ready": 1, "stopped": 1}
     assert told["h1"]["left_out"].startswith("lost: has not answered for ")
     assert told["h2"]["left_out"] == "drained by hand"
-    assert told["h3"]["left_out"] == "away: its agent is silent; what is loaded there goes on"
+    assert told["h3"]["left_out"] == "away: its agent does not answer; its engines go on serving"
     stages = json.loads(rig.client().get(b"/why?model=m").body)["stages"]
     removed = {row["backend"]: row["removed_by"] for row in stages["neutral"]}
     assert (removed["m.h1.0"], removed["m.h2.0"]) == ("host_lost", "stopped")

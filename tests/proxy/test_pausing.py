@@ -128,7 +128,7 @@ def test_the_commands_pause_and_resume(
     assert main(["resume"]) == 0
     told = capsys.readouterr().err.splitlines()
     assert told == [
-        "anvil-mux: resumed: models are loaded when they are asked for",
+        "anvil-mux: resumed: models are loaded again when requests ask for them",
         "anvil-mux: it was not paused",
     ]
     with pytest.raises(SystemExit):

@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_is_said_once_and_replaced(tmp_path, content)
     learned = LearnedFile(tmp_path, said.append)
     assert learned.read(AB) == Known()
     learned.save(Known([TO_B]))
-    assert [text for text in said if "learned anew" in text] == said != []
+    assert [text for text in said if "learned from scratch" in text] == said != []
     assert LearnedFile(tmp_path, forbidden).read(AB) == Known([TO_B], [])
 
 

@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_told_once_and_counted_anew(tmp_path: Path
     usage.served("a", served())
     assert usage.since(0.0) == [row("alice", "a")]
     assert len(said) == 1
-    assert "so the usage of that day is counted anew" in said[0]
+    assert "so the usage of that day is counted from zero" in said[0]
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_counting_goes_on(tmp_path: Path) -> None:
