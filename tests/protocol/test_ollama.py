@@ -515,7 +515,7 @@ def test_the_models_are_told_from_memory(rig: Rig) -> None:
 def test_what_is_not_offered_says_so_in_ollamas_shape(rig: Rig, method: bytes, path: bytes) -> None:
     answer = rig.client().get(path, method)
     assert answer.status == 501
-    assert "not offered" in json.loads(answer.body)["error"]
+    assert "is not available" in json.loads(answer.body)["error"]
 
 
 def test_an_unknown_model_is_told_in_ollamas_shape(rig: Rig) -> None:
