@@ -15,6 +15,7 @@ from anvil_mux.sim.simulate import Engines
 from tests.baton import BatonClock
 from tests.multiplexer.test_multiplexer import VirtualEngines, differences
 from tests.scheduler.test_scheduler import reports_of_old_steps_are_ignored
+from tests.seeds import part
 from tests.sim.hosts import FLEETS, world_of_hosts
 from tests.sim.test_simulate import LAYOUTS, one, world
 
@@ -451,11 +452,13 @@ def suspects_on_hosts(package, seeds=8):
             yield fleet, policy, seed, shown
 
 
-@pytest.mark.parametrize("name", HOST_MUTANTS)
+@pytest.mark.seeds
+@pytest.mark.parametrize("name", part(HOST_MUTANTS, every=4))
 def test_a_planted_bug_is_seen_on_three_hosts(package, name):
     assert next(suspects_on_hosts(package(HOST_MUTANTS[name])), None)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.seeds
+@pytest.mark.parametrize("name", part(MUTANTS, every=4))
 def test_a_planted_bug_is_seen(package, name):
     assert next(suspects(package(MUTANTS[name])), None)
