@@ -324,8 +324,9 @@ def show_many() -> None:
     names = [f"h{host}-{nth}" for host in range(1000) for nth in range(GPUS)]
     mux.facts.adopt(dict.fromkeys(names, "http://127.0.0.1:1"))
     tell("longest hold of the lock", holds(mux, clock, "m7", "h0500"))
+    leases = leases_a_second(mux, config.backends[0].model)  # before reloads, which evict it
     tell("longest hold of the lock", reloads(mux, clock, config, "h0500"))
-    print(f"    leases a second, many hosts: {leases_a_second(mux, config.backends[0].model):.0f}")
+    print(f"    leases a second, many hosts: {leases:.0f}")
 
 
 def show_any() -> None:
@@ -334,9 +335,10 @@ def show_any() -> None:
         mux, clock = multiplexer(anywhere(most=most))
         mux.facts.adopt({"any0.h0007.3": "http://127.0.0.1:1", "own.h0003.1": "http://127.0.0.1:1"})
         tell("longest hold of the lock", holds(mux, clock, "any0", "h0030"))
+        roaming, fixed = leases_a_second(mux, "any0"), leases_a_second(mux, "own-h0003-1")
         tell("longest hold of the lock", reloads(mux, clock, anywhere(most=most), "h0020"))
-        print(f"    leases a second, a model that may run anywhere: {leases_a_second(mux, 'any0'):.0f}")
-        print(f"    leases a second, a model on one GPU: {leases_a_second(mux, 'own-h0003-1'):.0f}")
+        print(f"    leases a second, a model that may run anywhere: {roaming:.0f}")
+        print(f"    leases a second, a model on one GPU: {fixed:.0f}")
     pair = Backend("a", "m", ("0",)), Backend("b", "m", ("1",))
     for what, backends in ("one backend", pair[:1]), ("two replicas", pair):
         mux, _ = multiplexer(Config(backends=backends, policy="eager"))
