@@ -14,9 +14,9 @@ from anvil_mux.config.settings import gib
 HEAD = ("HOST", "STATE", "ADDRESS", "GPUS", "MEMORY", "VERSIONS", "ROUND-TRIP")
 COLOURS = {"here": "32", "away": "33", "drained": "33", "lost": "31", "absent": "31", "unusable": "31"}
 DONE = {
-    "drain": "is being emptied: its models are drained and evicted, and none is loaded there",
+    "drain": "is being emptied: its models are drained and stopped, and none is loaded there",
     "undrain": "may be used again",
-    "gone": "is considered empty: nothing runs there any more",
+    "gone": "is considered empty: nothing runs there any more; it is listed as lost until it is back",
 }
 
 

@@ -177,7 +177,12 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         default="-",
         help="where to log requests: a file, - for standard error (default), or off",
     )
-    add("--log-format", choices=("human", "json"), default="human")
+    add(
+        "--log-format",
+        choices=("human", "json"),
+        default="human",
+        help="format of the log and of the access log (default human)",
+    )
     add(
         "--event-log",
         metavar="FILE",

@@ -201,7 +201,7 @@ def _server(given: argparse.Namespace, url: str | None, key_env: str | None, fla
     from anvil_mux.replay.sending import CHAT, COMPLETIONS, PlayedServer
 
     if key_env and key_env not in os.environ:
-        given.refuse(f"{key_env} is not set; it is to hold the key of the server of {flag}")
+        given.refuse(f"{key_env} is not set; it should hold the API key of the server of {flag}")
     key = os.environ[key_env] if key_env else os.environ.get("ANVIL_API_KEY", "") if flag == "--url" else ""
     address = asking.with_scheme(url) if url else asking.address(given)
     return PlayedServer(address, key, CHAT if given.chat else COMPLETIONS)

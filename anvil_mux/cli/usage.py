@@ -36,7 +36,7 @@ def run(given: argparse.Namespace) -> int:
     elif rows:
         print_table(HEAD, [_row(each) for each in rows])
     else:
-        say(f"nothing was asked since {time_of_day(told['since'])}")
+        say(f"no requests since {time_of_day(told['since'])}")
     return 0
 
 

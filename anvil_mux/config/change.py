@@ -54,7 +54,7 @@ class Change:
             "only at the next start": self.later,
         }
         told = [f"{what} {', '.join(names)}" for what, names in parts.items() if names]
-        return "; ".join(told) or "nothing is different"
+        return "; ".join(told) or "nothing has changed"
 
 
 def compare(old: Config, new: Config) -> Change:

@@ -244,7 +244,7 @@ class Checks:
         assert backend.vram
         if room is None:
             text = f'gpus: {{"{gpu.id}": {{vram: ...}}}}'
-            said = f"has no effect: how large GPU {gpu.name} is is not known"
+            said = f"has no effect: the size of GPU {gpu.name} is unknown"
             write = f"x-anvil: {{{f'machines: {{{gpu.host}: {{{text}}}}}' if gpu.host else text}}}"
             self._problems.warn(key, Diagnostic(f"{said}; declare it: {write}", said=said, write=write))
         elif backend.vram > room:

@@ -102,9 +102,7 @@ def key_of(name: str, variables: Mapping[str, str]) -> str:
     """The key in the variable of that name; ValueError if there is none."""
     key = variables.get(name, "").strip()
     if not key:
-        said = (
-            f"the variable {name} is not set, here or in .env; it is to hold the key that the server asks for"
-        )
+        said = f"the variable {name} is not set, here or in .env; it should hold the server's API key"
         raise ValueError(Diagnostic(said, write=f"{name}=... in .env"))
     if any(not "!" <= sign <= "~" for sign in key):
         raise ValueError(f"the variable {name} holds more than a key: space, or what is not ASCII")

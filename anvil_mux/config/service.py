@@ -455,7 +455,9 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
         text = "expandable_segments keeps a sleeping engine from giving its memory back; take it out"
         yield Diagnostic(text, key=("environment",), page="standby.md#the-levels")
     if gpus and not reserves_gpu(service):
-        said = f"stands on GPU {', '.join(gpus)} for us but reserves none, so Docker gives it none"
+        said = (
+            f"`x-anvil` names GPU {', '.join(gpus)}, but the service reserves none, so Docker gives it none"
+        )
         more = "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
         yield Diagnostic(
             f"{said}; {more}",

@@ -29,9 +29,7 @@ class RequestCounts:
         with self._lock:
             count = self._under_way[key]
             if key.requests is not None and count >= key.requests:
-                raise TooManyRequests(
-                    f"This API key has {count} requests under way already, as many as it may."
-                )
+                raise TooManyRequests(f"This API key has reached its limit of concurrent requests ({count}).")
             self._under_way[key] += 1
         try:
             yield

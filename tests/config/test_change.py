@@ -22,7 +22,7 @@ OLD = Config((A, B), gpus=(Gpu("0"), Gpu("1")))
 
 def test_the_same_configuration_changes_nothing():
     assert compare(OLD, OLD) == Change(kept=("a", "b"))
-    assert str(compare(OLD, OLD)) == "nothing is different"
+    assert str(compare(OLD, OLD)) == "nothing has changed"
 
 
 def test_backends_come_go_and_stay():

@@ -664,7 +664,7 @@ BITES = [
     ("profiles: [llm], ports: ['127.0.0.1::80']", "has no GPU, so it is never evicted"),
     (
         "profiles: [llm], ports: ['127.0.0.1::80'], x-anvil: {gpus: ['0']}",
-        "stands on GPU 0 for us but reserves none",
+        "`x-anvil` names GPU 0, but the service reserves none",
     ),
     (
         "image: vllm, environment: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}, " + QUIET,

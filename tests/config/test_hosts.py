@@ -479,7 +479,7 @@ def test_other_devices_stay_reserved(tmp_path: Path) -> None:
 
 def test_what_reserves_no_gpu_gets_none(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: b, gpu_count: 1", "environment: {CUDA_VISIBLE_DEVICES: 7}", hosts=AB)
-    assert any("m: stands on GPU 0 for us but reserves none" in text for text in found.warnings)
+    assert any("m: `x-anvil` names GPU 0, but the service reserves none" in text for text in found.warnings)
     made = composed(found, "b")["services"]["m.b.1"]
     assert (given(made), made["environment"]) == (None, {"CUDA_VISIBLE_DEVICES": "1"})
 

@@ -178,7 +178,7 @@ def test_the_shipped_unit_under_a_real_systemd(machine: Machine) -> None:
     assert re.search(rf"model-1 could not be put into standby \(checkpoint\) .*{lacks}", machine.journal())
     assert machine.engine("model-1") == 0
     machine.do("systemctl", "reload", "anvil-mux")
-    assert seen(machine.journal, lambda said: "configuration reloaded: nothing is different" in said)
+    assert seen(machine.journal, lambda said: "configuration reloaded: nothing has changed" in said)
 
     machine.drop_in("SystemCallFilter=\nKillMode=process")
     machine.load("model-1")

@@ -319,7 +319,7 @@ def test_files_that_are_watched_are_a_reload_when_they_change(house: House, stat
         house.write({"a": {}, "b": {}})
         running.tells("configuration reloaded: added b")
         (state / ".env").write_text("WORD=there\n")
-        running.tells("configuration reloaded: nothing is different")
+        running.tells("configuration reloaded: nothing has changed")
 
 
 def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Path) -> None:
