@@ -108,9 +108,10 @@ class Waiting:
 
 
 def _own_limit(request: http1.Request) -> float:
-    """How long the client waits for bytes, as the SDKs of OpenAI and Anthropic say."""
+    """How long the client waits for bytes, as the SDKs of OpenAI and Anthropic say (Python's; else Node's)."""
+    said = request.fields.get(b"x-stainless-read-timeout") or request.fields.get(b"x-stainless-timeout", b"0")
     try:
-        seconds = float(request.fields.get(b"x-stainless-read-timeout", b"0"))
+        seconds = float(said)
     except ValueError:
         return FOREVER
     return seconds if seconds > 0 else FOREVER

@@ -1146,11 +1146,12 @@ def test_the_minimal_chunk_is_not_put_off_until_the_next_comment(make_rig: Calla
     client.read_until(b"chat.completion.chunk")
 
 
-def test_the_clients_own_limit_is_respected(make_rig: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("field", [b"x-stainless-read-timeout", b"x-stainless-timeout"])
+def test_the_clients_own_limit_is_respected(make_rig: Callable[..., Rig], field: bytes) -> None:
     rig = make_rig()
     rig.mechanism.gate.clear()
     client = rig.client()
-    client.post(ASK_A, extra=b"x-stainless-read-timeout: 0.01\r\n")
+    client.post(ASK_A, extra=field + b": 0.01\r\n")
     assert client.read().status == 503
 
 
