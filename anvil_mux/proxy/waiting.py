@@ -108,7 +108,7 @@ class Waiting:
 
 
 def _own_limit(request: http1.Request) -> float:
-    """How long the client waits for bytes, as the SDKs of OpenAI and Anthropic say (Python's; else Node's)."""
+    """How long the client waits for bytes, as the SDKs of OpenAI and Anthropic say: Python's, else Node's."""
     said = request.fields.get(b"x-stainless-read-timeout") or request.fields.get(b"x-stainless-timeout", b"0")
     try:
         seconds = float(said)
