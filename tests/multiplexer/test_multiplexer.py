@@ -241,7 +241,7 @@ def test_the_threads_write_the_log_that_was_simulated(layout, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy):
-    for seed in seeds(5, of=30):
+    for seed in seeds(3, of=30):
         config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
 
@@ -250,7 +250,7 @@ def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_they_do_so_too_while_it_is_paused_now_and_then(fleet, policy):
-    for seed in seeds(5, of=30):
+    for seed in seeds(2, of=30):
         config, trace, perform = world_of_pauses(fleet, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.running import Running, seen, serving
+from tests.seeds import part
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT = 120.0
@@ -194,8 +195,9 @@ SITUATIONS: list[tuple[int, Callable[[Running], list[str]]]] = [
 ]
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize(
-    ("count", "situation"), SITUATIONS, ids=lambda value: getattr(value, "__name__", None)
+    ("count", "situation"), part(SITUATIONS, every=3), ids=lambda value: getattr(value, "__name__", None)
 )
 def test_no_request_fails_in(mux: Running, count: int, situation: Callable[[Running], list[str]]) -> None:
     before = mux.answered()
