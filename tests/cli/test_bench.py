@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -72,6 +72,14 @@ def test_real_engines_are_measured_in_these_ways(name: str, expected: list[tuple
 
 
 # The command
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts, also where the tests were started in a shell's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)
@@ -401,6 +409,7 @@ def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_the_figures_of_the_rounds_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
