@@ -308,12 +308,12 @@ def local_host(
 
 
 def _lacks(config: HostConfig) -> list[str]:
-    """Say what this host lacks for a configuration, which changes nothing."""
+    """Say what this host lacks for a configuration, which changes nothing; in plain text, which may cross."""
     try:
         return [
-            *check.missing_images(config),
-            *check.engine_limits(config),
-            *check.missing_rights(config),
+            str(each)
+            for lacking in (check.missing_images, check.engine_limits, check.missing_rights)
+            for each in lacking(config)
         ]
     except MuxError as error:
         return [error.message]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import anvil_mux
-from anvil_mux.cluster import messages
+from anvil_mux.cluster import agent, messages
 from anvil_mux.cluster.agent import Agent, engine_variables
 from anvil_mux.cluster.begun import MOST
 from anvil_mux.cluster.messages import (
@@ -30,6 +30,7 @@ from anvil_mux.cluster.messages import (
     UnknownStep,
 )
 from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.host.seam import (
     Awake,
@@ -659,3 +660,10 @@ def test_engines_have_what_was_there_before_ray():
     rays = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
     assert engine_variables({"PATH": "/bin", **rays, "RAY_JOB_ID": "1"}) == {"PATH": "/bin"}
     assert engine_variables(rays) == rays
+
+
+def test_what_a_host_lacks_crosses_as_plain_text(monkeypatch: pytest.MonkeyPatch):
+    lacking = Diagnostic("service a: image x is not present", write="docker pull x", page="running.md")
+    monkeypatch.setattr("anvil_mux.host.check.missing_images", lambda config: [lacking])
+    found = agent._lacks(CONFIG)
+    assert (found, type(found[0])) == ([str(lacking)], str)

@@ -19,6 +19,7 @@ from anvil_mux.cluster.messages import (
     Unreadable,
 )
 from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.profile import Profile
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError
 from anvil_mux.host.seam import (
@@ -51,6 +52,7 @@ def test_a_call_and_its_answer_cross():
     [
         LoadError("no image", log=["a", "b"], retry_after=7.0),
         ConfigError(["x: is wrong", "y: too"]),
+        ConfigError([Diagnostic("x: is wrong", write="x: 1", page="cluster.md")]),
         Cancelled("by hand"),
         BackendError("still runs"),
         Fenced("by beta"),
