@@ -131,9 +131,9 @@ def plain_error(error: Exception) -> PlainError:
         return PlainError("BackendError", f"{type(error).__name__}: {error}")
     return PlainError(
         type(error).__name__,
-        getattr(error, "reason", error.message),
+        str(getattr(error, "reason", error.message)),
         tuple(getattr(error, "log", ())),
-        tuple(getattr(error, "problems", ())),
+        tuple([str(each) for each in getattr(error, "problems", ())]),
         error.retry_after,
     )
 

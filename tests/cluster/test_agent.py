@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import anvil_mux
-from anvil_mux.cluster import agent, messages
-from anvil_mux.cluster.agent import Agent, engine_variables
+from anvil_mux.cluster import messages
+from anvil_mux.cluster.agent import Agent, _lacks, engine_variables
 from anvil_mux.cluster.begun import MOST
 from anvil_mux.cluster.messages import (
     AgentCall,
@@ -665,5 +665,5 @@ def test_engines_have_what_was_there_before_ray():
 def test_what_a_host_lacks_crosses_as_plain_text(monkeypatch: pytest.MonkeyPatch):
     lacking = Diagnostic("service a: image x is not present", write="docker pull x", page="running.md")
     monkeypatch.setattr("anvil_mux.host.check.missing_images", lambda config: [lacking])
-    found = agent._lacks(CONFIG)
+    found = _lacks(CONFIG)
     assert (found, type(found[0])) == ([str(lacking)], str)
