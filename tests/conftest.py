@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chromium import Chromium
 from tests.fake_cuda import COMPILER, FakeCuda, build_library
 from tests.fake_engine import Rig
 
@@ -44,3 +45,10 @@ def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     folder.mkdir()
     monkeypatch.setenv("FAKE_CUDA", str(folder))
     return FakeCuda(folder)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """A real browser for the tests of a module, which are skipped where there is none."""
+    with Chromium(tmp_path_factory.mktemp("chromium")) as made:
+        yield made

@@ -1,4 +1,4 @@
-"""Hosts are told which weights to read ahead: those for the loads that queues wait for.
+"""Orders hosts to read weights ahead: those for the loads that queues wait for.
 
 A queue that begins wakes the worker; as long as any queue is there it looks every ``LOOK_SECONDS`` which load
 each waits for, and tells a host when that is another one than before. A host stops by itself while it loads.

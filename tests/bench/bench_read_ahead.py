@@ -83,26 +83,13 @@ def large_model(gib: float) -> Path:
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_chat_template(tiny_model.CHAT_TEMPLATE)
-        for name, shape in shapes(blocks, len(tokens)).items():
+        of = tiny_model.shapes(len(tokens), width=WIDTH, feed_forward=FEED_FORWARD, blocks=blocks)
+        for name, shape in of.items():
             is_norm = name.endswith("_norm.weight")
             bits = generator.integers(0, 1 << 13, np.prod(shape), np.uint16)  # tiny halves
             weights = np.ones(shape, np.float32) if is_norm else bits.view(np.float16).reshape(shape)
             writer.add_tensor(name, weights)
     return path
-
-
-def shapes(blocks: int, vocabulary_size: int) -> dict[str, tuple[int, ...]]:
-    named: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (vocabulary_size, WIDTH),
-        "output_norm.weight": (WIDTH,),
-        "output.weight": (vocabulary_size, WIDTH),
-    }
-    for block in range(blocks):
-        named |= {f"blk.{block}.attn_{part}.weight": (WIDTH, WIDTH) for part in ("q", "k", "v", "output")}
-        named |= {f"blk.{block}.{part}_norm.weight": (WIDTH,) for part in ("attn", "ffn")}
-        named |= {f"blk.{block}.ffn_{part}.weight": (FEED_FORWARD, WIDTH) for part in ("gate", "up")}
-        named[f"blk.{block}.ffn_down.weight"] = (WIDTH, FEED_FORWARD)
-    return named
 
 
 def share_there(path: Path) -> float:

@@ -1,4 +1,4 @@
-"""The weights of a real llama-server are in the page cache before its container is told to start."""
+"""The weights of a real llama-server are in the page cache before its container is started."""
 
 from __future__ import annotations
 

@@ -33,12 +33,6 @@ BUTTONS = (
 )
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with Chromium(tmp_path_factory.mktemp("chromium")) as made:
-        yield made
-
-
 @pytest.fixture
 def locked(make_rig: Callable[..., Rig]) -> Rig:
     rig = make_rig(keys=keys.load(None, {keys.VARIABLE: LINES}))

@@ -44,12 +44,6 @@ def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with Chromium(tmp_path_factory.mktemp("chromium")) as made:
-        yield made
-
-
 @pytest.fixture
 def page(mux: Running, browser: Chromium) -> Iterator[Chromium]:
     """The page of a multiplexer on which nothing is loaded, as one with a large screen sees it."""

@@ -70,12 +70,6 @@ EVERYTHING = """
 """.replace("STATES", json.dumps(STATES))
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with Chromium(tmp_path_factory.mktemp("chromium")) as made:
-        yield made
-
-
 def ended(at: float, **about: Any) -> Served:
     said = {"model": "a", "backend": "a", "status": 200, "seconds": 2.0, "tokens": 40, **about}
     return Served(f"id-{at}", "127.0.0.1", "POST", "/v1/completions", ended=at, **said)

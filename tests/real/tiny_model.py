@@ -30,17 +30,19 @@ def vocabulary() -> tuple[list[str], list[int]]:
     return tokens, [int(each) for each in kinds]
 
 
-def shapes(vocabulary_size: int) -> dict[str, tuple[int, ...]]:
+def shapes(
+    vocabulary_size: int, *, width: int = WIDTH, feed_forward: int = FEED_FORWARD, blocks: int = BLOCKS
+) -> dict[str, tuple[int, ...]]:
     named: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (vocabulary_size, WIDTH),
-        "output_norm.weight": (WIDTH,),
-        "output.weight": (vocabulary_size, WIDTH),
+        "token_embd.weight": (vocabulary_size, width),
+        "output_norm.weight": (width,),
+        "output.weight": (vocabulary_size, width),
     }
-    for block in range(BLOCKS):
-        named |= {f"blk.{block}.attn_{part}.weight": (WIDTH, WIDTH) for part in ("q", "k", "v", "output")}
-        named |= {f"blk.{block}.{part}_norm.weight": (WIDTH,) for part in ("attn", "ffn")}
-        named |= {f"blk.{block}.ffn_{part}.weight": (FEED_FORWARD, WIDTH) for part in ("gate", "up")}
-        named[f"blk.{block}.ffn_down.weight"] = (WIDTH, FEED_FORWARD)
+    for block in range(blocks):
+        named |= {f"blk.{block}.attn_{part}.weight": (width, width) for part in ("q", "k", "v", "output")}
+        named |= {f"blk.{block}.{part}_norm.weight": (width,) for part in ("attn", "ffn")}
+        named |= {f"blk.{block}.ffn_{part}.weight": (feed_forward, width) for part in ("gate", "up")}
+        named[f"blk.{block}.ffn_down.weight"] = (width, feed_forward)
     return named
 
 
