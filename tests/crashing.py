@@ -164,8 +164,9 @@ def engines(folder: Path, program: str = "bin/demo-engine") -> dict[int, str]:
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):
             words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-            environ = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
-            if mark in environ and program.encode() in b" ".join(words) and b"--model" in words:
+            if b"--model" not in words or program.encode() not in b" ".join(words):
+                continue
+            if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
                 found[os.getsid(int(entry))] = words[words.index(b"--model") + 1].decode()
     return found
 

@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 90.0
 SEEN_TIMEOUT = 60.0
+LOOK_INTERVAL = 0.01
+"""Who looks without a pause takes the CPU from what is waited for."""
 
 T = TypeVar("T")
 
@@ -30,8 +32,9 @@ T = TypeVar("T")
 def seen(look: Callable[[], T], holds: Callable[[T], object]) -> T:
     """What ``look`` says once it ``holds``, looked at again and again; in the end what it said last."""
     give_up = time.monotonic() + SEEN_TIMEOUT
+    pause = threading.Event()
     while not holds(found := look()) and time.monotonic() < give_up:
-        pass
+        pause.wait(LOOK_INTERVAL)
     return found
 
 

@@ -33,7 +33,7 @@ def test_the_readme_stays_short() -> None:
 def test_each_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {file.name for file in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert set(re.findall(r"^\| \[([\w.]+)\]\(\1\) \|", index, re.M)) == pages
+    assert set(re.findall(r"^\| \[([\w.-]+)\]\(\1\) \|", index, re.M)) == pages
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,26 @@ def test_what_the_page_on_extending_shows_runs(title: str, tmp_path: Path) -> No
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
-def test_files_of_the_repository_that_pages_name_are_there(file: Path) -> None:
-    for name in set(re.findall(r"`((?:bin|compose|contrib|docs|grafana|tests)/[\w./-]+)", file.read_text())):
-        assert (ROOT / name).exists(), name
+NAMING_FILES = [
+    *DOCUMENTS,
+    *ROOT.glob("C*.md"),
+    *(file for folder in ("anvil_mux", "tests") for file in (ROOT / folder).rglob("README.md")),
+    *(ROOT / "anvil_mux").rglob("*.py"),
+    *(file for kind in ("service", "yaml") for file in (ROOT / "contrib").glob(f"*.{kind}")),
+]
+PATH = re.compile(r"(?<![\w./-])(?:anvil_mux|bin|compose|contrib|docs|grafana|tests)/[\w/-]+(?:\.\w+)*")
+
+
+def test_files_of_the_repository_that_texts_name_are_there() -> None:
+    named = {(file, name) for file in NAMING_FILES for name in PATH.findall(file.read_text())}
+    assert [(str(file), name) for file, name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["contrib/anvil-mux.service", "docs/cluster.md"])
+def test_a_reload_of_the_service_checks_what_it_serves(name: str) -> None:
+    text = (ROOT / name).read_text()
+    [served] = re.findall(r"^ *ExecStart=\S+ serve (.*)$", text, re.M)
+    assert re.findall(r"^ *ExecReload=\S+ check (.*)$", text, re.M) == [served]
 
 
 def _commands(page: str) -> list[str]:
@@ -190,7 +206,7 @@ def _name_of_thread(node: ast.AST) -> str:
 def test_every_thread_is_in_the_list_of_threads() -> None:
     table = (ROOT / "CONTRIBUTING.md").read_text().partition("## The threads")[2].partition("\n## ")[0]
     listed = set(re.findall(r"`([\w*-]+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
-    modules = [ast.parse(module.read_text()) for module in (ROOT / "anvil_mux").rglob("*.py")]
+    modules = (ast.parse(module.read_text()) for module in (ROOT / "anvil_mux").rglob("*.py"))
     named = {_name_of_thread(node) for module in modules for node in ast.walk(module)} - {""}
     assert {"journal", "hook-*", "notify"} <= named
     assert named == listed

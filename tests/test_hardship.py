@@ -107,9 +107,9 @@ class Troubled:
 
 
 @pytest.mark.seeds
-@pytest.mark.parametrize("chunk", seeds(2, of=8))
+@pytest.mark.parametrize("chunk", seeds(2, of=16))
 def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone(chunk):
-    for seed in range(chunk * 40, chunk * 40 + 40):
+    for seed in range(chunk * 20, chunk * 20 + 20):
         draw = random.Random(seed)
         shared = draw.random() < 0.5
         backends = tuple(some_backends(draw, shared))

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,32 @@ MODULES = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgetting():
+    """What the modules consist of is 100 MB, which only these tests need."""
+    yield
+    nodes.cache_clear()
+
+
 def package(module):
     return module.partition(".")[0]
 
 
+@cache
+def nodes(module):
+    """All that a module consists of."""
+    return list(ast.walk(ast.parse(MODULES[module].read_text())))
+
+
+@cache
 def imported(module):
     """The modules that a module imports, anywhere in it; our own without the package's name."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    return set(imports(nodes(module)))
+
+
+def imports(tree):
+    """The names that import statements name."""
+    for node in tree:
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("anvil_mux.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,42 +94,47 @@ def imported(module):
             yield from of_names or [str(node.module).removeprefix("anvil_mux.")]
 
 
-OURS = {module: {name for name in imported(module) if name in MODULES} for module in MODULES}
+def ours(module):
+    """The modules of the package that a module imports."""
+    return imported(module) & MODULES.keys()
+
+
+def of(packages):
+    return sorted(module for module in MODULES if package(module) in packages)
 
 
 def test_every_package_has_a_rank():
     assert {package(module) for module in MODULES} == set(ORDER)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_module_imports_only_its_own_package_and_those_before_it(module):
-    rank = ORDER.index(package(module))
-    assert {package(name) for name in OURS[module]} <= set(ORDER[: rank + 1])
+def test_a_module_imports_only_its_own_package_and_those_before_it():
+    rank = {name: place for place, name in enumerate(ORDER)}
+    pairs = [(module, name) for module in MODULES for name in ours(module)]
+    assert [pair for pair in pairs if rank[package(pair[1])] > rank[package(pair[0])]] == []
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    left = dict(OURS)
+    left = {module: ours(module) for module in MODULES}
     while free := [module for module, needs in left.items() if not needs & left.keys()]:
         for module in free:
             del left[module]
     assert not left
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if package(m) in SERVING))
-def test_serving_does_not_import_the_simulator(module):
-    assert "sim" not in {package(name) for name in OURS[module]}
+def test_serving_does_not_import_the_simulator():
+    assert [module for module in of(SERVING) if "sim" in map(package, ours(module))] == []
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if package(m) in PURE))
-def test_what_decides_knows_neither_threads_nor_time_nor_io(module):
-    assert {name.partition(".")[0] for name in imported(module)} & FORBIDDEN == set()
+def test_what_decides_knows_neither_threads_nor_time_nor_io():
+    pairs = [(module, name) for module in of(PURE) for name in imported(module)]
+    assert [pair for pair in pairs if package(pair[1]) in FORBIDDEN] == []
 
 
 def types(module):
     """The names of a module's classes and type aliases, without underscores in front."""
-    tree = ast.parse(MODULES[module].read_text())
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    for node in tree.body:
+    tree = nodes(module)
+    names = {node.name for node in tree if isinstance(node, ast.ClassDef)}
+    for node in tree[0].body:
         if isinstance(node, ast.Assign) and not isinstance(node.value, (ast.Call, ast.Constant)):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {name.lstrip("_") for name in names if re.match("_*[A-Z][a-z]", name)}
@@ -134,8 +159,11 @@ HOT = {
 of a lease and its release 0.08 (of 0.28), and what a policy is shown of a resident 0.15 (of 0.12)."""
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_more_than_five_arguments_are_named(module):
-    calls = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
-    long = {ast.unparse(call.func) for call in calls if len(call.args) > 5}
-    assert long <= HOT.get(module, set())
+def test_more_than_five_arguments_are_named():
+    found = {
+        (module, ast.unparse(node.func))
+        for module in MODULES
+        for node in nodes(module)
+        if isinstance(node, ast.Call) and len(node.args) > 5
+    }
+    assert found <= {(module, name) for module, names in HOT.items() for name in names}

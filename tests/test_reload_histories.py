@@ -31,6 +31,7 @@ from anvil_mux.sim.simulate import (
 from tests.baton import BatonClock
 from tests.multiplexer.test_multiplexer import Player, VirtualEngines, differences
 from tests.scheduler.test_hosts import Fleet
+from tests.seeds import seeds
 from tests.sim.test_simulate import one
 
 A, B, C = one("a", "0"), one("b", "0"), one("c", "0")
@@ -786,8 +787,9 @@ def takes_its_time(step, nth):
     return Outcome(5.0 * isinstance(step, Load) + 1.0 + number / 64 + nth / 4096 + 1 / 33333)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("hosts", [("",), ("", "h", "k")])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(16, of=40))
 def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_ever(seed, hosts):
     start, trace, perform = wild_history(seed, hosts)
     log = simulate(start, trace, perform)
@@ -799,8 +801,9 @@ def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_
     assert {event.ticket for event in log if event.kind == "queued"} <= ended
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("hosts", [("",), ("", "h")])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12, of=30))
 def test_whatever_changes_when_no_gpu_is_ever_held_twice(seed, hosts):
     start, trace = any_history(seed, hosts)
     gpus = {each.name: each.gpu_names for each in start.backends}
@@ -916,8 +919,9 @@ def test_a_pause_that_begins_while_a_reload_is_carried_out_holds_for_all_gpus(af
     assert not [line for line in during if " loading " in line]
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("hosts", [("",), ("", "h", "k")])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, of=20))
 def test_after_an_exchange_of_gpu_groups_each_is_where_the_tables_say(seed, hosts, monkeypatch):
     """The tables hold what they would if all of them were made anew."""
     exchange, count = Layout._exchange, 0

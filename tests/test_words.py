@@ -11,6 +11,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,9 @@ def dashboard(file: Path) -> Iterator[tuple[int, str]]:
         yield 0, json.loads(said)
 
 
-def texts() -> Iterator[tuple[str, str]]:
+@cache
+def texts() -> list[tuple[str, str]]:
+    """All that users read, each text behind where it stands."""
     readers = {
         strings: "anvil_mux/**/*.py",
         page: "anvil_mux/proxy/page.html",
@@ -113,11 +116,13 @@ def texts() -> Iterator[tuple[str, str]]:
         comments: "compose/*.yaml contrib/* grafana/alerts.yml",
         dashboard: "grafana/anvil-mux.json",
     }
-    for reader, patterns in readers.items():
-        for pattern in patterns.split():
-            for file in sorted(ROOT.glob(pattern)):
-                for number, text in reader(file):
-                    yield f"{file.relative_to(ROOT)}:{number}", text
+    return [
+        (f"{file.relative_to(ROOT)}:{number}", text)
+        for reader, patterns in readers.items()
+        for pattern in patterns.split()
+        for file in sorted(ROOT.glob(pattern))
+        for number, text in reader(file)
+    ]
 
 
 def retired(text: str) -> list[str]:
@@ -197,13 +202,11 @@ def documentation(file: Path) -> Iterator[str]:
             yield str(node.value.value)
 
 
-@pytest.mark.parametrize(
-    "file",
-    sorted((ROOT / "anvil_mux").rglob("*.py")),
-    ids=lambda file: str(file.relative_to(ROOT / "anvil_mux")),
-)
-def test_a_docstring_begins_with_what_it_is_about(file: Path) -> None:
+def test_a_docstring_begins_with_what_it_is_about() -> None:
     lost = [
-        text for text in documentation(file) if NO_SUBJECT.match(text) and not text.startswith("anvil-mux")
+        (str(file.relative_to(ROOT)), text)
+        for file in sorted((ROOT / "anvil_mux").rglob("*.py"))
+        for text in documentation(file)
+        if NO_SUBJECT.match(text) and not text.startswith("anvil-mux")
     ]
     assert not lost

@@ -176,7 +176,8 @@ def _unload_all(given: argparse.Namespace) -> int:
     if given.json:
         print_json(told)
     elif told["models"]:
-        say(f"{', '.join(told['models'])}: evicted once their requests have ended; loads are cancelled")
+        whose = "its requests have" if len(told["models"]) == 1 else "their requests have"
+        say(f"{', '.join(told['models'])}: evicted once {whose} ended; loads are cancelled")
     else:
         say("nothing is loaded")
     return 0

@@ -26,7 +26,7 @@ def as_json(found: Sequence[VendorGpus]) -> list[dict[str, Any]]:
 def lines(found: Sequence[VendorGpus]) -> Iterator[str]:
     """Yield a line for each vendor of which there are GPUs, or one that says why there are none."""
     if not any(each.gpus for each in found):
-        yield "no GPU is found here: " + "; ".join(f"{each.vendor}: {each.note}" for each in found)
+        yield "no GPU found here: " + "; ".join(f"{each.vendor}: {each.note}" for each in found)
     for vendor, gpus, note in found:
         if gpus:
             shown = ", ".join(map(_shown, gpus))

@@ -71,7 +71,7 @@ def host_row(host: Mapping[str, Any]) -> tuple[str, ...]:
         f"{each['id']} ({gib(each['total'])})" if each["total"] else each["id"] for each in host_gpus(host)
     ]
     said = host.get("versions") or {}
-    trip = host.get("round_trip_seconds")
+    trip = host.get("round_trip_seconds") if host["state"] == "here" else None
     return (
         host["host"],
         paint(state, COLOURS.get(state, "")),

@@ -168,7 +168,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     add(
         "--pin",
         action=argparse.BooleanOptionalAction,
-        help="always run anvil-mux on one CPU, or never; by default only under load; engines use all",
+        help="always serve requests on one CPU, or never; by default unless others fill it; engines use all",
     )
     add("--watch", action="store_true", help="reload whenever a configuration file changes")
     add(
@@ -382,7 +382,7 @@ def _check_files(given: argparse.Namespace) -> int:
     warnings = [*config.warnings, *_slow_loads(config, known), *_engine_lacks(config)]
     warnings += elsewhere.warnings(config.backends)
     warnings += check.missing_rights(HostConfig.of(config))
-    warnings += filter(None, [open_address(config, keyring)])
+    warnings += [*keyring.warnings, *filter(None, [open_address(config, keyring)])]
     hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
     seen = _check_hosts(config, cluster) if cluster else []
     warnings += _lacking_on(seen)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from anvil_mux.config.config import Config
     from anvil_mux.replay.report import LiveRun
     from anvil_mux.replay.runs import Replay
-    from anvil_mux.replay.script import ServerNames
     from anvil_mux.replay.sending import PlayedServer
     from anvil_mux.sim.prompts import Trace
     from anvil_mux.sim.workload import Workload
@@ -143,6 +142,7 @@ def _factor(text: str) -> float:
 def run(given: argparse.Namespace) -> int:
     from anvil_mux.replay.runs import Replay, ReplaySettings, WatchedServer
     from anvil_mux.sim import plot
+    from anvil_mux.sim.workload import ModelNames
 
     if not (given.profile or given.trace or given.log):
         given.refuse("say what to send: --profile NAME, --trace FILE or --log EVENTS")
@@ -159,7 +159,7 @@ def run(given: argparse.Namespace) -> int:
         if given.plot:
             plot.check_file(given.plot)
         watched = [WatchedServer(server, say) for server in servers]
-        replay = Replay(watched, settings, _names(given), config, say=say, progress=progress)
+        replay = Replay(watched, settings, ModelNames.parse(given.model), config, say=say, progress=progress)
         failure = _play(replay, traffic)
         _report(given, replay, config, file)
     if failure:
@@ -205,16 +205,6 @@ def _server(given: argparse.Namespace, url: str | None, key_env: str | None, fla
     key = os.environ[key_env] if key_env else os.environ.get("ANVIL_API_KEY", "") if flag == "--url" else ""
     address = asking.with_scheme(url) if url else asking.address(given)
     return PlayedServer(address, key, CHAT if given.chat else COMPLETIONS)
-
-
-def _names(given: argparse.Namespace) -> ServerNames:
-    from anvil_mux.replay.script import ServerNames
-
-    pairs = [said.rpartition("=") for said in given.model]
-    return ServerNames(
-        {name: there for name, _, there in pairs if name},
-        next((there for name, _, there in pairs if not name), ""),
-    )
 
 
 def _config(given: argparse.Namespace, url: str) -> Config | None:

@@ -71,10 +71,7 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
         error = error or (elsewhere["why"] or "" if elsewhere["circuit"] != "closed" else "")
     return (
         name,
-        (_circuit(elsewhere) if elsewhere else state_cell(model["state"]))
-        + (f" {far['words']}" if far else "")
-        + (" pinned" if model.get("pinned") else "")
-        + _host_lost(model),
+        _state(model) + (f" {far['words']}" if far else "") + (" pinned" if model.get("pinned") else ""),
         "" if backend["size"] is None else gib(backend["size"]),
         elsewhere["server"] if elsewhere else where(model),
         str(model["leases"]),
@@ -83,6 +80,12 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
         "" if elsewhere else _until(model, backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",
     )
+
+
+def _state(model: StatusJson) -> str:
+    if "elsewhere" in model:
+        return _circuit(model["elsewhere"])
+    return paint("host lost", COLOURS["stuck"]) if model.get("host_lost") else state_cell(model["state"])
 
 
 def _circuit(elsewhere: StatusJson) -> str:
@@ -129,10 +132,6 @@ def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]
                 yield ""
                 yield f"{name}: {backend['error']}"
                 yield from [f"  | {line}" for line in backend["log"][-most:]]
-
-
-def _host_lost(about: StatusJson) -> str:
-    return " " + paint("host lost", COLOURS["stuck"]) if about.get("host_lost") else ""
 
 
 def hosts_not_here(status: StatusJson) -> Iterator[str]:

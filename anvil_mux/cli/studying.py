@@ -29,6 +29,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="compose files whose settings and backends to use; by default every model has GPU 0 to itself",
     )
     add(
+        "--model",
+        action="append",
+        default=[],
+        metavar="[A=]B",
+        help="the compose file's name for model A of the traffic; without A=, for every model",
+    )
+    add(
         "--routing",
         action="store_true",
         help="simulate routing instead: the prompts of each --trace, on replicas of one model",
@@ -38,7 +45,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=_profiles,
         default=(),
         metavar="NAME[,NAME]",
-        help="generated traffic: single, balanced, bursty, dominant, interleave, mixed, two-clients, or all",
+        help="generated traffic for models a and b: single, balanced, bursty, dominant, interleave, mixed, "
+        "two-clients, or all",
     )
     add(
         "--trace",
@@ -93,7 +101,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--engine",
         type=_engine,
         metavar="KEY=VALUE[,..]",
-        help="with --routing: a property of the simulated engine, such as kv_tokens=100000 (docs/routing.md)",
+        help="with --routing: a property of the simulated engine, such as kv_tokens=100000 "
+        "(docs/routing-measured.md)",
     )
     add(
         "--engine-profile",
@@ -162,6 +171,7 @@ def _slo(text: str) -> Objectives:
 
 def run(given: argparse.Namespace) -> int:
     from anvil_mux.sim import plot, study
+    from anvil_mux.sim.workload import ModelNames
 
     if given.routing:
         return _simulate_routing(given)
@@ -170,11 +180,12 @@ def run(given: argparse.Namespace) -> int:
     if given.plot:
         plot.check_file(given.plot)
     config = configuration(given.files) if given.files else None
-    cases = [*study.profiles(given.profile, given.seeds, config)]
-    cases += [study.trace(name, config) for name in given.trace]
+    called = ModelNames.parse(given.model)
+    cases = [*study.profiles(given.profile, given.seeds, config, called)]
+    cases += [study.trace(name, config, called) for name in given.trace]
     runs = []
     if given.log:
-        recording = study.read_log(given.log, config, say)
+        recording = study.read_log(given.log, config, say, called)
         runs.append(recording.run(checked=given.check))
         if given.policy or not given.check:
             cases.append(recording.case())
@@ -200,6 +211,8 @@ def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
         given.refuse("say what to run: --profile NAME, --trace FILE or --log EVENTS")
     if given.check and not given.log:
         given.refuse("--check is for what --log names; simulations are always checked")
+    if given.model and not given.files:
+        given.refuse("--model is for a compose file: it names its models")
     for name in ("replicas", "sessions", "engine", "engine_profile", "slo", "csv"):
         if getattr(given, name):
             given.refuse(f"--{name.replace('_', '-')} is for --routing")
@@ -219,6 +232,8 @@ def _simulate_routing(given: argparse.Namespace) -> int:
 
     if given.profile or given.log or given.check or given.eviction or not given.trace:
         given.refuse("--routing replays prompts: it takes --trace, and no --profile, --log or --eviction")
+    if given.model:
+        given.refuse("--routing has one model, so it takes no --model")
     own = configuration(given.files).routing_policies if given.files else {}
     policies = _policies(given, lambda names: contest.choose_policies(names, own))
     kept = given.slo

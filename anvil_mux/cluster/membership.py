@@ -24,6 +24,8 @@ from anvil_mux.cluster.links import AgentAway, AgentGone, Refused
 LABEL = "anvil-host"
 NAMESPACE = "anvil-mux"
 HOW = f"pip install 'anvil-mux[ray]=={anvil_mux.__version__}'"
+"""The command that brings Ray where anvil-mux is installed already."""
+THERE = f"install {anvil_mux.__version__} there, with the extra ray, as docs/install.md says"
 
 REACH_SECONDS = 3.0
 REQUEST_SECONDS = 10
@@ -325,7 +327,7 @@ def plain_error(name: str, error: Exception) -> Refused:
 
     text = str(error)
     if "No module named 'anvil_mux" in text:
-        return AgentGone(f"the Python that runs Ray on {name} lacks anvil-mux: {HOW} there")
+        return AgentGone(f"the Python that runs Ray on {name} lacks anvil-mux: {THERE}")
     match error:
         case ActorUnavailableError():
             return AgentAway(f"the agent of {name} does not run at the moment; Ray starts it again")

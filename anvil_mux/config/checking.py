@@ -19,6 +19,7 @@ from anvil_mux.config.config import (
     Config,
     Gpu,
     default_of,
+    models_by_name,
 )
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_diagnostic, as_yaml
 from anvil_mux.config.names import Names
@@ -199,7 +200,7 @@ class Checks:
                 )
 
     def _check_fallbacks(self) -> None:
-        names = {name: each.model for each in self._backends for name in (*each.aliases, each.model)}
+        names = models_by_name(self._backends)
         own = {each.model: each.fallback for each in self._backends if each.fallback}
         first: dict[str, Backend] = {}
         for backend in self._backends:
@@ -248,7 +249,7 @@ class Checks:
             write = f"x-anvil: {{{f'machines: {{{gpu.host}: {{{text}}}}}' if gpu.host else text}}}"
             self._problems.warn(key, Diagnostic(f"{said}; declare it: {write}", said=said, write=write))
         elif backend.vram > room:
-            text = f"{gib(backend.vram)} never fit GPU {gpu.name}, which has {gib(room)} for models"
+            text = f"{gib(backend.vram)} do not fit on GPU {gpu.name}, which has {gib(room)} for models"
             self._problems.add(key, text, f"vram: {room >> 20}MiB")
         return room is None or backend.vram > room
 

@@ -57,7 +57,7 @@ def find_files(folder: Path) -> tuple[Path, ...]:
                 stem, _, suffix = name.rpartition(".")
                 overrides = (place / f"{stem}.override.{each}" for each in (suffix, "yml", "yaml"))
                 return (place / name, *[each for each in overrides if each.is_file()][:1])
-    raise ConfigError([f"{folder}: no compose.yaml here or above; name a file: anvil-mux serve FILE"])
+    raise ConfigError([f"{folder}: no compose.yaml here or above; name a compose file on the command line"])
 
 
 def combine(

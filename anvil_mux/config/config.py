@@ -8,7 +8,7 @@ tables in table.py say what may stand there; loading.py reads the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -346,6 +346,11 @@ class Config:
     def names(self) -> dict[str, str]:
         """Every name by which a model may be asked for -> the model."""
         return {name: each.model for each in self.backends for name in each.names}
+
+
+def models_by_name(backends: Iterable[Backend]) -> dict[str, str]:
+    """Find the model of each name that stands for a whole model, so of no preset: its own and its aliases."""
+    return {name: each.model for each in backends for name in (*each.aliases, each.model)}
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anvil_mux.config import settings, shapes
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import Backend, models_by_name
 
 
 class FallbackStep(NamedTuple):
@@ -48,7 +48,7 @@ KIND = settings.ValueKind(
 
 def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:
     """Model -> where its requests go, of models that have fallbacks; what leads back is left out."""
-    names = {name: each.model for each in backends for name in (*each.aliases, each.model)}
+    names = models_by_name(backends)
     own = {each.model: (each.fallback, each.fallback_after) for each in backends if each.fallback}
     found = {}
     for model in own:

@@ -3,7 +3,7 @@
 Keys come from a file (``key_file``) and from ``ANVIL_API_KEYS``, one to a line (in the variable also
 separated by ``;``), with what it may do behind it:
 
-    KEY                          everything
+    KEY                          everything, also with a name= or a limit
     KEY models=a,b               these models, their lists, nothing else; models=* for all
     KEY models=a state           also the status page, /healthz, /metrics and /usage
     KEY name=alice models=* admin
@@ -12,6 +12,9 @@ separated by ``;``), with what it may do behind it:
 
 Only digests are kept, and a key may be given as one (``sha256:`` and 64 hex digits). A key that a request
 shows is compared with all of them, each time in the same number of steps. Pure but for reading the file.
+
+A line without rights is meant for the one person who has the only key. Beside keys of others it may have been
+written without knowing what it allows: ``Keyring.warnings``.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
+from typing import NamedTuple
 
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.errors import ConfigError, Unauthorized
 
 VARIABLE = "ANVIL_API_KEYS"
@@ -65,8 +69,10 @@ class Key:
 class Keyring:
     """All keys; without any, nobody is asked for one."""
 
-    def __init__(self, keys: Iterable[Key] = ()) -> None:
+    def __init__(self, keys: Iterable[Key] = (), warnings: Iterable[Diagnostic] = ()) -> None:
         self._keys = tuple(keys)
+        self.warnings = tuple(warnings)
+        """Diagnostics of lines that may not say what was meant."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -89,7 +95,7 @@ class Keyring:
 def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:
     """The keys of file and environment; ConfigError tells every line that cannot be read, and no key."""
     problems: list[str] = []
-    keys: list[Key] = []
+    lines: list[_KeyLine] = []
     sources = [(VARIABLE, environ.get(VARIABLE, "").replace(";", "\n"))]
     if file is not None:
         try:
@@ -99,17 +105,41 @@ def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:
     for source, text in sources:
         for number, line in enumerate(text.splitlines(), 1):
             try:
-                keys += _read(line)
+                lines += _read(line, Position(source, number))
             except ValueError as error:
                 problems.append(f"{source}:{number}: {error}")
-    if file is not None and not keys and not problems:
+    if file is not None and not lines and not problems:
         problems.append(f"key_file: {file} holds no key")
     if problems:
         raise ConfigError([Diagnostic(problem, key=("x-anvil", "key_file")) for problem in problems])
-    return Keyring(keys)
+    return Keyring([line.key for line in lines], _warnings(lines))
 
 
-def _read(line: str) -> Iterator[Key]:
+class _KeyLine(NamedTuple):
+    """A line that holds a key."""
+
+    key: Key
+    words: tuple[str, ...]
+    """The words behind the key."""
+    says_rights: bool
+    place: Position
+
+
+def _warnings(lines: Iterable[_KeyLine]) -> Iterator[Diagnostic]:
+    """Warn of keys that may do everything only because their lines say no rights, where there are others."""
+    silent = [line for line in lines if not line.says_rights]
+    for line in silent:
+        if any(other.says_rights or other.key.name != line.key.name for other in lines):
+            whose = "" if line.key.name == UNNAMED else f" of {line.key.name}"
+            said = (
+                f"the key{whose} may do everything, because it has no models=, state or admin: "
+                "say admin if that is meant, or models=* for the use of all models"
+            )
+            write = " ".join(["KEY", *line.words, "models=*" if line.words else "admin"])
+            yield advice(said, write).at(line.place, ("x-anvil", "key_file"), "")
+
+
+def _read(line: str, place: Position) -> Iterator[_KeyLine]:
     words = line.split()
     if not words or words[0].startswith("#"):
         return
@@ -137,7 +167,8 @@ def _read(line: str) -> Iterator[Key]:
                 )
     everything = not flags
     admin = everything or "admin" in flags
-    yield Key(digest, name or UNNAMED, models, admin or "state" in flags, admin, swaps=swaps, **limits)
+    key = Key(digest, name or UNNAMED, models, admin or "state" in flags, admin, swaps=swaps, **limits)
+    yield _KeyLine(key, tuple(said), not everything, place)
 
 
 def _digest(word: str) -> bytes:

@@ -27,7 +27,7 @@ from anvil_mux.config.candidates import Places
 from anvil_mux.config.checking import Checks
 from anvil_mux.config.composefile import Compose, Content, combine, run_compose
 from anvil_mux.config.composing import ComposedFiles
-from anvil_mux.config.config import Backend, Config, Gpu, Judge, Machine, default_of
+from anvil_mux.config.config import Backend, Config, Gpu, Judge, Machine, default_of, models_by_name
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.misplaced import misplaced
 from anvil_mux.config.names import Names
@@ -140,7 +140,7 @@ class _ConfigReader:
         if kept := values.get("capture"):
             text = f"capture: what is asked and answered in the last {kept} requests is kept in memory, and "
             self._problems.of_choice("capture", text + "shown to whoever may change things")
-        known = {name: each.model for each in backends for name in (*each.aliases, each.model)}
+        known = models_by_name(backends)
         values["any_of"] = any_of.resolved(values.get("any_of", {}), known)
         return Config(
             tuple(backends),

@@ -439,7 +439,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         SECONDS, "As at the top level, for this model.", page="staying.md#a-home-model-home"
     ),
     "ttl": _steers(
-        SECONDS, "How long it may be idle before it is unloaded; by default for ever.", page="staying.md"
+        SECONDS, "How long it may be idle before it is unloaded; by default for ever.", page="policies.md"
     ),
     "drain_timeout": _steers(
         settings.SECONDS_OR_NONE,

@@ -218,9 +218,9 @@ class Multiplexer:
         if ticket.settled:
             return NOTHING
         model = self._layout.models.get(ticket.model)
-        what = "had no place for this request" if model and model.ready else "did not become resident"
+        what = "ran as many requests as it may, for" if model and model.ready else "was not loaded within"
         why = f": {PAUSED}." if self._layout.pause.is_on else "."
-        return self._leave_queue(ticket, now, WaitedTooLong(f"{ticket.model} {what} within {limit:g} s{why}"))
+        return self._leave_queue(ticket, now, WaitedTooLong(f"{ticket.model} {what} {limit:g} s{why}"))
 
     def _abandon(self, ticket: Ticket, error: BaseException, now: float) -> Effects:
         """The request's thread stops waiting because ``tend`` raised."""

@@ -10,6 +10,7 @@ each has ended.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from anvil_mux.clock import Clock
@@ -106,6 +107,9 @@ class Shell:
         """Without the lock, in this order: nobody is cut after the engine was told to go."""
         for ticket in effects.woken:
             ticket.wake.set()
+            # Whoever is woken goes on before the next one is. Of 500 who want the interpreter at once, the
+            # last has its lease after 28 to 34 ms on two CPUs, and 45 to 74 on one; so it is 21 and 15.
+            os.sched_yield()
         for ticket in effects.cut:
             _cut(ticket)
         for job in jobs:

@@ -1,52 +1,59 @@
-"""The threads of connections run on one CPU, as long as nobody else needs it.
+"""The threads that serve requests run on one CPU, as long as nobody else needs it.
 
 Python runs one thread at a time. A thread that wakes on a second CPU finds the interpreter taken, and the
 handing over from CPU to CPU costs more than a small request does: on one CPU the same threads serve twice as
-many. But threads that may not leave a CPU are worse off than free ones as soon as somebody else wants it. So
-they are kept on one of them, their home, only while there are many requests, and only in a machine with room:
+many, and when a thousand streams begin together their first bytes come fifty times sooner
+(docs/performance.md). But threads that may not leave a CPU are worse off than free ones as soon as somebody
+else fills it. So they have one of them as their home:
 
-* free -> home: between two looks the program used ``BUSY`` of a CPU, while all others left one CPU of the
-  machine to it. The home is the CPU on which most of its threads ran last: the kernel has chosen well.
-* home -> free: the program is hardly busy any more (a free thread wakes on whichever CPU is idle), or others
-  use ``CROWDED`` of the home. Then there is no home for ``RETRY_SECONDS``.
+* free -> home: others leave ``ROOM`` of a CPU in the whole machine. The home is the fast CPU that is used
+  least.
+* home -> free: the home is full, and others use ``CROWDED`` of it. Then there is none for ``RETRY_SECONDS``.
 
-``look`` is for one thread, which calls it now and then. It moves nobody: a connection's thread compares
-``cpus`` with what it saw last and moves itself by ``settle`` before its next request. No other thread
-settles, so engines, which inherit the CPUs of the thread that starts them, are always free.
+``look`` is for one thread, which calls it now and then. It moves nobody: the threads that accept, serve, move
+streams and count move themselves by ``follow`` before they go on. No other thread does, so engines, which
+inherit the CPUs of the thread that starts them, may always use all.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 LOOK_SECONDS = 0.5
-BUSY = 0.8
-"""Share of a CPU that the program uses when its threads get into each other's way."""
-QUIET = 0.4
+FULL = 0.1
+"""Share of a CPU that is idle when it is full."""
 CROWDED = 0.2
-"""Share of the home that others use when there is no room there."""
+"""Share of a full home that others use when it is given up."""
 ROOM = 0.9
 """Share of a CPU that others must leave over."""
 RETRY_SECONDS = 10.0
-THREADS = 64
-"""How many threads are asked where they are."""
+SLOW = 0.9
+"""The part of the highest clock rate below which a CPU is slow, as the efficient cores of some machines."""
 
 CPUs = frozenset[int]
 
 
+class CpuTime(NamedTuple):
+    """Seconds of one CPU."""
+
+    used: float = 0.0
+    idle: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class CpuUsage:
-    """CPU seconds used so far."""
+    """CPU seconds so far."""
 
     own: float
-    """CPU seconds of the program."""
-    cpus: Mapping[int, float]
-    """CPU -> its seconds, used by everybody."""
+    """The program's."""
+    cpus: Mapping[int, CpuTime]
+    """CPU -> everybody's."""
 
 
 def usage() -> CpuUsage:
@@ -54,7 +61,7 @@ def usage() -> CpuUsage:
     return CpuUsage(time.process_time(), _by_cpu())
 
 
-def _by_cpu() -> dict[int, float]:
+def _by_cpu() -> dict[int, CpuTime]:
     tick = 1 / os.sysconf("SC_CLK_TCK")
     cpus = {}
     try:
@@ -62,77 +69,82 @@ def _by_cpu() -> dict[int, float]:
             for line in stat:
                 if not line.startswith("cpu"):
                     break
-                name, user, nice, system, *_ = line.split()
+                name, user, nice, system, idle, io_wait, *_ = line.split()
                 if name != "cpu":
-                    cpus[int(name[3:])] = (int(user) + int(nice) + int(system)) * tick
+                    used = int(user) + int(nice) + int(system)
+                    cpus[int(name[3:])] = CpuTime(used * tick, (int(idle) + int(io_wait)) * tick)
     except OSError:
         pass  # nothing is known, and so nothing decided
     return cpus
 
 
-def whereabouts() -> int:
-    """The CPU on which most threads of the program ran last."""
-    ran_on: Counter[int] = Counter()
-    with os.scandir("/proc/self/task") as threads:
-        for thread in islice(threads, THREADS):
-            try:
-                with open(f"{thread.path}/stat") as stat:
-                    ran_on[int(stat.read().rpartition(")")[2].split()[36])] += 1
-            except OSError:
-                pass  # it has ended
-    return ran_on.most_common(1)[0][0]
+def fast(cpus: CPUs, root: Path = Path("/sys/devices/system/cpu")) -> CPUs:
+    """The CPUs that are not slow; all of them where nothing is known, as in virtual machines."""
+    try:
+        rates = {cpu: int((root / f"cpu{cpu}/cpufreq/cpuinfo_max_freq").read_text()) for cpu in cpus}
+    except (OSError, ValueError):
+        return cpus
+    return CPUs(cpu for cpu, rate in rates.items() if rate >= SLOW * max(rates.values()))
 
 
 class Affinity:
-    """``allowed`` are the CPUs of the program; if they are not all that there are, somebody chose them."""
+    """``allowed`` are the CPUs of the program; if they are not all that there are, somebody chose them.
+
+    ``pin``: whether the threads always run on one of them, or never; None: as the theory above has it.
+    """
 
     def __init__(
         self,
         allowed: CPUs,
         *,
-        adapts: bool = True,
+        pin: bool | None = None,
         usage: Callable[[], CpuUsage] = usage,
-        whereabouts: Callable[[], int] = whereabouts,
-        elsewhere: Callable[[], float] = lambda: 0.0,
+        fast: Callable[[CPUs], CPUs] = fast,
     ) -> None:
         self.everywhere = allowed
-        self.cpus = allowed
-        """The CPUs for threads of connections. Another object each time that they change."""
+        self._fast = fast(allowed)
+        self.cpus = CPUs([max(self._fast)]) if pin else allowed
+        """The CPUs for these threads. Another object each time that they change."""
         self._usage = usage
-        self._whereabouts = whereabouts
-        self._elsewhere = elsewhere
-        """CPU seconds of busy threads that never settle."""
-        self._last, self._looked = self._read(), float("-inf")
-        self._adapts = adapts and len(allowed) > 1 and allowed == self._last.cpus.keys()
+        self._last, self._looked = usage(), float("-inf")
+        self._adapts = pin is None and len(allowed) > 1 and allowed == self._last.cpus.keys()
         self._retry_at = 0.0
+        self._thread = threading.local()
+        """The CPUs on which the calling thread runs (``cpus``), if it ever moved."""
 
-    def _read(self) -> CpuUsage:
-        usage = self._usage()
-        return replace(usage, own=usage.own - self._elsewhere())
-
-    def settle(self) -> CPUs:
-        """Moves the calling thread to ``cpus``, and returns them."""
+    def follow(self) -> None:
+        """Move the calling thread to ``cpus``, if it is not there."""
         cpus = self.cpus
+        if cpus is getattr(self._thread, "cpus", self.everywhere):
+            return
+        self._thread.cpus = cpus
         try:
             os.sched_setaffinity(0, cpus)
         except OSError:
             pass  # a CPU was taken away; the thread runs elsewhere
-        return cpus
 
     def look(self, now: float) -> None:
-        """Decides where the threads run from now on."""
+        """Decide where the threads run from now on."""
         seconds = now - self._looked
         if not self._adapts or seconds < LOOK_SECONDS:
             return
-        before, last = self._last, self._read()
+        before, last = self._last, self._usage()
         self._last, self._looked = last, now
         own = (last.own - before.own) / seconds
-        used = {cpu: (last.cpus.get(cpu, 0.0) - before.cpus.get(cpu, 0.0)) / seconds for cpu in self.cpus}
-        others = sum(used.values()) - own
-        if self.cpus is self.everywhere:
-            if own > BUSY and len(used) - others > ROOM and now >= self._retry_at:
-                self.cpus = CPUs([self._whereabouts()])
-        elif others > CROWDED or own < QUIET:
-            self.cpus = self.everywhere
-            if others > CROWDED:
+        used, idle = _shares(before, last, seconds)
+        if self.cpus is not self.everywhere:
+            [home] = self.cpus
+            if idle.get(home, 0.0) < FULL and used.get(home, 0.0) - own > CROWDED:
+                self.cpus = self.everywhere
                 self._retry_at = now + RETRY_SECONDS
+        elif sum(idle.values()) + own > ROOM and now >= self._retry_at:
+            self.cpus = CPUs([max(self._fast, key=lambda cpu: (-used.get(cpu, 1.0), cpu))])
+
+
+def _shares(before: CpuUsage, last: CpuUsage, seconds: float) -> tuple[dict[int, float], dict[int, float]]:
+    """The share of each CPU that was used in these seconds, and the one that was idle."""
+    used, idle = {}, {}
+    for cpu, now in last.cpus.items():
+        then = before.cpus.get(cpu, now)
+        used[cpu], idle[cpu] = (now.used - then.used) / seconds, (now.idle - then.idle) / seconds
+    return used, idle

@@ -87,6 +87,9 @@ class Diagnosis:
         if choices:
             more["any_of"] = list(choices)
             sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"
+        elif name != model:
+            what = "a preset of" if asked.access.meant(name).preset else "another name for"
+            sentence = f"{name} is {what} {model}. {sentence}"
         _answer(reply, {**told, "sentence": sentence, "stages": finite(stages), **more, **beside})
 
     def _elsewhere(self, found: WaitEstimate, server: str) -> WaitEstimate:

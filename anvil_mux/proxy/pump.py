@@ -180,9 +180,15 @@ class PumpedStream:
 class Pump:
     """The thread that moves all streams, by one epoll."""
 
-    def __init__(self, silence_timeout: float = 600.0, client_timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        silence_timeout: float = 600.0,
+        client_timeout: float = 60.0,
+        follow: Callable[[], object] = lambda: None,
+    ) -> None:
         self._silence = silence_timeout
         self._unread = client_timeout
+        self._follow = follow
         self._epoll = select.epoll()
         self._streams: dict[int, PumpedStream] = {}
         """The streams by both descriptors. Their threads add, the pump's thread removes."""
@@ -191,7 +197,6 @@ class Pump:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
         self._thread.start()
-        self._cpu_clock = time.pthread_getcpuclockid(self._thread.ident or 0)
 
     def __len__(self) -> int:
         return len(self._streams) // 2
@@ -211,10 +216,6 @@ class Pump:
         """Whether a part of any stream came from there since that moment. Any thread."""
         return any(stream.is_from(address, since) for stream in set(self._streams.copy().values()))
 
-    def cpu_seconds(self) -> float:
-        """CPU time of the thread; not to be called after its end."""
-        return time.clock_gettime(self._cpu_clock)
-
     def close(self) -> None:
         """Ends the thread; streams that still run are severed."""
         os.eventfd_write(self._wake, 1)
@@ -228,6 +229,7 @@ class Pump:
         wake = self._wake
         while True:
             events = poll(SWEEP_SECONDS)
+            self._follow()
             now = clock()
             for descriptor, event in events:
                 stream = streams.get(descriptor)

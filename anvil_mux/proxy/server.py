@@ -70,14 +70,12 @@ class Server(ThreadingHTTPServer):
         self.tls = tls
         self.client_timeout = client_timeout
         self.handler = handler
-        self.affinity = affinity or Affinity(CPUs(os.sched_getaffinity(0)), adapts=False)
+        self.affinity = affinity or Affinity(CPUs(os.sched_getaffinity(0)), pin=False)
         self.connections: set[ClientConnection] = set()
         self.busy: set[ClientConnection] = set()
         """Connections within a request. Many threads change such sets, in single atomic operations."""
         self._mux = mux
         self._pool = Threads()
-        self._thread = threading.local()
-        """The CPUs on which the calling thread runs (``cpus``)."""
         self._last_head: LastHead[http1.Request] = LastHead()
         """The one of the connection that ended last."""
         self._pulse = time.monotonic()
@@ -116,6 +114,7 @@ class Server(ThreadingHTTPServer):
 
     def look(self) -> None:
         self._pulse = time.monotonic()
+        self.affinity.follow()
 
     def accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -184,11 +183,9 @@ class Server(ThreadingHTTPServer):
     def _serve(self, connection: ClientConnection) -> None:
         """Serve its requests as long as they follow each other; then the front watches it, or it is over."""
         client, returns = connection.client, False
-        cpus = getattr(self._thread, "cpus", self.affinity.everywhere)
         try:
             while True:
-                if cpus is not self.affinity.cpus:
-                    cpus = self._thread.cpus = self.affinity.settle()
+                self.affinity.follow()
                 request = client.next_request()
                 if request is None:
                     returns = True

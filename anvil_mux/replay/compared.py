@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import Config, models_by_name
 from anvil_mux.errors import ConfigError
-from anvil_mux.replay.crowding import RequestKey, ServedInterval, settle
+from anvil_mux.replay.crowding import RequestKey, ServedRequest, settle
 from anvil_mux.replay.pace import EnginePace
 from anvil_mux.replay.script import PlayedRequest, Script
 from anvil_mux.replay.sending import PlayedAnswer
@@ -58,6 +58,14 @@ class SeenEngines:
 
 def _mean_of_all(times: Mapping[str, Sequence[float]]) -> float:
     return _mean(each for seconds in times.values() for each in seconds)
+
+
+def _mean_expected(expected: Mapping[str, Sequence[float]], seen: Mapping[str, Sequence[float]]) -> float:
+    """The mean that was expected of what was seen: each backend as often as it was seen."""
+    known = [
+        (fmean(expected.get(name) or seconds), len(seconds)) for name, seconds in seen.items() if seconds
+    ]
+    return sum(mean * count for mean, count in known) / max(sum(count for _, count in known), 1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ class Comparison:
 
 def served_names(config: Config, models: Iterable[str]) -> dict[str, str]:
     """The models of a compose file by the names that a script asks for; ConfigError if it lacks one."""
-    known = {name: each.model for each in config.backends for name in (*each.aliases, each.model)}
+    known = models_by_name(config.backends)
     models = list(models)
     if missing := [model for model in models if model not in known]:
         raise ConfigError([f"the compose file serves {', '.join(known)}, and not {', '.join(missing)}"])
@@ -168,8 +176,8 @@ def compare(
         with_answers=virtual.run(as_expected, really).figures,
         with_swaps=virtual.run(SeenEngines(seen.or_else(expected), in_order=True), really).figures,
         answer_seconds=(simulated.answer_seconds, _mean(really.values())),
-        load_seconds=(_mean_of_all(expected.loads), _mean_of_all(seen.loads)),
-        evict_seconds=(_mean_of_all(expected.evictions), _mean_of_all(seen.evictions)),
+        load_seconds=(_mean_expected(expected.loads, seen.loads), _mean_of_all(seen.loads)),
+        evict_seconds=(_mean_expected(expected.evictions, seen.evictions), _mean_of_all(seen.evictions)),
     )
 
 
@@ -195,15 +203,16 @@ class _VirtualReplay:
         engines = SeenEngines(engines.times, in_order=engines.in_order)
         if answers is not None:
             return self._once(engines, {}, answers)[0]
-        slower = {model: pace.slower_each for model, pace in self._paces.items()}
-        return settle(lambda factors: self._once(engines, factors, {}), slower)
+        companies = {model: pace.company for model, pace in self._paces.items()}
+        return settle(lambda factors: self._once(engines, factors, {}), companies)
 
     def _once(
         self, engines: SeenEngines, factors: Mapping[RequestKey, float], answers: Mapping[RequestKey, float]
-    ) -> tuple[SimulatedReplay, Mapping[RequestKey, ServedInterval]]:
+    ) -> tuple[SimulatedReplay, Mapping[RequestKey, ServedRequest]]:
         first, follow = self._script.begin()
         numbers: Counter[str] = Counter()
-        served: dict[RequestKey, ServedInterval] = {}
+        served: dict[RequestKey, ServedRequest] = {}
+        took: list[float] = []
 
         def arrival(request: PlayedRequest) -> Arrival:
             key = request.model, numbers[request.model]
@@ -216,11 +225,12 @@ class _VirtualReplay:
         def later(ended: Arrival, now: float) -> Iterable[Arrival]:
             assert isinstance(ended.sender, tuple)
             key, request = ended.sender
-            served[key] = ServedInterval(now - ended.seconds, now)
+            alone = self._paces[request.model].seconds(request.output)
+            served[key] = ServedRequest(now - ended.seconds, alone)
+            took.append(ended.seconds)
             return map(arrival, follow(request, now))
 
         costs: Sequence[Cost] = engines.means.costs(self._config)
         requests = list(map(arrival, sorted(first, key=lambda each: each.at)))
         log = simulate(self._config, requests, engines, resident=self._resident, follow=later, costs=costs)
-        took = _mean(each.end - each.begin for each in served.values())
-        return SimulatedReplay(figures(log), log, took), served
+        return SimulatedReplay(figures(log), log, _mean(took)), served

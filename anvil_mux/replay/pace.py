@@ -5,8 +5,9 @@ server knows what swaps cost (as simulations assume), and what is resident is wh
 loaded, and it is known how many tokens a word of a prompt is, the model is asked again, with a prompt and for
 an answer about as long as those of the script: an engine is slower far in an answer, and a short one tells
 little. The median of ``ASKED`` answers gives its pace. Then it is asked ``AT_ONCE`` times at once, which
-tells how much slower each answer is for the company of others. With several rounds each of these figures is
-the median of what the rounds gave: a machine that does other work as well is slow at some moments.
+tells how many answers it makes at the same time (the others come much later), and how much slower each is for
+the company of others. With several rounds each of these figures is the median of what the rounds gave: a
+machine that does other work as well is slow at some moments.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from anvil_mux.replay.crowding import Company
 from anvil_mux.replay.script import PlayedRequest
 from anvil_mux.replay.sending import PlayedAnswer, failure
 
@@ -28,6 +30,8 @@ NEAR = 1.25
 MOST_LONGER = 8
 """How many times as long as the last answer the next one is, at most."""
 ASKED, AT_ONCE = 3, 8
+TOGETHER = 1.5
+"""Answers that take at most so many times as long as the first of them are made at the same time."""
 AT_ONCE_PART = 0.05
 """The part of an answer's time within which all of its text came, if it came in one piece."""
 WORDS = 32
@@ -47,7 +51,12 @@ class EnginePace(NamedTuple):
     """Tokens per second after that."""
     tokens_per_word: float = 1.0
     slower_each: float = 0.0
-    """The part by which an answer takes longer for each other one that the engine makes at the same time."""
+    at_once: float = math.inf
+    """``slower_each`` and ``at_once`` are its ``company``."""
+
+    @property
+    def company(self) -> Company:
+        return Company(self.slower_each, self.at_once)
 
     def seconds(self, tokens: int) -> float:
         """Seconds that an answer of so many tokens takes."""
@@ -92,9 +101,16 @@ def _measured(ask: AskAtOnce, model: str, words: int, tokens: int, tokens_per_wo
     answers = [answer for _ in range(ASKED) for answer in _asked(ask, model, words, tokens)]
     answer = sorted(answers, key=lambda each: each.ended - each.sent)[ASKED // 2]
     together = _asked(ask, model, words, tokens, AT_ONCE)
-    alone = answer.ended - answer.sent
-    slower = median([each.ended - each.sent for each in together]) / alone - 1 if alone > 0 else 0.0
-    return _pace(answer, tokens_per_word)._replace(slower_each=max(slower, 0.0) / (AT_ONCE - 1))
+    company = _company(answer.ended - answer.sent, [each.ended - each.sent for each in together])
+    return _pace(answer, tokens_per_word)._replace(**company._asdict())
+
+
+def _company(alone: float, together: Sequence[float]) -> Company:
+    """The company of an engine: seconds of one answer alone, and of some asked for at one moment."""
+    made = [seconds for seconds in together if seconds <= TOGETHER * min(together)]
+    slower = max(median(made) / alone - 1, 0.0) if alone > 0 else 0.0
+    at_once = len(made) if len(made) < len(together) else math.inf
+    return Company(slower / (len(made) - 1) if len(made) > 1 else 0.0, at_once)
 
 
 def _length(ask: AskAtOnce, model: str, words: int, usual: UsualAnswer | None) -> int:

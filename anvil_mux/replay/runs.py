@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -17,13 +18,13 @@ from anvil_mux.replay import compared, pace, script
 from anvil_mux.replay.pace import EnginePace, UsualAnswer
 from anvil_mux.replay.player import MOST, Player
 from anvil_mux.replay.report import LiveRun
-from anvil_mux.replay.script import BadScript, PlayedRequest, Script, ServerNames
+from anvil_mux.replay.script import BadScript, PlayedRequest, Script
 from anvil_mux.replay.sending import PlayedAnswer, PlayedServer
 from anvil_mux.replay.texts import PromptWriter
 from anvil_mux.replay.watching import EventWatch, serving_share
 from anvil_mux.sim.figures import figures
 from anvil_mux.sim.prompts import Trace
-from anvil_mux.sim.workload import Workload
+from anvil_mux.sim.workload import ModelNames, Workload
 
 SIMULATED = "simulated"
 
@@ -69,7 +70,7 @@ class Replay:
         self,
         servers: Sequence[WatchedServer],
         settings: ReplaySettings,
-        names: ServerNames,
+        names: ModelNames,
         config: Config | None = None,
         *,
         say: Callable[[str], object],
@@ -162,6 +163,7 @@ class Replay:
             self._say(
                 f"{model}: {each.tokens_per_second:.1f} tokens/s, the first after "
                 f"{each.first_seconds:.3f} s, {each.slower_each:.0%} slower for each other answer at a time"
+                + (f", {each.at_once:.0f} at a time" if each.at_once < math.inf else "")
             )
         return found
 

@@ -22,7 +22,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.sim import prompts, workload
 from anvil_mux.sim.prompts import Prompt, Trace
 from anvil_mux.sim.simulate import Arrival
-from anvil_mux.sim.workload import BadWorkload, Workload
+from anvil_mux.sim.workload import BadWorkload, ModelNames, Workload
 from anvil_mux.telemetry.eventlog import UNREADABLE, lines
 
 PROMPT_TOKENS = 32
@@ -122,26 +122,14 @@ def _is_trace(path: Path) -> bool:
     return isinstance(header, dict) and "trace" in header
 
 
-@dataclass(frozen=True)
-class ServerNames:
-    """The names of models on a server, by those of a workload."""
-
-    of: Mapping[str, str]
-    every: str = ""
-    """The one for all that have none of their own; empty: the workload's."""
-
-    def name(self, model: str) -> str:
-        return self.of.get(model) or self.every or model
-
-
-def models_of(made: Workload, names: ServerNames) -> tuple[str, ...]:
+def models_of(made: Workload, names: ModelNames) -> tuple[str, ...]:
     """The server's names of a workload's models, each once."""
     return tuple(dict.fromkeys(names.name(model) for model in made.load_seconds))
 
 
 def of_workload(
     made: Workload,
-    names: ServerNames,
+    names: ModelNames,
     tokens_per_second: Mapping[str, float],
     *,
     speed: float = 1.0,

@@ -241,7 +241,10 @@ class Admission:
             self.fail_queue(model, error, now)
 
     def fail_refused(self, now: float) -> None:
-        """Fail the queues that no backend can serve any more."""
+        """Fail the queues that no backend can serve.
+
+        A backend that is being loaded or evicted is judged when that has ended: its queue may fail only then.
+        """
         for model in self._state.models.values():
             error = refusal(self._state, model, now) if model.queue.tickets else None
             if error:

@@ -81,8 +81,8 @@ def too_late(state: GroupState, model: Model, now: float) -> WouldWaitTooLong | 
         return None
     [first, *_] = answers(soonest.before, now)
     text = (
-        f"{model.name} cannot be loaded within {limit:g} s (queue_timeout): {first.words}, and may end first "
-        f"(drain_timeout). It may be loaded in about {span(seconds)}."
+        f"{model.name} would wait longer than queue_timeout ({limit:g} s): {first.words}, and may finish "
+        f"first (drain_timeout). It can be loaded in about {span(seconds)}."
     )
     return WouldWaitTooLong(text, retry_after=seconds - limit)
 

@@ -29,9 +29,10 @@ Invariants:
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
     unless its load is cancelled: when it is unloaded by hand (requests that wait for it fail), or when nobody
     waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only, but for that
-    of a home backend (home.py), which makes way for a queue. Requests that wait behind others at a busy
-    replica count as waiting for another replica, if no queue on the GPU group waits for a load; so do those
-    in the queue of a resident model whose backends take only so many at once.
+    of a home backend (home.py), which makes way for a queue. If a target that nobody waits for any more does
+    not fit although its victims have left, no others go for it: the swap ends. Requests that wait behind
+    others at a busy replica count as waiting for another replica, if no queue on the GPU group waits for a
+    load; so do those in the queue of a resident model whose backends take only so many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
     in no other swap, oldest queue first, and no younger queue gets those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
@@ -40,7 +41,8 @@ Invariants:
     ended soon after it was loaded, before it had given one whole answer, counts as one that failed to load.
     A request under which backends ended twice is refused: it may be what ends them.
  9. A load that can never fit, at all or beside what is pinned, is refused before anything is drained. A
-    pinned model drains for no other.
+    pinned model drains for no other. A load is also refused that has no room now beside all that cannot be
+    evicted: what is pinned, what is in standby and could not be stopped, what is on a lost host.
 10. The leases of a lost host are severed, and nothing is begun there: its backends may still run and hold
     their GPUs until the host is back and they are adopted, or until it is declared gone by hand. A gang is
     lost if any of its hosts is, and keeps its GPUs on all of them until each is back or gone.

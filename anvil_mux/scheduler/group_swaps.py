@@ -166,12 +166,13 @@ class GroupSwaps:
         return not target.whole or self._state.memory.budget is not None
 
     def _has_room(self, swap: SwapInProgress, target: Slot, now: float) -> bool:
-        """Whether the target fits now that its victims are gone; if not, others must go as well."""
+        """Whether the target fits now that its victims are gone; if not, others go as well for its queue."""
         state = self._state
         if state.fits(target):
             return True
         busy = state.busy_gpus(but=[swap])
-        more = None if swap.preload else victims(state, target, busy, frozenset(), now)
+        wanted = not swap.preload and self._is_wanted(target)
+        more = victims(state, target, busy, frozenset(), now) if wanted else None
         if more is None:
             self.dissolve(swap, now)
         else:

@@ -122,6 +122,7 @@ class Outcomes:
         slot.next_level = ""
         self._swaps.end_to(slot)
         self._state.emit(Event(now, "stopped", slot.model, slot.name))
+        self._admission.fail_refused(now)
 
     # Evictions
 
@@ -164,8 +165,7 @@ class Outcomes:
         if cause:
             slot.error, slot.log = ending(cause), tuple(log)
         state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=how if standby else ""))
-        if standby or slot.failed_starts or len(state.hosts) > 1:  # else nothing new is refused
-            self._admission.fail_refused(now)
+        self._admission.fail_refused(now)
 
     def evict_failed(self, slot: Slot, now: float, why: str) -> None:
         """The backend may still hold its GPUs: nothing is loaded there until a later stop succeeds.
@@ -197,8 +197,7 @@ class Outcomes:
             ticket.crash = crash
         slot.let_go(now)
         self._state.emit(Event(now, "stopped", slot.model, slot.name, size=size, cause=cause))
-        if slot.failed_starts:
-            self._admission.fail_refused(now)
+        self._admission.fail_refused(now)
 
     def unanswering(self, slot: Slot, now: float) -> None:
         """The engine of the backend does not answer: it is stopped without a drain, not put in standby."""

@@ -243,9 +243,23 @@ class Placement:
         """Whether there is room without an eviction; ``runs``: see ``missing``."""
         return all(amount <= 0 for amount in self.missing(target, runs=runs).values())
 
-    def clings(self, standby: Slot, target: Slot) -> bool:
-        """Whether a backend in standby that could not be stopped leaves no room for ``target``."""
-        return bool(standby.failed_stops) and self.excludes(standby.residual, target)
+    def irremovable(self, target: Slot) -> list[Slot]:
+        """The backends that cannot be evicted, if together they leave no room for ``target``.
+
+        Those are pinned, or in standby and could not be stopped, or on a host that is lost.
+        """
+        for gpu, need in target.holds.items():
+            found = self._irremovable(target, gpu)
+            if need + _occupied(found, gpu) > self.capacity[gpu]:
+                return found
+        return []
+
+    def _irremovable(self, target: Slot, gpu: str) -> list[Slot]:
+        """The backends that cannot be evicted, and have memory of a GPU that ``target`` may not take."""
+        holders = [slot for slot in self.active if slot is not target and slot.occupies.get(gpu)]
+        if self._needs_whole(target, gpu):
+            holders = [slot for slot in holders if slot.state in HOLDING]
+        return [slot for slot in holders if _is_irremovable(slot)]
 
     def excludes(self, residual: Mapping[str, int], target: Slot) -> bool:
         """Whether ``target`` does not fit beside a ``residual``, even if all others are evicted."""
@@ -253,14 +267,6 @@ class Placement:
             target.holds[gpu] + amount > self.capacity[gpu]
             for gpu, amount in residual.items()
             if gpu in target.holds and not self._needs_whole(target, gpu)
-        )
-
-    def holds_off(self, other: Slot, target: Slot) -> bool:
-        """Whether ``target`` does not fit beside a backend that holds its GPUs, if that cannot be evicted."""
-        return other.state in HOLDING and any(
-            target.holds[gpu] + amount > self.capacity[gpu]
-            for gpu, amount in other.holds.items()
-            if gpu in target.holds
         )
 
     def _in_the_way(self, standby: Slot, target: Slot) -> bool:
@@ -277,10 +283,10 @@ class Placement:
 
     def others_before(self, target: Slot) -> str:
         """How other processes leave ``target`` no room, whatever is evicted; "" if they leave it room."""
-        pinned = self._pinned(target)
         for gpu, need in target.holds.items():
             taken, whole = self._taken(target, gpu), self._needs_whole(target, gpu)
-            if taken and need + taken + sum(slot.holds.get(gpu, 0) for slot in pinned) > self.capacity[gpu]:
+            kept = _occupied(self._irremovable(target, gpu), gpu)
+            if taken and need + taken + kept > self.capacity[gpu]:
                 theirs = f"where other programs hold {gib(self.others[gpu])} (see /healthz)"
                 if not whole:
                     return f"it needs {gib(need)} of GPU {gpu}, {theirs}"
@@ -291,17 +297,28 @@ class Placement:
 
     def never_fits(self, target: Slot) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned were evicted; "" if it could."""
-        pinned = self._pinned(target)
+        pinned = [slot for slot in self.active if slot is not target and _is_pinned(slot)]
         for gpu, need in target.holds.items():
-            if need + sum([other.holds.get(gpu, 0) for other in pinned]) > self.capacity[gpu]:
+            if need + _occupied(pinned, gpu) > self.capacity[gpu]:
                 names = ", ".join(other.name for other in pinned if gpu in other.holds)
                 beside = f" beside the pinned {names} (see `anvil-mux unpin`)" if names else ""
                 return f"it does not fit on GPU {gpu}{beside}"
         return ""
 
-    def _pinned(self, target: Slot) -> list[Slot]:
-        """The pinned backends that stay, whatever ``target`` needs; one that is being unloaded does not."""
-        return [slot for slot in self.active if slot.pinned and slot is not target and slot.state in STAYING]
+
+def _occupied(slots: Iterable[Slot], gpu: str) -> int:
+    return sum([slot.occupies.get(gpu, 0) for slot in slots])
+
+
+def _is_pinned(slot: Slot) -> bool:
+    """Whether a backend is pinned and stays, whatever others need; one that is being unloaded does not."""
+    return slot.pinned and slot.state in STAYING
+
+
+def _is_irremovable(slot: Slot) -> bool:
+    """Whether a backend cannot be evicted for any other, as things are."""
+    could_not_be_stopped = slot.state == "standby" and bool(slot.failed_stops)
+    return _is_pinned(slot) or could_not_be_stopped or slot.host.is_cut_off
 
 
 def gpu_groups(

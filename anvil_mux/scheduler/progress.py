@@ -47,6 +47,8 @@ def progress(elapsed: float, expected: float | None, told: LogProgress | None) -
 
 def span(seconds: float) -> str:
     """A length of time for people."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.3g} h"
     if seconds >= 120:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -62,7 +62,7 @@ def unavailable(model: str, hosts: Sequence[HostRecord], now: float) -> MuxError
 
 def _why_away(host: HostRecord, now: float) -> str:
     name = host.name or LOCAL
-    return f"{name} has not answered for {now - host.since:.0f} s" if host.is_lost else f"{name} is drained"
+    return f"{name} has been lost for {now - host.since:.0f} s" if host.is_lost else f"{name} is drained"
 
 
 def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxError | None:
@@ -80,10 +80,8 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
     if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
         return None
     for other in state.slots.values():
-        if _is_stuck_before(state, other, slot):
-            whose = "" if other is slot else f" and holds a GPU of {slot.model}"
-            text = f"{other.name} could not be stopped{whose}: {other.error}"
-            return Stuck(text, retry_after=other.retry_at - now)
+        if other.state == "stuck" and (other is slot or other.holds.keys() & slot.holds.keys()):
+            return _stuck(other, slot, now)
     if slot.state == "stopped" and slot.retry_at > now:
         pause = slot.retry_at - now
         what = "ended" if slot.failed_starts == slot.crashes else "failed to load"
@@ -92,23 +90,24 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
     why = state.placement.never_fits(slot) or state.memory.never_fits(slot)
     if why:
         return DoesNotFit(f"{slot.name} cannot be loaded: {why}.")
-    return _behind_a_lost_gang(state, slot, now) if len(state.hosts) > 1 else None
+    return _no_room_beside(state.placement.irremovable(slot), slot, now)
 
 
-def _behind_a_lost_gang(state: GroupState, slot: Slot, now: float) -> MuxError | None:
-    """The error for a backend beside which a gang holds GPUs that has another host, which is lost."""
-    for other in state.placement.active:
-        if other is not slot and other.host.is_cut_off and state.placement.holds_off(other, slot):
+def _no_room_beside(others: Sequence[Slot], slot: Slot, now: float) -> MuxError | None:
+    """The error for a backend beside others that cannot be evicted now, and are not all pinned."""
+    for other in others:
+        if other.host.is_cut_off:
             whys = ", ".join([_why_away(host, now) for host in other.host.parts if host.is_lost])
             return HostUnavailable(f"{other.name} holds a GPU of {slot.name}, and {whys}.")
-    return None
+    asleep = [other for other in others if other.state == "standby"]
+    return _stuck(min(asleep, key=lambda other: other.retry_at), slot, now) if asleep else None
 
 
-def _is_stuck_before(state: GroupState, other: Slot, slot: Slot) -> bool:
-    """Whether ``slot`` cannot be loaded because ``other`` cannot be stopped."""
-    if other.state == "standby":
-        return other is not slot and state.placement.clings(other, slot)
-    return other.state == "stuck" and (other is slot or bool(other.holds.keys() & slot.holds.keys()))
+def _stuck(other: Slot, slot: Slot, now: float) -> Stuck:
+    """The error for a backend that cannot be loaded because another, or itself, could not be stopped."""
+    whose = "" if other is slot else f" and holds a GPU of {slot.model}"
+    text = f"{other.name} could not be stopped{whose}: {other.error}"
+    return Stuck(text, retry_after=other.retry_at - now)
 
 
 def lack_of_memory(

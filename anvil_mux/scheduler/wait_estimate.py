@@ -104,10 +104,8 @@ def _coming(
     drain = _drain(state, found.victims, now)
     if drain.answers:
         text = f"it waits for {names} to make room; {drain.words}"
-        about = drain.seconds + cost.seconds
-        return WaitEstimate(
-            model, "waits", about, _bounded(cost.seconds + drain.most), f"{text}.", waits_for=drain.answers
-        )
+        about, most = _added(drain.seconds, cost.seconds), _bounded(cost.seconds + drain.most)
+        return WaitEstimate(model, "waits", about, most, f"{text}.", waits_for=drain.answers)
     text = f"it waits for {names} to be evicted, then it is loaded" if names else "its load begins"
     return WaitEstimate(model, "waits", cost.seconds, None, f"{text}.")
 
@@ -116,8 +114,8 @@ class _Drain(NamedTuple):
     """The drain of some victims, as far as it is known."""
 
     answers: tuple[RunningAnswer, ...]
-    seconds: float
-    """How long it will take yet, of those that have a bound of their own; 0: nothing is known."""
+    seconds: float | None
+    """How long it will take yet; None: that is not known."""
     most: float
     words: str
 
@@ -133,8 +131,19 @@ def _drain(state: GroupState, leaving: Sequence[Slot], now: float) -> _Drain:
     longest = f"for at most {span(most)}" if most < FOREVER else "for as long as it takes"
     running = answers(busy, now)
     words = f"{_running(sum(len(slot.holders) for slot in busy))}, {longest} ({running[0].words})"
-    own = [slot for slot in busy if slot.backend.drain_timeout is not None]
-    return _Drain(running, max([seconds_left(state, slot, now) for slot in own], default=0.0), most, words)
+    known = all(_is_usual(state, slot, now) for slot in busy)
+    left = max([seconds_left(state, slot, now) for slot in busy]) if known else None
+    return _Drain(running, left, most, words)
+
+
+def _is_usual(state: GroupState, slot: Slot, now: float) -> bool:
+    """Whether no answer of a backend has run for longer than those of its model do on average."""
+    usual = state.models[slot.model].demand.service_seconds
+    return usual is not None and now - min(slot.holders.values()) <= usual
+
+
+def _added(seconds: float | None, more: float) -> float | None:
+    return None if seconds is None else seconds + more
 
 
 def _bounded(seconds: float) -> float | None:
@@ -150,7 +159,7 @@ def _planned(state: GroupState, model: str, found: Awaited, now: float) -> WaitE
     late = max(found.overdue_at - now, 0.0)
     about, most = None, cost.seconds + drain.most
     if isinstance(found.decision, SwapTo) and found.decision.model == model:
-        about = drain.seconds + cost.seconds
+        about = _added(drain.seconds, cost.seconds)
         text = f"{names} will be evicted now" if victims else "there is room"
         text += f" ({sentence(found.decision.cause)})"
         text += f"; {drain.words}" if drain.words else ""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -90,18 +90,17 @@ class Parts:
         self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)
         self.learned_by_host = LearnedByHost()
         self.pause_file = PauseFile(state_folder(config.project, os.environ), self.say)
-        with pinned(options.pin):
-            self._observe(given)
-            self._multiplex(given)
-            self._answer(given, reconfigure)
+        self._observe(given)
+        self._multiplex(given)
+        self._answer(given, reconfigure)
 
     def _observe(self, given: Given) -> None:
         """Make the observers, which ask parts that are made after them."""
-        self.relay = Relay(timeout=self.config.upstream_timeout, client_timeout=self.config.client_timeout)
-        self.affinity = Affinity(
-            CPUs(os.sched_getaffinity(0)),
-            adapts=self.options.pin is None,
-            elsewhere=self.relay.pump.cpu_seconds,
+        self.affinity = Affinity(CPUs(os.sched_getaffinity(0)), pin=self.options.pin)
+        self.relay = Relay(
+            timeout=self.config.upstream_timeout,
+            client_timeout=self.config.client_timeout,
+            follow=self.affinity.follow,
         )
         self.metrics = Metrics(
             self.config,
@@ -112,6 +111,7 @@ class Parts:
             round_trips=lambda: self.hosts.round_trips(),
             usage=Usage(state_folder(self.config.project, os.environ) / "usage", self.say),
             circuits=lambda: self._circuits(),
+            cpus=lambda: len(self.affinity.cpus),
         )
         self.feed = Feed()
         self.journal = Journal(
@@ -261,6 +261,7 @@ class Parts:
         """Tidy up and save what was learned, now and then, in the journal's thread."""
         self.relay.pool.sweep()
         self.affinity.look(time.monotonic())
+        self.affinity.follow()
         self.metrics.usage.save()
         known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
         self.learned.save(known)
@@ -286,15 +287,3 @@ def complete(config: Config, host: Host) -> Config:
     if config.host_memory is not None or memory is None:
         return config
     return replace(config, host_memory=memory * 9 // 10)  # the rest is the system's
-
-
-@contextmanager
-def pinned(wanted: bool | None) -> Iterator[None]:
-    """Threads that begin within stay on one CPU, which saves them from waiting for each other's caches."""
-    allowed = os.sched_getaffinity(0)
-    if wanted:
-        os.sched_setaffinity(0, {max(allowed)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)

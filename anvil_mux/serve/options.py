@@ -19,7 +19,8 @@ class Options:
     """Bytes after which a new file is begun; 0: never."""
     log_format: str = "human"
     pin: bool | None = None
-    """Whether the threads of connections stay on one CPU; None: while it is better (affinity.py)."""
+    """Whether the threads that serve requests always run on one CPU, or never; None: while it is better
+    (affinity.py)."""
     insecure: bool = False
     watch: bool = False
     """Whether files are watched, and a change of them is a reload."""

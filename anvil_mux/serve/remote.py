@@ -156,5 +156,6 @@ def _answer(url: str, status: int, text: bytes, accept: Sequence[int]) -> Any:
         raise NotRunning(f"what answers at {url} is no anvil-mux") from None
     if status not in accept:
         said = answer.get("error", {}) if isinstance(answer, dict) else {}
-        raise BackendError(str(said.get("message") or f"{url} answered {status}"))
+        why = str(said.get("message") or f"{url} answered {status}")
+        raise BackendError(f"{why} Commands take it from ANVIL_API_KEY." if status == 401 else why)
     return answer

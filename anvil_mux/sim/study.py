@@ -3,8 +3,8 @@
 A ``Case`` is a workload and the configuration that it meets, a ``StudyRun`` that case under one policy. The
 log of every run is checked against the invariants of group.py; what it breaks stands in ``StudyRun.wrong``.
 
-A compose file says which backends a trace or an event log meets and how its own policy is set. A profile
-brings its own models, so that its figures can be compared; of a compose file it takes the settings only.
+A compose file says which backends a workload meets and how its own policy is set, and ``ModelNames`` which
+of its models is asked for in place of each of the workload's. Without one every model has GPU 0 to itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import Config, models_by_name
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import EVICTIONS, build_eviction
@@ -23,13 +23,15 @@ from anvil_mux.scheduler.policies import POLICIES, build_policy
 from anvil_mux.sim import replay, workload
 from anvil_mux.sim.figures import Figures, figures
 from anvil_mux.sim.simulate import Arrival, check, simulate
-from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, Workload
+from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, ModelNames, Workload
 from anvil_mux.telemetry import eventlog
 
 LOGGED = "(as logged)"
 """The name, in place of a policy's, of what the running program itself did."""
 SLACK_SECONDS = 1.0
 """Seconds that the threads of a running program may be late."""
+SAME_NAMES = ModelNames()
+"""The compose file calls the models as the workload does."""
 
 
 @dataclass(frozen=True)
@@ -125,27 +127,33 @@ def under_evictions(case: Case, names: Iterable[str]) -> Iterator[Case]:
         yield replace(case, config=config, eviction=name)
 
 
-def profiles(names: Iterable[str], seeds: int, config: Config | None = None) -> Iterator[Case]:
+def profiles(
+    names: Iterable[str], seeds: int, config: Config | None = None, called: ModelNames = SAME_NAMES
+) -> Iterator[Case]:
     """The cases of profiles; those that differ by seed once for each of 0 .. ``seeds`` - 1."""
     for name in names:
         for seed in range(seeds if name in SEEDED else 1):
-            made = PROFILES[name](seed)
-            own = made.config()
-            yield Case(made, replace(config, backends=own.backends, gpus=own.gpus) if config else own, seed)
+            yield _case(PROFILES[name](seed), name, config, called, seed)
 
 
-def trace(name: str, config: Config | None = None) -> Case:
+def trace(name: str, config: Config | None = None, called: ModelNames = SAME_NAMES) -> Case:
     """A workload file, or the shipped workload of this name."""
-    made = workload.read(workload.find(name))
-    return Case(made, _serving(made, name, config or made.config()))
+    return _case(workload.read(workload.find(name)), name, config, called)
 
 
-def _serving(made: Workload, name: str, config: Config) -> Config:
-    known = list(dict.fromkeys(backend.model for backend in config.backends))
-    missing = [model for model in made.load_seconds if model not in known]
+def _case(made: Workload, name: str, config: Config | None, called: ModelNames, seed: int = 0) -> Case:
+    if config is None:
+        return Case(made, made.config(), seed)
+    known = models_by_name(config.backends)
+    missing = [model for model in made.load_seconds if called.name(model) not in known]
     if missing:
-        raise BadWorkload(f"{name} asks for {', '.join(missing)}; the backends serve {', '.join(known)} only")
-    return config
+        asked = ", ".join(dict.fromkeys(map(called.name, missing)))
+        served = ", ".join(dict.fromkeys(known.values()))
+        options = " ".join(f"--model {model}=NAME" for model in missing)
+        raise BadWorkload(
+            f"{name} asks for {asked}; the backends serve {served} only: say with {options} which to take"
+        )
+    return Case(made.renamed(ModelNames({m: known[called.name(m)] for m in made.load_seconds})), config, seed)
 
 
 # Running it
@@ -216,11 +224,13 @@ class Recording:
     runs: Sequence[eventlog.LoggedRun]
     config: Config | None
     """A configuration in place of those in the log."""
+    called: ModelNames = SAME_NAMES
+    """The names in that configuration of the log's models."""
 
     def case(self) -> Case:
         """The clients of the log, with the backends of its last run."""
         made = replay.replay(self.runs, self.name)
-        return Case(made, _serving(made, self.name, self._config_of(self.runs[-1])))
+        return _case(made, self.name, self._config_of(self.runs[-1]), self.called)
 
     def run(self, *, checked: bool) -> StudyRun:
         """The run of the program itself."""
@@ -246,11 +256,13 @@ class Recording:
         return self.config or eventlog.config_of(one.header)
 
 
-def read_log(path: str, config: Config | None, warn: Callable[[str], object]) -> Recording:
+def read_log(
+    path: str, config: Config | None, warn: Callable[[str], object], called: ModelNames = SAME_NAMES
+) -> Recording:
     runs = eventlog.read(path, warn)
     if not runs:
         raise eventlog.BadLog(f"{path}: is empty")
-    return Recording(Path(path).name, runs, config)
+    return Recording(Path(path).name, runs, config, called)
 
 
 def _joined(runs: Sequence[eventlog.LoggedRun]) -> list[Event]:

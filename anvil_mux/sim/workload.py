@@ -24,7 +24,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import merge
 from pathlib import Path
@@ -43,6 +43,25 @@ SHIPPED_AS = "*.jsonl.xz"
 
 class BadWorkload(MuxError):
     """A workload cannot be read or does not fit the compose file; says where and what to do."""
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The names of models on a server or in a compose file, by those of a workload."""
+
+    of: Mapping[str, str] = field(default_factory=dict)
+    every: str = ""
+    """The one for all that have none of their own; empty: the workload's."""
+
+    def name(self, model: str) -> str:
+        return self.of.get(model) or self.every or model
+
+    @classmethod
+    def parse(cls, written: Iterable[str]) -> ModelNames:
+        """The names of ``a=b``, which is for model a, and of ``b``, which is for every model."""
+        pairs = [text.rpartition("=") for text in written]
+        every = next((there for model, _, there in pairs if not model), "")
+        return cls({model: there for model, _, there in pairs if model}, every)
 
 
 @dataclass(frozen=True)
@@ -77,6 +96,31 @@ class Workload:
         """The backends of ``config`` that run at the start: one for each model that is loaded then."""
         first = {backend.model: backend.name for backend in reversed(config.backends)}
         return [first[model] for model in self.resident]
+
+    def renamed(self, names: ModelNames) -> Workload:
+        """The same traffic under other names; several models that become one load as long as the slowest."""
+        loads: dict[str, float] = {}
+        for model, seconds in self.load_seconds.items():
+            name = names.name(model)
+            loads[name] = max(seconds, loads.get(name, 0.0))
+        return replace(
+            self,
+            load_seconds=loads,
+            requests=tuple([each._replace(model=names.name(each.model)) for each in self.requests]),
+            follow=self.follow and partial(self._follow_renamed, names),
+            resident=tuple(dict.fromkeys(names.name(model) for model in self.resident)),
+        )
+
+    def _follow_renamed(self, names: ModelNames) -> Follow:
+        assert self.follow
+        follow = self.follow()
+        before = {names.name(model): model for model in self.load_seconds}
+
+        def following(request: Arrival, now: float) -> Iterator[Arrival]:
+            for each in follow(request._replace(model=before[request.model]), now):
+                yield each._replace(model=names.name(each.model))
+
+        return following
 
 
 class Rounds:

@@ -79,7 +79,7 @@ def fallback_words(fallback: Mapping[str, Any]) -> str:
     """The sentence for people that says who answers instead."""
     after = fallback["after"]
     when = "If it cannot be served" if after is None else f"If it is not served within {after:g} s"
-    return f"{when}, {' or '.join(fallback['models'])} answers."
+    return f"{when}, {' or '.join(fallback['models'])} answers instead."
 
 
 def _candidates(model: ModelState) -> dict[str, object]:
@@ -109,7 +109,7 @@ def hosts_of(model: ModelState) -> list[dict[str, object]]:
 def _left_out(host: HostState | None) -> str | None:
     """Why nothing is loaded on a host now; None: it takes loads."""
     if host and host.lost_seconds is not None:
-        return f"lost: has not answered for {host.lost_seconds:.0f} s"
+        return f"lost for {host.lost_seconds:.0f} s"
     if host and host.is_drained:
         return "drained by hand"
     if host and host.is_away:

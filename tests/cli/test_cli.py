@@ -104,9 +104,7 @@ def url(mux: Running) -> str:
 
 def eventually(so: Callable[[], bool]) -> None:
     """What the program tells after an answer may come a moment later."""
-    deadline = time.monotonic() + TIMEOUT
-    while not so():
-        assert time.monotonic() < deadline
+    assert seen(so, bool)
 
 
 def affinities(process: int) -> list[set[int]]:
@@ -587,6 +585,23 @@ def test_simulate_takes_the_settings_of_a_compose_file(
     assert (patient["makespan_seconds"], eager["makespan_seconds"]) == (23.0 + 3 * 4.0, 23.0)
 
 
+def test_simulate_runs_a_profile_on_the_models_of_a_compose_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(compose(tmp_path, "small", "large")), "--profile", "bursty", "--policy", "eager")
+    [row] = simulated(capsys, *words, "--model", "a=small", "--model", "b=large")
+    assert (row["swaps"], row["makespan_seconds"]) == (3, 23.0)
+    [row] = simulated(capsys, *words, "--model", "small")
+    assert (row["swaps"], row["makespan_seconds"]) == (0, 4 * 0.5)
+    assert main(["simulate", *words]) == 1
+    assert capsys.readouterr().err == (
+        "anvil-mux: error: bursty asks for a, b; the backends serve large, small only: "
+        "say with --model a=NAME --model b=NAME which to take\n"
+    )
+    assert main(["simulate", *words, "--model", "a=small", "--model", "b=big"]) == 1
+    assert "bursty asks for big; " in capsys.readouterr().err
+
+
 def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -727,6 +742,8 @@ def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
         (["--routing", "--trace", "x", "--engine", "gpu=1"], "unknown setting 'gpu' of an engine"),
         (["--profile", "single", "--replicas", "2"], "--replicas is for --routing"),
         (["--profile", "single", "--slo", "ttft=6"], "--slo is for --routing"),
+        (["--profile", "single", "--model", "small"], "--model is for a compose file"),
+        (["--routing", "--trace", "x", "--model", "small"], "--routing has one model"),
         (["--routing", "--trace", "x", "--slo", "e2e=6"], "argument --slo: unknown objective 'e2e'"),
         (["--profile", "single", "--policy", "nothing"], "argument --policy: "),
     ],
@@ -1128,10 +1145,12 @@ def test_serve_tells_where_it_is_and_how_to_try_it(mux: Running) -> None:
     assert json.loads(done.stdout)["model"] == "a"
 
 
-def test_an_address_that_others_can_reach_must_be_meant(tmp_path: Path) -> None:
-    done = run(compose(tmp_path), "--host", "0.0.0.0", state=tmp_path)
-    assert done.returncode == 78
-    assert "--insecure" in done.stderr
+def test_an_address_that_others_can_reach_must_be_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["serve", str(compose(tmp_path)), "--host", "0.0.0.0"]) == 78
+    assert "--insecure" in capsys.readouterr().err
 
 
 def test_keys_make_an_address_fit_for_others() -> None:
@@ -1165,10 +1184,28 @@ def test_with_keys_the_commands_show_theirs(
         assert "the-first-key" not in "".join(running.output)
 
 
-def test_keys_that_cannot_be_read_are_told_before_anything_is_touched(tmp_path: Path) -> None:
-    done = run(compose(tmp_path, key_file="none.txt"), state=tmp_path)
-    assert done.returncode == 78
-    assert "none.txt cannot be read" in done.stderr
+def test_check_warns_of_a_key_that_may_do_more_than_its_line_seems_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys.txt"
+    file = compose(tmp_path, key_file="keys.txt")
+    keys.write_text("the-first-key name=me\n")
+    assert main(["check", str(file)]) == 0
+    assert "may do everything" not in capsys.readouterr().err
+    keys.write_text("the-first-key name=me admin\nthe-key-of-alice name=alice\n")
+    assert main(["check", str(file)]) == 0
+    told = capsys.readouterr().err
+    assert f"warning: {keys}:2: the key of alice may do everything" in told
+    assert "write: KEY name=alice models=*\n    see docs/security.md#keys\n" in told
+    assert "the-key-of-alice" not in told
+
+
+def test_keys_that_cannot_be_read_are_told_before_anything_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["serve", str(compose(tmp_path, key_file="none.txt"))]) == 78
+    assert "none.txt cannot be read" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told_plainly(tmp_path: Path) -> None:
@@ -1354,7 +1391,7 @@ def test_on_exit_stop_stops_the_engines(state: Path) -> None:
 
 def test_what_is_still_loading_at_the_end_is_not_left_half_loaded(state: Path) -> None:
     running = serve(compose(state, load_seconds=600), "--on-exit", "keep", state=state)
-    hurried = {"x-stainless-read-timeout": "0.5"}
+    hurried = {"x-stainless-read-timeout": "0.1"}
     while not (state / "anvil-mux" / PROJECT / "a.json").exists():
         body = {"model": "a", "messages": []}
         assert running.request("POST", "/v1/chat/completions", body, headers=hurried)[0] == 503
@@ -1373,7 +1410,7 @@ def test_a_half_loaded_engine_does_not_hold_up_the_next_start(state: Path) -> No
     first = serve(file, state=state)
     body = {"model": "a", "messages": []}
     while not (state / "anvil-mux" / PROJECT / "a.json").exists():
-        hurried = {"x-stainless-read-timeout": "0.5"}
+        hurried = {"x-stainless-read-timeout": "0.1"}
         assert first.request("POST", "/v1/chat/completions", body, headers=hurried)[0] == 503
     pid = engine_pid(state, "a")
     first.stop(signal.SIGKILL)
@@ -1482,22 +1519,21 @@ def test_the_access_log_has_a_line_for_each_request(state: Path) -> None:
     assert events[-1]["text"].startswith("stopped")
 
 
-def test_the_metrics_have_every_request_that_was_answered(state: Path) -> None:
+def test_the_metrics_have_every_request_that_was_answered_also_for_a_scraper_that_asks_for_openmetrics(
+    state: Path,
+) -> None:
     with serving(compose(state), state=state) as running:
         for model in ("a", "b", "a"):
             assert running.chat(model)[0] == 200
         assert running.answered(3) == 3
         text = running.request("GET", "/metrics")[2]
-    assert 'anvil_swaps_total{from="a",result="ok",to="b",way="stop"} 1.0' in text
-    assert 'anvil_model_state{model="a",state="ready"} 1.0' in text
-
-
-def test_a_scraper_that_asks_for_openmetrics_gets_it(state: Path) -> None:
-    with serving(compose(state), state=state) as running:
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-        _, headers, text = running.request("GET", "/metrics", headers=accept)
+        _, headers, open_metrics = running.request("GET", "/metrics", headers=accept)
+    for told in text, open_metrics:
+        assert 'anvil_swaps_total{from="a",result="ok",to="b",way="stop"} 1.0' in told
+        assert 'anvil_model_state{model="a",state="ready"} 1.0' in told
     assert headers["content-type"].startswith("application/openmetrics-text")
-    assert text.endswith("# EOF\n")
+    assert open_metrics.endswith("# EOF\n")
 
 
 def test_quiet_tells_where_it_is_and_only_what_is_wrong(state: Path) -> None:
@@ -1524,6 +1560,7 @@ def test_pinned_to_one_cpu_its_engines_still_have_all(state: Path) -> None:
         assert running.chat("a")[0] == 200
         assert os.sched_getaffinity(engine_pid(state, "a")) == os.sched_getaffinity(0)
         assert any(len(cpus) == 1 for cpus in affinities(running.process.pid))
+        assert "anvil_serving_cpus 1.0" in running.request("GET", "/metrics")[2]
 
 
 def test_no_thread_is_pinned_where_that_is_not_wanted(state: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_host_that_is_not_here_is_named_with_what_is_loaded_there() -> None:
     picture.take("snapshot", {**seen, "events": []})
     shown = picture.lines(0.0)
     assert [line for line in shown if line.startswith("problem: ")] == [f"problem: {each}" for each in told]
-    assert [line.split()[:4] for line in shown if "host lost" in line] == [["c", "ready", "host", "lost"]]
+    assert [line.split()[:4] for line in shown if "host lost" in line] == [["c", "host", "lost", "h1/0"]]
     assert list(hosts_not_here(state())) == []
 
 

@@ -260,7 +260,7 @@ CASES = [
         "reference.md#x-anvil-at-the-top-level",
     ),
     (TOP, "zzz: 1", 2, "x-anvil.zzz", "", "reference.md#x-anvil-at-the-top-level"),
-    (TOP, "ttl: 30s", 2, "x-anvil.ttl", "x-anvil: {ttl: 30s}", "staying.md"),
+    (TOP, "ttl: 30s", 2, "x-anvil.ttl", "x-anvil: {ttl: 30s}", "policies.md"),
     (TOP, "listen: :9292", 2, "x-anvil.listen", "listen: 127.0.0.1:9292", "security.md#who-can-reach-it"),
     (TOP, "listen: localhost", 2, "x-anvil.listen", "listen: 127.0.0.1:9292", "security.md#who-can-reach-it"),
     (TOP, "runtime: docker", 2, "x-anvil.runtime", "runtime: compose", "processes.md"),

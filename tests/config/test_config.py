@@ -491,7 +491,7 @@ BAD: list[tuple[str, str]] = [
     ),
     (
         TWO % ("vram: 9GiB", ""),
-        "services.a.x-anvil.vram: 9.0 GiB never fit GPU 0, which has 8.0 GiB for models",
+        "services.a.x-anvil.vram: 9.0 GiB do not fit on GPU 0, which has 8.0 GiB for models",
     ),
     (
         TWO % ("vram: 5GiB, pin: true", "vram: 5GiB, pin: true"),
@@ -967,9 +967,7 @@ def test_the_compose_file_is_found_upward_with_its_override(tmp_path: Path) -> N
 
 
 def test_no_compose_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no compose\.yaml here or above; name a file: anvil-mux serve FILE"
-    ):
+    with pytest.raises(ConfigError, match=r"no compose\.yaml here or above; name a compose file"):
         find_files(tmp_path)
 
 

@@ -87,6 +87,49 @@ def test_a_key_file_that_locks_nothing_is_a_problem(tmp_path: Path, text: str | 
         keys.load(tmp_path / "keys", {})
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the-only-key",
+        "the-only-key name=me swap=never",
+        "one-of-my-keys name=me\nmy-other-key name=me",
+        "one-of-my-keys\nmy-other-key",
+        "my-own-key name=me admin\nkey-of-alice name=alice models=*\nfor-the-metrics models=none state",
+    ],
+)
+def test_a_key_that_may_do_everything_is_no_surprise(text: str) -> None:
+    assert ring(text).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "write"),
+    [
+        ("key-of-alice name=alice requests=8\nmy-own-key admin", 1, "KEY name=alice requests=8 models=*"),
+        ("my-own-key admin\n# Bob's\nkey-of-bobby name=bob", 3, "KEY name=bob models=*"),
+        ("my-own-key\nfor-the-metrics models=none state", 1, "KEY admin"),
+        ("my-own-key\nkey-of-bobby name=bob models=*", 1, "KEY admin"),
+    ],
+)
+def test_a_key_without_rights_beside_others_is_a_warning(
+    tmp_path: Path, text: str, line: int, write: str
+) -> None:
+    file = tmp_path / "keys.txt"
+    file.write_text(text)
+    [told] = keys.load(file, {}).warnings
+    assert (told.place, told.write, told.key) == ((str(file), line), write, ("x-anvil", "key_file"))
+    assert told.said.startswith(f"{file}:{line}: the key")
+    assert "-key" not in told
+    assert "-alice" not in told
+
+
+def test_two_people_whose_lines_have_only_their_names_are_both_told() -> None:
+    found = ring("key-of-alice name=alice; key-of-bobby name=bob").warnings
+    assert [str(told).partition(",")[0] for told in found] == [
+        "ANVIL_API_KEYS:1: the key of alice may do everything",
+        "ANVIL_API_KEYS:2: the key of bob may do everything",
+    ]
+
+
 def test_without_keys_nobody_is_asked_for_one() -> None:
     assert not keys.load(None, {})
 

@@ -130,7 +130,7 @@ def test_the_served_model_counts_where_it_differs_from_our_name():
         ready(backend, stub.url, Waiting())
 
 
-@pytest.mark.parametrize("load_seconds", [0.1, 1.0, 10.0, 20.0, 200.0])
+@pytest.mark.parametrize("load_seconds", [0.1, 1.0, 10.0, 40.0])
 def test_a_look_is_late_by_a_hundredth_of_the_load_and_a_tenth_of_a_second_at_most(load_seconds: float):
     with engine(**{"GET_/health": 503, "GET_/v1/models": serving("qwen3")}) as stub:
         waiting = Waiting()
@@ -191,8 +191,8 @@ def test_an_empty_list_is_an_engine_that_is_not_ready_yet():
         engine(**{"GET_/health": 200, "GET_/v1/models": serving()}) as stub,
         pytest.raises(LoadError) as caught,
     ):
-        ready(VLLM, stub.url, Waiting(), seconds=40)
-    assert "was not ready within its load_timeout of 40 s" in caught.value.reason
+        ready(VLLM, stub.url, Waiting(), seconds=25)
+    assert "was not ready within its load_timeout of 25 s" in caught.value.reason
     assert "lists no model yet" in caught.value.reason
 
 

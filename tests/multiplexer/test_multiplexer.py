@@ -231,7 +231,7 @@ def differences(config, trace, perform, *, seed=0, package=PACKAGE, **before):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_threads_write_the_log_that_was_simulated(layout, policy):
-    for seed in seeds(3, of=30):
+    for seed in seeds(2, of=30):
         config, trace, perform = world(layout, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
         assert check(simulate(config, trace, perform), config) == [], seed
@@ -241,7 +241,7 @@ def test_the_threads_write_the_log_that_was_simulated(layout, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy):
-    for seed in seeds(3, of=30):
+    for seed in seeds(2, of=30):
         config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
 
@@ -260,7 +260,7 @@ def test_they_do_so_too_while_it_is_paused_now_and_then(fleet, policy):
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_they_do_so_too_where_not_all_gpu_groups_of_a_model_are_asked(fleet, policy, monkeypatch):
     monkeypatch.setattr("anvil_mux.scheduler.index.FEW_GROUPS", 1)
-    for seed in seeds(3, of=30):
+    for seed in seeds(2, of=30):
         config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
 
@@ -291,17 +291,19 @@ def test_they_do_so_too_for_clients_that_ask_again_once_they_are_answered(policy
     assert min(answers) * 3 >= max(answers)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_interleaving_of_the_threads_changes_the_log(layout):
     config, trace, perform = world(layout, "eager", 7, requests=30)
-    for seed in range(8):
+    for seed in seeds(4, of=8):
         assert differences(config, trace, perform, seed=seed) is None
 
 
+@pytest.mark.seeds
 def test_requests_of_one_moment_may_come_in_any_order_and_all_is_kept():
     trace = [Arrival(float(n // 12), "abc"[n % 3], 0.5) for n in range(48)]
     config = Config(policy="eager", backends=LAYOUTS["three on one GPU"][0], drain_timeout=2.0)
-    for seed in range(20):
+    for seed in seeds(8, of=20):
         player = Player(config, Engines({}, 3.0), seed)
         player.play(trace, 500.0)
         assert check(player.log, config) == []

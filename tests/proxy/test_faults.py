@@ -320,7 +320,7 @@ def test_two_drivers_swap_at_once_and_what_is_stuck_on_one_delays_nobody_on_the_
 
 # A pair beside two single ones, for a quarter of an hour, or all of it
 
-SECONDS = 3600 if ALL else 900
+SECONDS = 3600 if ALL else 450
 
 
 @pytest.mark.seeds
@@ -361,7 +361,7 @@ LEVELS = {
 }
 MISHAPS = sorted(FAULTS)
 HORIZON = 120.0
-SEEDS_EACH = 25
+SEEDS_EACH = 10
 
 
 def some_backends(draw: random.Random) -> tuple[Backend, ...]:
@@ -404,7 +404,7 @@ def some_trouble(world: World, name: str) -> None:
 
 
 @pytest.mark.seeds
-@pytest.mark.parametrize("chunk", seeds(3, of=16))
+@pytest.mark.parametrize("chunk", seeds(4, of=40))
 def test_whatever_fails_at_whatever_moment_nothing_is_lost_and_all_is_well_afterwards(
     make: Make, chunk: int
 ) -> None:

@@ -43,7 +43,7 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
     refused = client.read()
     error = json.loads(refused.body)["error"]
     assert (refused.status, error["code"]) == (503, "host_unavailable")
-    assert "h1 has not answered for" in error["message"]
+    assert "h1 has been lost for" in error["message"]
     assert refused.header(b"retry-after")
     rig.mux.facts.host_back("h1", {"a": rig.engine.url})
     assert offered() == ("loaded", "m", False)
@@ -87,7 +87,7 @@ def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None
     told = {each.pop("host"): each for each in json.loads(rig.client().get(b"/why?model=m").body)["hosts"]}
     assert told["local"] == {"states": {"stopped": 2}, "left_out": None}
     assert told["h1"]["states"] == {"ready": 1, "stopped": 1}
-    assert told["h1"]["left_out"].startswith("lost: has not answered for ")
+    assert told["h1"]["left_out"].startswith("lost for ")
     assert told["h2"]["left_out"] == "drained by hand"
     assert told["h3"]["left_out"] == "away: its agent does not answer; its engines go on serving"
     stages = json.loads(rig.client().get(b"/why?model=m").body)["stages"]
@@ -140,7 +140,7 @@ def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig: Make
     answer = client.read()
     error = json.loads(answer.body)["error"]
     assert (answer.status, error["code"]) == (503, "host_unavailable")
-    assert "h1 has not answered for" in error["message"]
+    assert "h1 has been lost for" in error["message"]
 
 
 def test_an_answer_that_has_begun_ends_with_an_error_that_names_the_host(make_rig: Make) -> None:

@@ -256,7 +256,7 @@ def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(
     press_of(page, "h03", "Hide the GPUs of h03")
     page.wait(f"{cards('h03')}.length === 0")
     page.ask("why('b'), null")
-    page.wait(f"{row('b')}.textContent.includes('Left out: h20 (lost: has not answered for ')")
+    page.wait(f"{row('b')}.textContent.includes('Left out: h20 (lost for ')")
 
 
 def test_what_was_loaded_on_a_lost_host_is_not_drawn_as_resident(

@@ -149,7 +149,7 @@ BUSY = (
     "1 in flight, 2 waiting",
     "draining",
     f"draining for {OTHER}: 1 request still runs",
-    f"A request for {OTHER} waits about",
+    f"A request for {OTHER} waits",
     "Waiting requests",
     "Cancel",
     "When each model was resident",

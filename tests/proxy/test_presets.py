@@ -290,3 +290,8 @@ def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig
     client.post(b'{"model":"qwen-fast"}')
     assert client.read().status == 404
     assert len(rig.events.of("loading")) == 1
+
+
+def test_why_says_whose_preset_it_is(rig: Rig) -> None:
+    told = json.loads(rig.client().get(b"/why?model=qwen-fast").body)
+    assert told["sentence"].startswith("qwen-fast is a preset of qwen. A request for qwen waits about")

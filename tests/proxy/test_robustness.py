@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.running import Running, seen, serving
-from tests.seeds import part
+from tests.seeds import ALL, part
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT = 120.0
@@ -40,7 +40,9 @@ def mux(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         name: {**engine, "command": ["bin/demo-engine", "--model", name, *flags], "image": "none"}
         for name in (A, B)
     }
-    file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": services}))
+    # The default policy guesses that a load takes a minute, and holds swaps back for nearly as long.
+    hurried = {} if ALL else {"max_wait": "1s"}
+    file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process", **hurried}, "services": services}))
     with serving(file, state=folder) as running:
         yield running
         assert seen(lambda: busy(running), lambda found: not any(found)) == [0] * 4

@@ -244,7 +244,9 @@ def test_browsers_get_the_page_which_may_ask_nobody_else(rig: Rig) -> None:
 def test_why_says_what_a_request_would_wait_for(rig: Rig) -> None:
     answer = json.loads(rig.client().get(b"/why?model=alias").body)
     assert (answer["model"], answer["verdict"], answer["seconds"]) == ("a", "waits", 10.0)
-    assert answer["sentence"].startswith("A request for a waits about 10 s: there is room")
+    assert answer["sentence"].startswith(
+        "alias is another name for a. A request for a waits about 10 s: there is room"
+    )
     assert rig.client().get(b"/why?model=x").status == 404
     assert rig.client().get(b"/why").status == 400
 

@@ -15,19 +15,25 @@ from tests.replay.test_player import answered
 
 
 class Engines:
-    """Engines that make so many tokens a second after 0.1 s; a word of a prompt is two."""
+    """Engines that make so many tokens a second after 0.1 s; a word of a prompt is two.
 
-    def __init__(self, fast: float, slower_each: float = 0.0) -> None:
+    Requests of one moment are answered in batches of ``at_once``.
+    """
+
+    def __init__(self, fast: float, slower_each: float = 0.0, at_once: int = 8) -> None:
         self.fast = fast
         self.slower_each = slower_each
+        self.at_once = at_once
         self.asked: list[tuple[str, int]] = []
 
     def __call__(self, requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
-        return [self.answer(each, len(requests)) for each in requests]
+        return [self.answer(each, number, len(requests)) for number, each in enumerate(requests)]
 
-    def answer(self, request: PlayedRequest, together: int) -> PlayedAnswer:
+    def answer(self, request: PlayedRequest, number: int, together: int) -> PlayedAnswer:
         self.asked.append((request.model, request.output))
-        ended = (0.1 + (request.output - 1) / self.fast) * (1 + self.slower_each * (together - 1))
+        made = min(together, self.at_once)
+        ended = (0.1 + (request.output - 1) / self.fast) * (1 + self.slower_each * (made - 1))
+        ended *= 1 + number // self.at_once
         answer = answered(request, 0, 0.0, 0.1 if request.output > 1 else math.nan, ended)
         return PlayedAnswer(
             **{name: getattr(answer, name) for name in answer.__slots__ if name != "prompt_tokens"},
@@ -61,8 +67,13 @@ def test_an_answer_of_given_length_is_asked_for_once() -> None:
 
 
 def test_an_engine_may_be_slower_in_company() -> None:
-    assert warm_up(Engines(20.0, 0.5), ["a"], [], {})["a"].slower_each == pytest.approx(0.5)
-    assert warm_up(Engines(20.0), ["a"], [], {})["a"].slower_each == 0.0
+    assert warm_up(Engines(20.0, 0.5), ["a"], [], {})["a"].company == pytest.approx((0.5, math.inf))
+    assert warm_up(Engines(20.0), ["a"], [], {})["a"].company == (0.0, math.inf)
+
+
+def test_an_engine_may_make_few_answers_at_a_time() -> None:
+    assert warm_up(Engines(20.0, 0.5, at_once=2), ["a"], [], {})["a"].company == pytest.approx((0.5, 2))
+    assert warm_up(Engines(20.0, at_once=1), ["a"], [], {})["a"].company == (0.0, 1)
 
 
 def test_each_model_is_loaded_as_often_as_asked_for() -> None:
@@ -81,7 +92,7 @@ def test_of_several_rounds_the_middle_one_counts() -> None:
 
     moments = iter([(40.0, 0.9), (1.0, 0.1), (20.0, 0.5)])
     found = warm_up(ask, ["a"], [], {"a": UsualAnswer(2.0, 20.0)}, rounds=3)["a"]
-    assert found == pytest.approx((0.1, 20.0, 2.0, 0.5))
+    assert found == pytest.approx((0.1, 20.0, 2.0, 0.5, math.inf))
 
 
 def test_a_model_that_does_not_answer_ends_it() -> None:

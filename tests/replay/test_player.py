@@ -10,14 +10,14 @@ import pytest
 
 from anvil_mux.replay import script
 from anvil_mux.replay.player import Player
-from anvil_mux.replay.script import PlayedRequest, Script, ServerNames
+from anvil_mux.replay.script import PlayedRequest, Script
 from anvil_mux.replay.sending import PlayedAnswer
 from anvil_mux.sim import prompts, workload
 from anvil_mux.sim.simulate import Arrival
-from anvil_mux.sim.workload import Workload
+from anvil_mux.sim.workload import ModelNames, Workload
 from tests.baton import BatonClock
 
-NAMES = ServerNames({})
+NAMES = ModelNames({})
 
 
 def answered(request: PlayedRequest, number: int, sent: float, first: float, ended: float) -> PlayedAnswer:

@@ -245,8 +245,8 @@ def test_the_refusal_says_whose_answer_it_is_and_when_to_come_back():
     assert isinstance(error, WouldWaitTooLong)
     assert (error.status, error.retry_after) == (503, 60.0)
     assert error.message == (
-        "chat cannot be loaded within 600 s (queue_timeout): request abc-1 of image has run for 2 min, and "
-        "may end first (drain_timeout). It may be loaded in about 18 min."
+        "chat would wait longer than queue_timeout (600 s): request abc-1 of image has run for 2 min, and "
+        "may finish first (drain_timeout). It can be loaded in about 18 min."
     )
     assert driver.request("chat", 1905.0).error.retry_after == pytest.approx(5.0)
 

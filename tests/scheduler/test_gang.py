@@ -131,7 +131,17 @@ def test_who_stands_behind_a_lost_gang_is_told_which_host_does_not_answer():
     fleet = resident(tied())
     lose(fleet, "h1", 2.0)
     error = fleet.request("b", 5.0).error
-    assert error.message == "g holds a GPU of b, and h1 has not answered for 3 s."
+    assert error.message == "g holds a GPU of b, and h1 has been lost for 3 s."
+
+
+def test_a_load_for_which_the_pinned_and_a_lost_gang_leave_no_room_fails_at_once():
+    gpus = Gpu("0", vram=10, host="h1"), Gpu("0", vram=10, host="h2")
+    gang = on("h1", "g", "0", more=(("h2", ("0",)),), vram=3)
+    fleet = resident(Fleet(gang, on("h2", "p", vram=3, pin=True), on("h2", "b", vram=6), gpus=gpus))
+    fleet.take(fleet.core.adopted("p", 1.0))
+    lose(fleet, "h1", 2.0)
+    error = fleet.request("b", 5.0).error
+    assert error.message == "g holds a GPU of b, and h1 has been lost for 3 s."
 
 
 def test_others_on_its_healthy_host_are_served_and_loaded_on_gpus_that_it_does_not_hold():

@@ -484,10 +484,10 @@ def test_requests_are_told_which_hosts_their_model_has_and_what_is_so():
             "host_unavailable",
             30.0,
         )
-        what = "m has no host to run on now: gpu-b has not answered for 12 s, gpu-c is drained."
+        what = "m has no host to run on now: gpu-b has been lost for 12 s, gpu-c is drained."
         assert ticket.error.message == what
     fleet.take(fleet.core.host_lost("", 14.0))
-    assert "local has not answered for 2 s" in fleet.request("x", 16.0).error.message
+    assert "local has been lost for 2 s" in fleet.request("x", 16.0).error.message
 
 
 # Lost from the very start

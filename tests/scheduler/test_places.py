@@ -282,7 +282,7 @@ def test_waiting_for_a_place_has_an_end_and_a_full_queue_is_full_for_a_resident_
     stage.play(main)
     late, refused = errors
     assert isinstance(late.error, WaitedTooLong)
-    assert "no place" in late.error.message
+    assert late.error.message == "a ran as many requests as it may, for 30 s."
     assert isinstance(refused.error, Overloaded)
 
 

@@ -12,7 +12,7 @@ from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Evict, Load
 from anvil_mux.sim.simulate import Arrival, Engines, Outcome, _Simulation, check, simulate
-from tests.scheduler.test_group import TEN, Driver, backend
+from tests.scheduler.test_group import TEN, Driver, Never, backend
 from tests.sim.test_simulate import HOST_MEMORY, LAYOUTS, world
 
 LEVELS = ("sleep", "sleep-2", "checkpoint", "stop")
@@ -143,6 +143,76 @@ def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
     assert driver.steps(9.0) == ["load c"]
 
 
+def unstoppable(*others, **settings):
+    """``a`` and ``b`` sleep, and keep 2 of 11 bytes each; neither could be stopped for ``c``, of 8 bytes."""
+    pair = [backend(name, vram=5, evict_to=("sleep",)) for name in "ab"]
+    driver = Driver(*pair, backend("c", vram=8), *others, gpus=(Gpu("0", vram=11),), **settings)
+    for name in "ab":
+        asleep(driver.with_resident(name), name, 0.0, residual={"0": 2})
+    waiting = driver.request("c", 1.0)
+    assert driver.steps(1.0) == ["demote a"]
+    driver.core.evict_failed("a", 2.0, "no answer")
+    assert (driver.steps(2.0), waiting.error) == (["demote b"], None), "8 and 2 fit on 11"
+    driver.core.evict_failed("b", 3.0, "no")
+    return driver, waiting
+
+
+def test_a_load_for_which_several_that_could_not_be_stopped_leave_no_room_fails_at_once():
+    driver, waiting = unstoppable()
+    assert (waiting.error.code, waiting.error.retry_after) == ("stuck", 4.0)
+    assert waiting.error.message == "a could not be stopped and holds a GPU of c: no answer"
+    assert isinstance(driver.request("c", 4.0).error, Stuck)
+    assert driver.steps(7.0) == ["demote a"]
+    again = driver.request("c", 7.5)
+    assert not again.settled, "there will be room once it has been stopped"
+    driver.core.evicted("a", 7.75)
+    assert driver.steps(7.75) == ["load c"]
+    driver.core.loaded("c", 9.0)
+    driver.sound()
+
+
+def test_nobody_waits_behind_a_queue_for_which_several_that_could_not_be_stopped_leave_no_room():
+    """They are not stopped while requests wait for them: if ``c`` kept the GPU from these, nobody got it."""
+    driver, _ = unstoppable(max_wait=0.5)
+    driver.request("c", 4.0)
+    for name in "ab":
+        driver.request(name, 5.0, leases=False)
+    assert driver.steps(6.0) == ["load a"]
+    driver.core.loaded("a", 7.0)
+    assert driver.steps(7.0) == ["load b"]
+    driver.core.loaded("b", 8.0)
+    assert driver.steps(8.0) == []
+    driver.request("c", 9.0)
+    assert driver.steps(10.0) == ["evict a", "evict b"], "what runs again can be evicted again"
+
+
+def test_a_load_for_which_the_pinned_and_one_that_could_not_be_stopped_leave_no_room_fails_at_once():
+    a, p = backend("a", vram=5, evict_to=("sleep",)), backend("p", vram=2, pin=True)
+    driver = Driver(a, p, backend("c", vram=8), gpus=(Gpu("0", vram=11),)).with_resident("p")
+    asleep(driver.with_resident("a"), "a", 0.0, residual={"0": 2})
+    waiting = driver.request("c", 1.0)
+    assert driver.steps(1.0) == ["demote a"]
+    driver.core.evict_failed("a", 2.0, "no")
+    assert isinstance(waiting.error, Stuck)
+    driver.core.pin("p", 3.0, False)
+    driver.request("c", 3.0)
+    assert driver.steps(3.0) == ["evict p"]
+
+
+def test_a_load_for_which_others_and_one_that_could_not_be_stopped_leave_no_room_fails_once_it_is_overdue():
+    a, c = backend("a", vram=5, evict_to=("sleep",)), backend("c", vram=8)
+    driver = Driver(a, c, gpus=(Gpu("0", vram=11),), policy=Never())
+    assert driver.core.adopt_standby("a", 0.0, "sleep", {"0": 2}, 0)
+    driver.core.memory_seen({"0": 2})
+    waiting = driver.request("c", 1.0)
+    assert driver.steps(61.0) == ["demote a"]
+    driver.core.evict_failed("a", 62.0, "no")
+    driver.request("a", 63.0)  # so it is not stopped again as long as ``c`` keeps the GPU from it
+    assert driver.steps(63.0) == []
+    assert isinstance(waiting.error, GpuMemoryShort)
+    assert driver.steps(123.0) == ["load a"]
+
+
 # By hand
 
 
@@ -219,6 +289,19 @@ def test_a_victim_that_keeps_more_than_the_target_leaves_room_for_is_put_down_as
     assert driver.steps(3.0) == ["load b"]
 
 
+def test_nobody_else_goes_for_a_target_that_nobody_waits_for_any_more():
+    """``a`` keeps 2 of the 4 bytes that ``b`` was to have."""
+    a = backend("a", vram=4, evict_to=("sleep",))
+    driver = Driver(a, backend("b", vram=5), backend("c", vram=6), gpus=(Gpu("0", vram=11),))
+    driver.with_resident("a").with_resident("c", 1.0)
+    waiting = driver.request("b", 2.0)
+    assert driver.steps(2.0) == ["evict a"]
+    driver.core.give_up(waiting, 3.0)
+    driver.core.evicted("a", 4.0, {"0": 2}, "sleep")
+    assert (driver.steps(4.0), driver.states()) == ([], {"a": "standby", "b": "stopped", "c": "ready"})
+    driver.sound()
+
+
 @pytest.mark.parametrize(
     ("residual", "expected"),
     [({"sleep": 2}, "sleep"), ({"sleep": 3}, "checkpoint"), ({"checkpoint": 9}, "sleep")],
@@ -277,6 +360,69 @@ def test_who_is_to_be_measured_has_its_gpu_to_itself_until_it_has_left_it_once()
     driver.core.loaded("b", 3.0)
     driver.request("a", 4.0)
     assert driver.steps(4.0) == ["load a"], "6 and 4 fit on 10"
+
+
+def test_who_waits_until_it_is_stopped_is_refused_then_if_one_that_could_not_be_stopped_is_in_the_way():
+    a, b = (backend(name, vram=vram, evict_to=("sleep",)) for name, vram in (("a", 4), ("b", 8)))
+    driver = Driver(a, b, gpus=TEN)
+    for name, residual in (("a", 3), ("b", 1)):
+        assert driver.core.adopt_standby(name, 0.0, "sleep", {"0": residual}, 0)
+        driver.core.unload(name, 0.0)
+    assert driver.steps(0.0) == ["demote a", "demote b"]
+    driver.core.evict_failed("a", 1.0, "no")
+    waiting = driver.request("b", 1.0)
+    assert not waiting.settled
+    driver.core.evicted("b", 2.0)
+    assert isinstance(waiting.error, Stuck)
+
+
+def beside_a_stuck_one(driver, at):
+    """``a``, which shares the GPU with ``b``, could not be stopped."""
+    driver.core.unload("a", at)
+    assert driver.steps(at) == ["evict a"]
+    driver.core.evict_failed("a", at, "no")
+
+
+def test_who_waits_until_its_load_is_cancelled_is_refused_then_if_another_is_stuck():
+    driver = Driver(*(backend(name, vram=4) for name in "ab"), gpus=TEN).with_resident("a")
+    driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["load b"]
+    beside_a_stuck_one(driver, 2.0)
+    driver.core.unload("b", 3.0)
+    assert driver.steps(3.0) == ["cancel b"]
+    waiting = driver.request("b", 4.0)
+    assert not waiting.settled
+    driver.core.load_cancelled("b", 5.0)
+    assert isinstance(waiting.error, Stuck)
+
+
+def test_who_waits_until_its_drain_has_ended_is_refused_if_it_dies_and_another_is_stuck():
+    driver = Driver(*(backend(name, vram=4) for name in "ab"), gpus=TEN).with_resident("a").with_resident("b")
+    beside_a_stuck_one(driver, 2.0)
+    driver.core.release(driver.request("b", 3.0), 3.5)
+    driver.request("b", 4.0)
+    driver.core.unload("b", 4.0)
+    assert (driver.steps(4.0), driver.state("b")) == ([], "draining")
+    waiting = driver.request("b", 5.0)
+    assert not waiting.settled
+    driver.core.died("b", 6.0, "killed")
+    assert isinstance(waiting.error, Stuck)
+
+
+def test_who_is_found_to_need_more_than_one_that_could_not_be_stopped_leaves_is_refused_at_once():
+    """Beside ``b``, which takes the GPU whole until it is measured, nothing in standby counts."""
+    a, b = backend("a", vram=4, evict_to=("sleep",)), backend("b", vram_measured=True)
+    driver = Driver(a, b, backend("c", vram=4), gpus=TEN)
+    assert driver.core.adopt_standby("a", 0.0, "sleep", {"0": 3}, 0)
+    driver.core.unload("a", 0.0)
+    assert driver.steps(0.0) == ["demote a"]
+    driver.core.evict_failed("a", 1.0, "no")
+    driver.with_resident("b", 1.0)
+    driver.request("c", 2.0)
+    assert driver.steps(2.0) == ["evict b"]
+    waiting = driver.request("b", 2.5)
+    driver.core.evicted("b", 3.0, freed={"0": 8})
+    assert isinstance(waiting.error, Stuck)
 
 
 # The host's memory

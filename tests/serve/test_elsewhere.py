@@ -199,7 +199,7 @@ def check_both(near: Running) -> None:
     assert 'anvil_fallbacks_total{cause="load_failed",model="broken",to="gpt"} 1.0' in metrics
     assert 'anvil_circuit_state{backend="gpt",state="closed"} 1.0' in metrics
     sentence = near.get("/why?model=slow")["sentence"]
-    assert sentence.endswith("If it is not served within 0 s, gpt answers.")
+    assert sentence.endswith("If it is not served within 0 s, gpt answers instead.")
     assert near.get("/healthz")["models"]["gpt"]["elsewhere"]["circuit"] == "closed"
     [row] = [line for line in models_table(near.get("/healthz")) if line.startswith("gpt")]
     assert "elsewhere" in row

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from anvil_mux.cli.main import main
 from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -86,12 +85,13 @@ def test_models_on_several_hosts_have_one_address_and_a_host_is_drained(file, tm
         assert (status, "Known hosts: local, alpha, beta, gamma" in text) == (404, True)
 
 
-def test_logs_of_engines_on_other_hosts_come_by_way_of_anvil_mux(file, tmp_path):
+def test_logs_of_engines_on_other_hosts_come_by_way_of_anvil_mux(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
     def logs(*words):
-        argv = [sys.executable, "-m", "anvil_mux", "logs", *words]
-        environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-        done = subprocess.run(argv, env=environ, cwd=ROOT, text=True, capture_output=True)
-        return done.stdout + done.stderr
+        main(["logs", *words])
+        said = capsys.readouterr()
+        return said.out + said.err
 
     with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
         for model in SERVICES:

@@ -11,7 +11,7 @@ from tests.sim.test_simulate import POLICIES, assert_is_sound
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_no_world_with_lost_hosts_breaks_an_invariant(fleet, policy):
-    for seed in seeds(8, of=60):
+    for seed in seeds(3, of=60):
         assert_is_sound(world_of_hosts(fleet, policy, seed), seed)
 
 
@@ -19,7 +19,7 @@ def test_no_world_with_lost_hosts_breaks_an_invariant(fleet, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_nor_does_one_that_is_paused_now_and_then(fleet, policy):
-    for seed in seeds(8, of=60):
+    for seed in seeds(3, of=60):
         assert_is_sound(world_of_pauses(fleet, policy, seed), seed)
 
 
@@ -30,5 +30,5 @@ def test_nor_does_one_whose_models_have_backends_in_too_many_groups_to_ask_them_
     fleet, policy, monkeypatch
 ):
     monkeypatch.setattr("anvil_mux.scheduler.index.FEW_GROUPS", 1)
-    for seed in seeds(4, of=60):
+    for seed in seeds(2, of=60):
         assert_is_sound(world_of_hosts(fleet, policy, seed), seed)

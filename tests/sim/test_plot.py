@@ -100,7 +100,7 @@ def test_a_wait_stands_at_its_arrival_and_says_how_it_ended() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_backends_that_share_a_gpu_get_rows_of_their_own(layout: str) -> None:
     most = 0
-    for seed in range(10):
+    for seed in range(4):
         config, trace, engines = world(layout, "eager", seed)
         told = History(simulate(config, trace, engines))
         lanes = plot._lanes(told.bars, config)
@@ -144,7 +144,7 @@ def test_the_name_of_the_file_says_what_kind_of_picture_it_is(tmp_path: Path, su
     assert one == (tmp_path / ("again" + suffix)).read_bytes()
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_every_run_has_a_panel_with_its_figures_and_there_is_one_legend(tmp_path: Path, count: int) -> None:
     runs = [(f"policy {n}", *run(policy="eager")[1:]) for n in range(count)]
     texts = words(tmp_path / "picture.svg", runs)

@@ -117,6 +117,16 @@ LAYOUTS = {
         ),
         (),
     ),
+    "sleepers beside one that is pinned": (
+        (
+            one("a", "0", vram=4, evict_to=("sleep",)),
+            one("b", "0", vram=5, evict_to=("sleep", "checkpoint"), demote_after=4.0029296875),
+            one("c", "0", vram=6, evict_to=("sleep",), demote_after=3.0029296875),
+            one("d", "0", vram=8, evict_to=("checkpoint",)),
+            one("p", "0", vram=2, pin=True),
+        ),
+        (Gpu("0", vram=12, reserve=1),),
+    ),
 }
 
 
@@ -242,9 +252,10 @@ def world(layout, policy, seed, requests=60):
     return config, trace, engines
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", POLICIES)
 def test_plans_that_were_kept_are_those_that_would_be_made_anew(policy, monkeypatch):
-    worlds = [world(layout, policy, seed) for layout in LAYOUTS for seed in range(4)]
+    worlds = [world(layout, policy, seed) for layout in LAYOUTS for seed in seeds(2, of=4)]
     kept = [simulate(*each) for each in worlds]
     monkeypatch.setattr(Decider, "_plans_can_hold", lambda self: False)
     assert [simulate(*each) for each in worlds] == kept
@@ -286,8 +297,21 @@ def assert_is_sound(world, seed):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_world_breaks_an_invariant(layout, policy):
-    for seed in seeds(8, of=60):
+    for seed in seeds(4, of=60):
         assert_is_sound(world(layout, policy, seed), seed)
+
+
+SHORT_WAITS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_world_breaks_an_invariant_where_every_queue_is_soon_overdue(layout, policy):
+    for seed in seeds(len(SHORT_WAITS), of=60):
+        config, trace, engines = world(layout, policy, seed)
+        config = replace(config, max_wait=SHORT_WAITS[seed % len(SHORT_WAITS)])
+        assert_is_sound((config, trace, engines), seed)
 
 
 def moves(log):
@@ -301,7 +325,7 @@ def moves(log):
 
 
 def test_the_worlds_contain_everything_that_can_happen():
-    logs = [simulate(*world(layout, "debounce", seed)) for layout in LAYOUTS for seed in range(40)]
+    logs = [simulate(*world(layout, "debounce", seed)) for layout in LAYOUTS for seed in range(24)]
     kinds = {event.kind for log in logs for event in log}
     assert kinds == {
         *("queued", "leased", "released", "gone", "failed", "deferred"),

@@ -5,14 +5,14 @@ from statistics import fmean
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES, Stay
 from anvil_mux.sim import study
 from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.sim.study import Recording, StudyRun
-from anvil_mux.sim.workload import PROFILES, SHIPPED, SHIPPED_AS, BadWorkload, two_clients
+from anvil_mux.sim.workload import PROFILES, SHIPPED, SHIPPED_AS, BadWorkload, ModelNames, two_clients
 from anvil_mux.telemetry import eventlog
 
 
@@ -144,7 +144,8 @@ def test_all_policies_are_those_that_need_no_settings(monkeypatch):
 
 
 def test_settings_of_the_configuration_are_for_its_own_policy_only():
-    config = Config((), policy="debounce", policy_settings={"quiet": 3.0}, max_wait=50.0)
+    backends = (Backend("a", "a", ("0",)), Backend("b", "b", ("0",)))
+    config = Config(backends, policy="debounce", policy_settings={"quiet": 3.0}, max_wait=50.0)
     [case] = study.profiles(["bursty"], 1, config)
     patient, eager = study.run(case, "debounce"), study.run(case, "eager")
     assert patient.config.policy_settings == {"quiet": 3.0}
@@ -161,12 +162,38 @@ def test_a_policy_without_the_settings_that_it_needs_is_told():
     assert study.run(replace(case, config=given), RELUCTANT).figures.requests == 40
 
 
-def test_a_profile_brings_its_own_models_and_takes_the_settings():
-    config = Config((Backend("x", "x", ("3",), vram=5),), (Gpu("3", vram=9),), drain_timeout=0.25)
-    [case] = study.profiles(["dominant"], 1, config)
-    assert [backend.model for backend in case.config.backends] == ["a", "b"]
-    assert case.config.gpus == ()
-    assert study.run(case, "eager").figures.severed == 4 + 10  # before b comes, and before a comes back
+BOTH_ON_ONE_GPU = Config(
+    (Backend("one", "small", ("3",), aliases=("s",)), Backend("two", "large", ("3",))), drain_timeout=0.25
+)
+
+
+def test_a_profile_meets_the_backends_of_the_configuration():
+    called = ModelNames({"a": "s", "b": "large"})
+    [case] = study.profiles(["dominant"], 1, BOTH_ON_ONE_GPU, called)
+    assert case.config is BOTH_ON_ONE_GPU
+    told = study.run(case, "eager")
+    assert {event.model for event in told.log if event.kind == "ready"} == {"small", "large"}
+    assert told.figures.severed == 4 + 10  # before b comes, and before a comes back
+    with pytest.raises(
+        BadWorkload, match=r"dominant asks for b; .* small, large only: .*--model b=NAME which to take"
+    ):
+        [*study.profiles(["dominant"], 1, BOTH_ON_ONE_GPU, ModelNames({"a": "s"}))]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_names_of_models_do_not_change_what_a_profile_does(profile):
+    own = PROFILES[profile]()
+    crossed = ModelNames({"a": "b", "b": "a"})
+    [case] = study.profiles([profile], 1, own.config(), crossed)
+    [same] = study.profiles([profile], 1)
+    there, here = study.run(case, "eager"), study.run(same, "eager")
+    assert there.figures == here.figures
+    assert [crossed.name(e.model) for e in there.log] == [e.model for e in here.log]
+
+
+def test_a_model_that_stands_for_several_loads_as_long_as_the_slowest():
+    made = PROFILES["interleave"]().renamed(ModelNames(every="small"))
+    assert (made.load_seconds, made.resident) == ({"small": 9.0}, ("small",))
 
 
 def test_requests_that_found_a_full_line_are_not_forgotten():

@@ -40,6 +40,7 @@ from anvil_mux.telemetry.situation import Situation
 from tests.cli.test_cli import PROJECT, compose, stream
 from tests.cli.test_cli import run as run_serve
 from tests.running import serving
+from tests.seeds import seeds
 from tests.sim.test_simulate import LAYOUTS, world
 
 AB = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager")
@@ -482,8 +483,9 @@ def test_a_log_without_a_request_cannot_be_replayed() -> None:
 # Files that are set aside
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_a_new_file_can_be_read_without_the_old_wherever_it_begins(layout: str, seed: int) -> None:
     config, requests, engines = world(layout, "adaptive", seed)
     log = simulate(config, requests, engines)
