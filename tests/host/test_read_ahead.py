@@ -179,10 +179,12 @@ def test_a_real_file_is_in_the_page_cache_afterwards(tmp_path: Path) -> None:
     if not is_on_disk(path):
         pytest.skip("the folder of the tests is not on a disk")
     with path.open("wb") as file:
-        file.write(bytes(PIECE + 4096))
+        file.write(bytes(2 * PIECE))
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with CachedFile(path) as cached:
+            while len(cached.missing()) < 2:  # a page that the kernel was busy with stays
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     told, done = list[tuple[str, int]](), threading.Event()
 
     def tell(backend: str, size: int, seconds: float) -> None:
@@ -191,7 +193,7 @@ def test_a_real_file_is_in_the_page_cache_afterwards(tmp_path: Path) -> None:
 
     ahead = ReadAhead(lambda backend: [path], tell, room=lambda: PLENTY)
     ahead.order([A])
-    assert done.wait(30)
+    assert done.wait(120)  # whoever else uses the disk comes first
     with CachedFile(path) as cached:
         assert cached.missing() == []
-    assert told == [("a", PIECE + 4096)]
+    assert told == [("a", 2 * PIECE)]
