@@ -159,6 +159,15 @@ def test_a_key_that_is_taken_away_is_asked_for_again(locked: Rig, page: Chromium
     assert page.ask(REFUSED).startswith("This key is not known here.")
 
 
+def test_a_key_may_be_taken_away_while_usage_is_asked_for(locked: Rig, page: Chromium) -> None:
+    enter(page, ROOT)
+    page.wait(READY)
+    locked.handler.reconfigure(locked.config, keys.load(None, {keys.VARIABLE: "another-key"}))
+    page.ask("showUsage().then(() => document.title = 'asked'), null")
+    page.wait("document.title === 'asked'")
+    assert page.ask(LOCKED)
+
+
 def test_what_the_page_links_to_is_opened_with_its_key(tmp_path: Path, page: Chromium) -> None:
     enter(page, SEES)
     page.wait(READY)
