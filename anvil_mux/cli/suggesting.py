@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anvil_mux.cli.diagnostics import print_diagnostics
 from anvil_mux.cli.output import FAILED, complain, counted, print_json, say
 from anvil_mux.cli.screen import table
+from anvil_mux.config.diagnostic import NOWHERE, Diagnostic, as_diagnostic
 from anvil_mux.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def run(given: argparse.Namespace) -> int:
     documents = [interpolate.read(file) for file in files]
     made = suggest(documents, os.environ, [gpu.id for gpu in check.gpus_here()])
     found = any("x-anvil" in each for each in made.written.services.values())
-    problems, warnings = _checked(made) if found else ([], ())
+    problems, warnings = _checked(made, files) if found else ([], ())
     text = made.written.text() if found else ""
     if given.json:
         rows = [row.to_json() for row in made.rows]
@@ -41,15 +43,18 @@ def run(given: argparse.Namespace) -> int:
     for shown in table([key.upper() for key in HEAD], rows_shown):
         print(shown, file=sys.stderr)
     if not found:
+        for note in made.written.notes:
+            say(f"{note.about}: {note.text}")
         return complain(_nothing(made), FAILED)
     print(text, end="")
-    for problem in problems:
-        say(f"check would still report: {problem}")
+    if problems:
+        say("check would still report:")
+        print_diagnostics([("error", problem) for problem in problems])
     names = " ".join(str(file) for file in files)
     engines = [row for row in made.rows if row.model]
     say(
-        f"{counted(engines, 'model')}; with this check has {counted(problems, 'problem')} and "
-        f"{counted(warnings, 'warning')}. Paste them into the file, or use them as a second file (needs "
+        f"{counted(engines, 'model')}; with this added, check has {counted(problems, 'problem')} and "
+        f"{counted(warnings, 'warning')}. Paste it into the file, or use it as a second file (needs "
         f"Docker Compose): anvil-mux check --suggest {names} > {OVERRIDE}; anvil-mux check {names} {OVERRIDE}"
     )
     return 0
@@ -64,21 +69,44 @@ def _nothing(made: Suggestion) -> str:
     )
 
 
-def _checked(made: Suggestion) -> tuple[list[str], Sequence[str]]:
+def _checked(made: Suggestion, files: Sequence[Path]) -> tuple[list[str], Sequence[str]]:
     """Return what check says of the files with the suggestion in them: problems and warnings."""
-    import yaml
-
     from anvil_mux import plugins
     from anvil_mux.cli.arguments import gpus_present
+    from anvil_mux.config.composefile import compose_config, run_compose
 
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "compose.yaml"
-        file.write_text(yaml.safe_dump(_escaped(made.merged), sort_keys=False), encoding="utf-8")
+        file = Path(folder) / OVERRIDE
+        file.write_text(made.written.text(), encoding="utf-8")
+        together = [*files, file]
         try:
-            config = plugins.load([file], environ=dict(os.environ), compose=None, present=gpus_present())
+            answer = run_compose(compose_config(together), os.environ)
+            if answer is None:
+                file.write_text(_merged(made), encoding="utf-8")
+                together = [file]
+            config = plugins.load(
+                together,
+                environ=dict(os.environ),
+                compose=(lambda argv, environ: answer) if answer else None,
+                present=gpus_present(),
+            )
         except ConfigError as error:
-            return [re.sub(rf"{re.escape(str(file))}:\d+: ", "", each) for each in error.problems], ()
+            return [_without_place(each, file) for each in error.problems], ()
     return [], config.warnings
+
+
+def _without_place(problem: str, file: Path) -> str:
+    """The problem without its place, if that is in ``file``, which the user does not have."""
+    told = as_diagnostic(problem)
+    text, said = (re.sub(rf"{re.escape(str(file))}(:\d+)?: ", "", each) for each in (problem, told.said))
+    place = NOWHERE if told.place.file == str(file) else told.place
+    return Diagnostic(text, said=said, write=told.write, key=told.key, place=place, page=told.page)
+
+
+def _merged(made: Suggestion) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(_escaped(made.merged), sort_keys=False))
 
 
 def _escaped(value: Any) -> Any:

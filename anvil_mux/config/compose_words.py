@@ -272,6 +272,8 @@ def _of_wrong_kind(key: KeyPath, kind: str, value: Any) -> Diagnostic:
                 return Diagnostic("must be a mapping, without dashes before its keys", value=as_yaml(joined))
             return Diagnostic("must be a mapping: keys, each with a value")
         case "string":
+            if key[-1:] == ("restart",) and value is False:
+                return Diagnostic("must be text", write='restart: "no"')
             return Diagnostic("must be text", value="" if value is None else f'"{as_yaml(value)}"')
     return Diagnostic("must be text or a list" if kind == "null" else f"must be a {kind}")
 

@@ -32,6 +32,18 @@ IMAGES: tuple[tuple[str, str], ...] = (
 )
 """Pattern in the image's repository or the program's name -> engine; everything else is ``openai``."""
 
+USUAL_PORT = 8000
+"""The port on which most engines listen."""
+USUAL_PORTS = {
+    "vllm": USUAL_PORT,
+    "sglang": 30000,
+    "llamacpp": 8080,
+    "ollama": 11434,
+    "tabbyapi": 5000,
+    "trtllm": USUAL_PORT,
+}
+"""Engine -> the port on which it listens unless another is configured."""
+
 ALL = "all"
 RESERVED = ("deploy", "resources", "reservations", "devices")
 RESERVATION = "devices: [{driver: nvidia, count: all, capabilities: [gpu]}]"
@@ -153,7 +165,7 @@ def served_model(service: RawService, engine: str) -> tuple[str, ...]:
             names = [*flag_values(words, "--alias"), *flag_values(words, "-a")]
             return tuple(part.strip() for name in names for part in name.split(",") if part.strip())
         case "vllm" | "sglang":
-            return _names_given(words) or tuple(_models_given(service))[-1:]
+            return _names_given(words) or tuple(models_given(service))[-1:]
     return tuple(flag_values(words, "--served-model-name"))
 
 
@@ -172,7 +184,7 @@ def _names_given(words: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def _models_given(service: RawService) -> Iterator[str]:
+def models_given(service: RawService) -> Iterator[str]:
     """--model, --model-path, or the word after `vllm serve`, which may be the image's own entrypoint."""
     words = argv(service)
     if "serve" in words:
@@ -472,7 +484,7 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
     if others_gpus(service, {}):
         yield from devices.bites(service, gpus)
     yield from _unheard(service, engine, port)
-    yield from _unpublished(service, port)
+    yield from _unpublished(service, port, USUAL_PORTS.get(engine, "PORT"))
 
 
 def process_bites(service: RawService, port: int | None) -> Iterator[str]:
@@ -501,7 +513,7 @@ def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str
         yield Diagnostic(text, said=said, write=write, key=("command",))
 
 
-def _unpublished(service: RawService, port: int | None) -> Iterator[str]:
+def _unpublished(service: RawService, port: int | None, usual: int | str) -> Iterator[str]:
     inside = [each.inside for each in published(service)]
     if service.get("network_mode") == "host" or (inside and (port is None or port in inside)):
         return
@@ -511,7 +523,7 @@ def _unpublished(service: RawService, port: int | None) -> Iterator[str]:
         yield Diagnostic(text, write=f'ports: ["127.0.0.1::{port}"]', key=("ports",))
         return
     said = "its port is not published, so it can only be reached from the Docker host itself"
-    yield advice(said, f'ports: ["127.0.0.1::{port or told or "PORT"}"]', key=("ports",))
+    yield advice(said, f'ports: ["127.0.0.1::{port or told or usual}"]', key=("ports",))
 
 
 # Short and long forms

@@ -11,13 +11,14 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 
 from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.service import USUAL_PORT, USUAL_PORTS
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """One engine family."""
 
-    port: int = 8000
+    port: int = USUAL_PORT
     """The port that it listens on unless it is told otherwise."""
     health: str = "/health"
     must_have_health: bool = True
@@ -53,7 +54,7 @@ ENGINES: dict[str, Engine] = {
         )
     ),
     "sglang": Engine(
-        port=30000,
+        port=USUAL_PORTS["sglang"],
         shown=_routes("/health /metrics /v1/models /model_info /get_model_info"),
         control=_routes(
             """/release_memory_occupation /resume_memory_occupation /pause_generation /continue_generation
@@ -64,21 +65,21 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     "llamacpp": Engine(
-        port=8080,
+        port=USUAL_PORTS["llamacpp"],
         names_file=True,
         idle_connections=2,  # it has at least two threads more than slots
         control=_routes("/models/load /models/unload /slots/ /lora-adapters"),
         shown=_routes("/health /metrics /v1/models /models"),
     ),
     "ollama": Engine(
-        port=11434,
+        port=USUAL_PORTS["ollama"],
         health="/",
         shown=_routes("/api/tags /api/version /v1/models"),
         loads_at_first_request=True,
         control=_routes("/api/pull /api/push /api/create /api/copy /api/delete /api/blobs/ /api/ps"),
     ),
     "tabbyapi": Engine(
-        port=5000,
+        port=USUAL_PORTS["tabbyapi"],
         models="/v1/model",
         shown=_routes("/health /v1/model /v1/models"),
         control=_routes("/v1/model/ /v1/lora/ /v1/template/ /v1/sampling/ /v1/download /v1/auth/ /v1/token/"),

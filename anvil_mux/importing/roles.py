@@ -21,21 +21,14 @@ class KnownServer(NamedTuple):
     pattern: str
     port: int
     about: str
+    word_is_model: bool = False
+    """Whether the first word of its command is the model that it serves."""
 
 
-PORTS = {
-    "vllm": 8000,
-    "sglang": 30000,
-    "llamacpp": 8080,
-    "ollama": 11434,
-    "tabbyapi": 5000,
-    "trtllm": 8000,
-}
-"""Engine family -> the port on which it listens by default, as in host/engine.py."""
 SERVERS = (
     KnownServer(r"text-generation-inference", 80, "Text Generation Inference"),
     KnownServer(r"text-embeddings-inference", 80, "Text Embeddings Inference"),
-    KnownServer(r"(^|/)local-?ai$", 8080, "LocalAI"),
+    KnownServer(r"(^|/)local-?ai$", 8080, "LocalAI", word_is_model=True),
     KnownServer(r"lmdeploy", 23333, "LMDeploy"),
     KnownServer(r"aphrodite", 2242, "Aphrodite"),
     KnownServer(r"michaelf34/infinity", 7997, "Infinity"),
@@ -49,8 +42,15 @@ SERVERS = (
 )
 NO_ENGINES: tuple[tuple[str, str], ...] = (
     (r"open-?web-?ui", "Open WebUI is a client"),
-    (r"web-?ui$|-ui$|hollama|lobe-?chat|librechat|anything-?llm|big-agi", "its image is a web interface"),
-    (r"litellm|one-api|new-api|router|gateway|proxy", "it forwards requests"),
+    (
+        r"web-?ui$|-ui$|hollama|lobe-?chat|librechat|anything-?llm|big-agi",
+        "its image is a web interface: point it at anvil-mux if it asks models",
+    ),
+    (
+        r"litellm|one-api|new-api|router|gateway|proxy",
+        "it forwards requests: point it at anvil-mux if it asks models",
+    ),
+    (r"nvcr\.io/.*(ocr|-elements|-structure)", "it does not have OpenAI's API"),
     (r"exporter|metrics", "it monitors an engine"),
     (r"opea/(llm|embedding|reranking)-", "it forwards requests"),
     (r"llama-swap", "it swaps models itself: see `anvil-mux import llama-swap`"),
@@ -63,6 +63,18 @@ PULLED = re.compile(
 )
 SERVES = re.compile(r"\bserve\b")
 SHELLS = ("sh", "bash", "ash", "dash", "zsh")
+BEFORE_PROGRAMS = (";", "&&", "||", "|", "&", "do", "then", "else", "exec", "-c", "-lc")
+SHELL_WORDS = (*BEFORE_PROGRAMS, "until", "while", "done", "if", "fi", "!")
+HELPERS = {"apk", "apt-get", "cat", "curl", "date", "echo", "exit", "mkdir", "pip", "printf", "ray", "set"}
+HELPERS |= {"sleep", "tail", "true", "wget"}
+"""Programs that serve no models, whatever image they run in."""
+FLAGS = (
+    ("--gpu-memory-utilization", "vllm"),
+    ("--mem-fraction-static", "sglang"),
+    ("--n-gpu-layers", "llamacpp"),
+    ("-ngl", "llamacpp"),
+)
+"""A flag that only one engine family has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,10 @@ class Role:
     """The command, and what a shell runs in it."""
     pulls: tuple[str, ...] = ()
     """The models that it has Ollama fetch."""
+    downloads: bool = False
+    """Whether it only downloads models."""
+    word_is_model: bool = False
+    """Whether the first word of its command is the model that it serves."""
 
 
 def find_role(described: service.RawService, folder: Path) -> Role:
@@ -92,41 +108,50 @@ def find_role(described: service.RawService, folder: Path) -> Role:
         if why := next((why for pattern, why in NO_ENGINES if re.search(pattern, repository)), ""):
             return Role(why, words=words)
     if _pulls(origins[0][1], described, words):
-        return Role("it downloads models and exits", words=words, pulls=_pulled(words))
+        return Role("it downloads models and exits", words=words, pulls=_pulled(words), downloads=True)
+    if (scripted := _scripted(words)) and scripted <= HELPERS:
+        return Role(f"its command only runs {', '.join(sorted(scripted))}", words=words)
     for how, repository in origins:
         if found := _by_image(how, repository, words):
             return found
-    engine = next((found for found in map(_engine_of, _programs(words)) if found != "openai"), "")
-    if engine:
-        return Role(f"its command runs {engine}", engine, PORTS[engine], words)
-    return Role(_unknown(image, described), words=words)
+    return _by_command(words) or Role(_unknown(image, described, folder), words=words)
 
 
 def _by_image(how: str, repository: str, words: tuple[str, ...]) -> Role | None:
     if not repository:
         return None
     if (engine := service.engine({"image": repository})) != "openai":
-        return Role(how, engine, PORTS[engine], words)
+        return Role(how, engine, service.USUAL_PORTS[engine], words)
     for server in SERVERS:
         if re.search(server.pattern, repository):
-            return Role(f"{how}: {server.about}, with OpenAI's API", "openai", server.port, words)
+            why = f"{how}: {server.about}, with OpenAI's API"
+            return Role(why, "openai", server.port, words, word_is_model=server.word_is_model)
+    return None
+
+
+def _by_command(words: tuple[str, ...]) -> Role | None:
+    engine = next((found for found in map(_engine_of, _programs(words)) if found != "openai"), "")
+    if engine:
+        return Role(f"its command runs {engine}", engine, service.USUAL_PORTS[engine], words)
+    if words and re.fullmatch(r"python[\d.]*|\S+\.py", PurePosixPath(words[0]).name):
+        return None  # a program of its own, which may take the same flags
+    for flag, family in FLAGS:
+        if any(word.partition("=")[0] == flag for word in words):
+            return Role(
+                f"its command has {flag}, a flag of {family}", family, service.USUAL_PORTS[family], words
+            )
     return None
 
 
 def built_from(described: service.RawService, folder: Path) -> str:
     """The image that the service's Dockerfile starts its last stage from; "" if that is not known."""
-    build = described.get("build")
-    if not build:
+    file = _dockerfile(described, folder)
+    if file is None:
         return ""
-    about = build if isinstance(build, Mapping) else {"context": build}
-    if inline := about.get("dockerfile_inline"):
-        text = str(inline)
-    else:
-        file = folder / str(about.get("context") or ".") / str(about.get("dockerfile") or "Dockerfile")
-        try:
-            text = file.read_text(encoding="utf-8", errors="replace")
-        except (OSError, ValueError):
-            return ""
+    try:
+        text = file if isinstance(file, str) else file.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ""
     stages = re.findall(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", text, re.I | re.M)
     names = {name.lower(): image for image, name in stages if name}
     image = stages[-1][0] if stages else ""
@@ -135,6 +160,17 @@ def built_from(described: service.RawService, folder: Path) -> str:
         seen.add(image.lower())
         image = names[image.lower()]
     return "" if "$" in image else image
+
+
+def _dockerfile(described: service.RawService, folder: Path) -> Path | str | None:
+    """The Dockerfile, or its text where that stands in the service; None: it is not built."""
+    build = described.get("build")
+    if not build:
+        return None
+    about = build if isinstance(build, Mapping) else {"context": build}
+    if inline := about.get("dockerfile_inline"):
+        return str(inline)
+    return folder / str(about.get("context") or ".") / str(about.get("dockerfile") or "Dockerfile")
 
 
 def flags(words: Collection[str], *names: str) -> list[str]:
@@ -153,7 +189,8 @@ def _unfolded(words: Collection[str]) -> tuple[str, ...]:
     for before, word in zip(("", *words), words, strict=False):
         if re.fullmatch(r"-\w*c", before) and any(PurePosixPath(each).name in SHELLS for each in found):
             try:
-                found += shlex.split(word.replace("\\\n", " ").replace(";", " ; "))
+                script = re.sub(r";|\n", " ; ", word.replace("\\\n", " "))
+                found += shlex.split(script)
                 continue
             except ValueError:
                 pass
@@ -163,8 +200,19 @@ def _unfolded(words: Collection[str]) -> tuple[str, ...]:
 
 def _programs(words: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The words from each place on where a program may begin."""
-    starts = [0, *(at + 1 for at, word in enumerate(words) if word in (";", "&&", "exec", "-c", "-lc"))]
+    starts = [0, *(at + 1 for at, word in enumerate(words) if word in BEFORE_PROGRAMS)]
     return [words[at:] for at in starts if at < len(words)]
+
+
+def _scripted(words: tuple[str, ...]) -> set[str]:
+    """The names of the programs in a script for a shell; none if there is no script, or it serves."""
+    if not {PurePosixPath(word).name for word in words[:1]} & {*SHELLS} or SERVES.search(" ".join(words)):
+        return set()
+    found = set()
+    for program in _programs(words):
+        named = (word for word in program if word not in SHELL_WORDS and not re.match(r"\w+=", word))
+        found.add(PurePosixPath(next(named, "")).name)
+    return found - {"", *SHELLS}
 
 
 def _engine_of(words: tuple[str, ...]) -> str:
@@ -186,9 +234,14 @@ def _pulls(repository: str, described: service.RawService, words: tuple[str, ...
     return bool(PULLS.search(text)) and not SERVES.search(text)
 
 
-def _unknown(image: str, described: service.RawService) -> str:
+def _unknown(image: str, described: service.RawService, folder: Path) -> str:
     if image:
         return f"image {image} is not a known engine"
-    if described.get("build"):
+    file = _dockerfile(described, folder)
+    if isinstance(file, Path) and not file.is_file():
+        return f"it is built from {file.name}, which is not here, and its command names no engine"
+    if file is not None:
         return "it is built here, and neither its Dockerfile nor its command names an engine"
+    if "image" in described:
+        return "its image is a variable that is not set"
     return "it has no image"

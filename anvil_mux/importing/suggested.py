@@ -15,7 +15,7 @@ from anvil_mux.config import interpolate, service
 from anvil_mux.config.interpolate import Document
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing.docker_run import ServiceKeys
-from anvil_mux.importing.model_names import about_vram, is_path, models, shown_name, unnamed
+from anvil_mux.importing.model_names import about_vram, is_path, models, more_models, shown_name, unnamed
 from anvil_mux.importing.overlay import laid_over
 from anvil_mux.importing.roles import Role, find_role, flags
 from anvil_mux.importing.written import Note, Written
@@ -25,6 +25,8 @@ BRIDGE = "172.17.0.1"
 """The address of the machine on Docker's own bridge, unless it was given another."""
 HOST = "host.docker.internal"
 KEY = "${ANVIL_API_KEY:-}"
+NOT_KNOWN = ("",)
+"""GPUs by an id that is not known, such as that of a variable that is not set."""
 URL = re.compile(r"(https?://)([\w.-]+)(?::(\d+))?")
 
 
@@ -92,6 +94,21 @@ def suggest(
     return made.run()
 
 
+class _NothingMustBeSet(interpolate.Scope):
+    """A scope for which no variable must be set; ``problems`` collects what is said of those that must."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(environ)
+        self.problems: list[str] = []
+
+    def _braced(self, inside: str) -> str:
+        try:
+            return super()._braced(inside)
+        except ValueError as error:
+            self.problems.append(str(error))
+            return ""
+
+
 class _Maker:
     """The making of one suggestion."""
 
@@ -106,11 +123,13 @@ class _Maker:
         self._documents = documents
         self._folder = documents[0].file.parent
         self._variables = interpolate.environment(self._folder, environ)
-        self._scope = interpolate.Scope(self._variables)
+        self._scope = _NothingMustBeSet(self._variables)
         self._gpus_here = gpus_here
         self._made = Suggestion(written)
         self._engines: dict[str, _EngineFound] = {}
         self._pulled: dict[str, None] = {}
+        self._downloaders: set[str] = set()
+        """The services that only download models."""
         self._readers: dict[str, list[str]] = {}
         """Service -> those that depend on it."""
 
@@ -143,11 +162,15 @@ class _Maker:
     def _filled(self, value: Any, document: Document, key: tuple[str, ...] = ()) -> Any:
         match value:
             case str():
+                self._scope.problems.clear()
                 try:
-                    return self._scope.fill(value)
+                    filled = self._scope.fill(value)
                 except ValueError as error:
-                    self._note(document.where(key), str(error))
-                    return ""
+                    self._scope.problems.append(str(error))
+                    filled = ""
+                for problem in self._scope.problems:
+                    self._note(document.where(key), problem)
+                return filled
             case dict():
                 return {name: self._filled(each, document, (*key, str(name))) for name, each in value.items()}
             case list():
@@ -185,10 +208,13 @@ class _Maker:
                 role = find_role(described, self._folder)
                 variables = service.environment(described, self._variables)
                 labelled = service.labels(described, "anvil.")
+                service.profiles(described)
             except ValueError as error:
                 self._row(name, "", why=str(error))
                 continue
             self._pulled |= dict.fromkeys(role.pulls)
+            if role.downloads:
+                self._downloaders.add(name)
             if "x-anvil" in described or labelled:
                 self._row(name, "", why="it has x-anvil already")
             elif role.engine:
@@ -197,7 +223,8 @@ class _Maker:
                 self._row(name, "", why=role.why)
 
     def _note_readers(self, name: str, described: ServiceKeys) -> None:
-        for other in described.get("depends_on") or ():
+        needed = described.get("depends_on")
+        for other in needed if isinstance(needed, (list, dict)) else ():
             self._readers.setdefault(str(other), []).append(name)
 
     def _left_alone(self) -> None:
@@ -228,7 +255,8 @@ class _Maker:
         if names and is_path(names[0]) and names[0] not in service.served_model(described, role.engine):
             engine.said["served_model"] = names[0]
         engine.said = {"model": engine.model, **engine.said}
-        if aliases := [name for name in names[1:] if name != engine.model and role.engine != "ollama"]:
+        others = names if role.engine in ("vllm", "sglang") else names[1:]  # their clients send the path too
+        if aliases := [name for name in others if name != engine.model and role.engine != "ollama"]:
             engine.said["aliases"] = aliases
         if service.engine(described) != role.engine:
             engine.said["engine"] = role.engine
@@ -242,24 +270,33 @@ class _Maker:
         """The port on which the engine listens; it is written where check would not find it."""
         shared = engine.described.get("network_mode") == "host"  # what it publishes is left out then
         inside = [] if shared else [port.inside for port in _published(engine.described)]
-        told = flags(engine.role.words, "--port")
-        told += [engine.variables[key] for key in ("LLAMA_ARG_PORT", "PORT") if engine.variables.get(key)]
-        known = next((int(each) for each in told if each.isdigit()), None)
+        known = _told_port(engine)
         try:
             found = service.listens_on(engine.described)
         except ValueError:
             found = None
         usual = engine.role.port
-        port = known or (usual if usual in inside or not inside else inside[0])
+        declared = inside or ([found] if found and not shared else [])
+        port = known or (usual if usual in declared or not declared else declared[0])
         as_known = usual if engine.role.engine != "openai" else None
         if port != (found or as_known) or len(set(inside)) > 1:
             engine.said["port"] = port
+        if not known and usual not in inside and len(set(inside)) > 1:
+            several = ", ".join(map(str, dict.fromkeys(inside)))
+            self._note("port", f"it has several ({several}): write the one of its HTTP API", engine.name)
         return port
 
     def _note_engine(self, engine: _EngineFound, names: Sequence[str]) -> None:
         name, described = engine.name, engine.described
         if not names:
-            self._note("model", unnamed(engine.role.engine), name)
+            self._note("model", unnamed(engine.role), name)
+        elif others := more_models(engine.role):
+            self._note(
+                "model",
+                f"this server has other models ({', '.join(others)}), which are not served: each needs a "
+                "service of its own",
+                name,
+            )
         elif engine.role.engine == "ollama" and len(names) > 1:
             self._note(
                 "model",
@@ -273,17 +310,31 @@ class _Maker:
                 "restart", "otherwise Docker restarts it on a GPU that another model uses by then", name
             )
         if not service.profiles(described):
-            if readers := self._readers.get(name):
-                self._note(
-                    "depends_on",
-                    f"take {name} out of the depends_on of {', '.join(readers)}, which would start it beside "
-                    "anvil-mux, and then add profiles: [llm] here",
-                    name,
-                )
-            else:
-                self._written.services[name]["profiles"] = ["llm"]
+            self._give_profile(name)
         if hint := about_vram(engine.role, engine.model):
             self._note("vram", hint, name)
+
+    def _give_profile(self, name: str) -> None:
+        """Keep Compose from starting the engine, unless others depend on it: Compose refuses that."""
+        depending = self._readers.get(name, ())
+        downloaders = [each for each in depending if each in self._downloaders]
+        if readers := [each for each in depending if each not in self._downloaders]:
+            self._note(
+                "depends_on",
+                f"take {name} out of the depends_on of {', '.join(readers)}, which would start it beside "
+                f"anvil-mux, and then add profiles: [llm] {' and to '.join(['here', *downloaders])}",
+                name,
+            )
+            return
+        self._written.services[name]["profiles"] = ["llm"]
+        for each in downloaders:
+            self._written.services[each] = {"profiles": ["llm"]}
+            self._note(
+                "profiles",
+                f"before anvil-mux is started, `docker compose run --rm {each}` downloads the models; stop "
+                f"{name} afterwards",
+                each,
+            )
 
     def _settle_gpus(self) -> None:
         """Name the GPUs at the top where check would ask which there are."""
@@ -299,7 +350,7 @@ class _Maker:
                 )
         if self._gpus_here or service.ALL not in used:
             return
-        ids = {id for each in used if isinstance(each, tuple) for id in each}
+        ids = {id for each in used if isinstance(each, tuple) for id in each if id}
         self._written.settings["gpus"] = sorted({"0", *ids}, key=lambda id: (len(id), id))
         self._note("gpus", "no GPU was found here: name those of the machine that will serve")
 
@@ -316,7 +367,9 @@ class _Maker:
         pointed = [
             name
             for name, described in self._made.services.items()
-            if name not in self._engines and self._point(name, described, hosts, ports)
+            if name not in self._engines
+            and name not in self._downloaders
+            and self._point(name, described, hosts, ports)
         ]
         if pointed:
             self._written.settings["listen"] = f"{BRIDGE}:{PORT}"
@@ -332,6 +385,7 @@ class _Maker:
     ) -> bool:
         try:
             given = service.environment(described, self._variables)
+            words = service.argv(described)
         except ValueError:
             return False
         shared = described.get("network_mode") == "host"
@@ -348,10 +402,17 @@ class _Maker:
             return base
 
         changed = {key: text for key, value in given.items() if (text := URL.sub(pointed, value)) != value}
-        self._note_names(name, given, changed, hosts)
-        if is_webui := bool(re.search(r"open-?web-?ui", str(described.get("image") or "").lower())):
-            asked = asked or dict.fromkeys([*self._engines][:1])
+        self._note_names(name, {key: value for key, value in given.items() if key not in changed}, hosts)
+        self._note_command(name, words, hosts)
+        image = str(described.get("image") or "").lower()
+        if is_webui := bool(re.search(r"open-?web-?ui", image)):
             changed = _of_webui(changed, given, base)
+            if image.endswith("ollama"):
+                self._note(
+                    "image",
+                    "it has an Ollama of its own, which anvil-mux knows nothing of; the tag main has none",
+                    name,
+                )
         if not changed:
             return False
         keys = {key: KEY for key in ("OPENAI_API_KEY", "OPENAI_API_KEYS") if key in given and not is_webui}
@@ -359,30 +420,44 @@ class _Maker:
         if not shared and HOST not in str(described.get("extra_hosts")):
             over["extra_hosts"] = [f"{HOST}:host-gateway"]
         self._written.services[name] = over
-        if any("/api" not in text and "/v1" not in text and "OLLAMA" in key for key, text in changed.items()):
+        if any(
+            text.startswith(base) and "OLLAMA" in key and "/v1" not in text and "/api" not in text
+            for key, text in changed.items()
+        ):
             self._note("environment", "if you use API keys, give it one for its Ollama server too", name)
         self._made.rows[:] = [row for row in self._made.rows if row.service != name]
-        self._row(name, "asks models", why=f"it uses {', '.join(asked)}: now anvil-mux")
+        why = (
+            f"it uses {', '.join(asked)}: now anvil-mux" if asked else "Open WebUI: a client of anvil-mux now"
+        )
+        self._row(name, "asks models", why=why)
         return True
 
     def _speaks_openai(self, engine: str, url: str) -> bool:
         """Whether whoever has the URL speaks an API that anvil-mux has; servers have their own too."""
         return self._engines[engine].role.engine != "openai" or "/v1" in url
 
-    def _note_names(
-        self, name: str, given: Mapping[str, str], changed: Mapping[str, str], hosts: Mapping[str, str]
-    ) -> None:
+    def _note_names(self, name: str, given: Mapping[str, str], hosts: Mapping[str, str]) -> None:
         """Note the variables of a service that name an engine in a way that cannot be pointed elsewhere."""
         for key, value in given.items():
             named = next(
                 (host for host in hosts if re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w.-])", value)), ""
             )
-            if named and key not in changed and (value == named or "://" in value):
-                self._note(
-                    f"services.{name}.environment.{key}",
-                    f"mentions {named} in a way that is not converted: point it at anvil-mux by hand if it "
-                    f"uses OpenAI's or Ollama's API, otherwise leave {hosts[named]} out",
-                )
+            if named and (value == named or "://" in value):
+                self._note_named(f"services.{name}.environment.{key}", named, hosts[named])
+
+    def _note_command(self, name: str, words: Sequence[str], hosts: Mapping[str, str]) -> None:
+        """Note a command with the address of an engine."""
+        named = [found[2] for word in words for found in URL.finditer(word)]
+        for host in dict.fromkeys(named):
+            if host in hosts:
+                self._note_named(f"services.{name}.command", host, hosts[host])
+
+    def _note_named(self, about: str, named: str, engine: str) -> None:
+        self._note(
+            about,
+            f"mentions {named} in a way that is not converted: point it at anvil-mux by hand if it uses "
+            f"OpenAI's or Ollama's API, otherwise leave {engine} out",
+        )
 
     # Telling
 
@@ -424,7 +499,14 @@ def _gpus(engine: _EngineFound) -> str | tuple[str, ...] | None:
     try:
         return service.gpus(engine.described, engine.variables)
     except ValueError:
-        return None
+        return NOT_KNOWN
+
+
+def _told_port(engine: _EngineFound) -> int | None:
+    """The port that the engine's command or environment names."""
+    told = flags(engine.role.words, "--port")
+    told += [engine.variables[key] for key in ("LLAMA_ARG_PORT", "PORT") if engine.variables.get(key)]
+    return next((int(each) for each in told if each.isdigit()), None)
 
 
 def _share(one: str | tuple[str, ...] | None, other: str | tuple[str, ...] | None) -> bool:
@@ -436,7 +518,7 @@ def _share(one: str | tuple[str, ...] | None, other: str | tuple[str, ...] | Non
 
 def _shown(engine: _EngineFound) -> str:
     if engine.gpus is not None:
-        return engine.gpus if isinstance(engine.gpus, str) else ",".join(engine.gpus)
+        return engine.gpus if isinstance(engine.gpus, str) else ",".join(id or "?" for id in engine.gpus)
     if service.is_nvidia(engine.described):
         return service.ALL
     given = service.others_gpus(engine.described, engine.variables)

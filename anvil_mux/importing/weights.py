@@ -15,6 +15,8 @@ BITS: tuple[tuple[str, float], ...] = (
     (r"fp8|int8|w8a8|8bit", 8.5),
     (r"f32|fp32", 32.0),
     (r"(?<![a-z])(b?f16|fp16)", 16.0),
+    (r"gpt-oss", 4.5),
+    (r"(?<![a-z0-9])gguf", 4.8),
 )
 """Pattern in a model's name -> bits for each weight; 0: the number in it, and 0.8 for scales."""
 USUAL = {"ollama": 4.8, "llamacpp": 4.8}

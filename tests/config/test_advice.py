@@ -628,6 +628,7 @@ def test_what_is_wrong_between_two_services(
         (RAW % "deploy: {}", {}, 2, "services.a.profiles", "profiles: [llm]"),
         (RAW % "deploy: {}", {}, 2, "services.a.gpus", "gpus: all"),
         (RAW % "deploy: {}", {}, 2, "services.a.ports", 'ports: ["127.0.0.1::PORT"]'),
+        (RAW % "image: vllm/vllm-openai", {}, 2, "services.a.ports", 'ports: ["127.0.0.1::8000"]'),
         (OWN % "vram: 1GiB", {}, 8, "services.a.x-anvil.vram", 'x-anvil: {gpus: {"0": {vram: ...}}}'),
         (
             OWN % "hosts: bg",

@@ -200,6 +200,11 @@ def test_complaints_of_compose_have_a_line_and_what_to_write(
     assert says in problem
 
 
+def test_who_turns_restarts_off_by_false_reads_what_compose_calls_it(tmp_path: Path) -> None:
+    text = "services:\n  a: {image: x, restart: false}\n"
+    assert found(tmp_path, text, "services.a.restart must be a string").write == 'restart: "no"'
+
+
 def test_a_complaint_that_is_not_known_keeps_its_words(tmp_path: Path) -> None:
     (tmp_path / "compose.yaml").write_text(FILE)
     with pytest.raises(ConfigError, match=r"compose.yaml: docker compose config: it is Monday$"):

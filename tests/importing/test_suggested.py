@@ -13,7 +13,14 @@ alirezzazm/local-ai-stack docker-compose.vllm.yml; DevXT-LLC/ezlocalai docker-co
 azmil72/ollama-webUI-monitoring docker-compose.yml; spacegator/ollama-webui-intel docker-compose.yml;
 sergey21000/docker-compose-webui-llm-examples combinations/openwebui_vllm/compose.cuda.yml;
 Cosmicjedi/jane-llm-setup docker-compose.yml; thr3a/llama-cpp-docker-compose docker-compose.yml;
-arkady-emelyanov/vllm-sglang-demo docker-compose.yaml.
+arkady-emelyanov/vllm-sglang-demo docker-compose.yaml; ASUOpenClaw/llms docker-compose.models.yml;
+kime541200/inference-engine-proxy-server docker-compose.llamacpp.yml; tankbottoms/inception-search-demo
+vllm/docker-compose.yml; NVIDIA-AI-Blueprints/rag deploy/compose/nims.yaml; taoari/docker-compose
+infinity/docker-compose.yml; mrzzy/slm-exploration docker-compose.trtllm.yml and docker-compose.lmdeploy.yml;
+chnghia/solv-stack docker-compose.models.yml; JinwangMok/InferencePack docker-compose.sglang.yml;
+dr-robert-li/dgx-toolbox docker-compose.inference.yml; volod/selfsuvis docker/docker-compose.vllm.yml;
+pa4080/llm-lab-setup llama-cpp/docker-compose.yml; livepeer/example-apps vllm/docker-compose.yml;
+adityakunapuli/sglang-3090-4070 sglang/docker-compose.yml; gaperton/cicero-home-ai vllm/docker-compose.yml.
 """
 
 from __future__ import annotations
@@ -26,12 +33,11 @@ import pytest
 import yaml
 
 from anvil_mux.cli.main import main
-from anvil_mux.config import interpolate
+from anvil_mux.command import Done
+from anvil_mux.config import composefile, interpolate
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
-from anvil_mux.host.engine import ENGINES as FAMILIES
 from anvil_mux.importing.overlay import laid_over
-from anvil_mux.importing.roles import PORTS
 from anvil_mux.importing.suggested import Suggestion, suggest
 from anvil_mux.importing.weights import weights_of
 from anvil_mux.plugins import load
@@ -61,6 +67,10 @@ def pasted(folder: Path, made: Suggestion) -> Config:
 
 def engines(made: Suggestion) -> dict[str, tuple[str, str, str, str]]:
     return {row.service: (row.what, row.model, row.port, row.gpus) for row in made.rows if row.model}
+
+
+def notes(made: Suggestion, about: str) -> str:
+    return "\n".join(note.text for note in made.written.notes if note.about == about)
 
 
 ENGINES: list[tuple[str, str, tuple[str, str, str, str]]] = [
@@ -103,6 +113,26 @@ ENGINES: list[tuple[str, str, tuple[str, str, str, str]]] = [
      ("llamacpp", "a", "8080", "none")),
     ("image: ollama/ollama, ports: ['11434:11434'], profiles: [gpu], gpus: all", "ollama",
      ("ollama", "a", "11434", "all")),
+    ("image: 'ghcr.io/ggml-org/llama.cpp:server', command: '-m /m/${NONE} -a ${NONE} -fa --port 8080'",
+     "llamacpp", ("llamacpp", "a", "8080", "none")),
+    ("image: 'ghcr.io/ggml-org/llama.cpp:server', command: '-m /models/model.gguf'", "llamacpp",
+     ("llamacpp", "a", "8080", "none")),
+    ("image: 'ghcr.io/ggml-org/llama.cpp:server', command: '-m /models/Q-00001-of-00003.gguf'", "llamacpp",
+     ("llamacpp", "Q", "8080", "none")),
+    ("image: nvcr.io/nvidia/tensorrt-llm/release, command: [trtllm-serve, org/m], ports: ['8000:8000']",
+     "trtllm", ("trtllm", "org/m", "8000", "none")),
+    ("image: 'openmmlab/lmdeploy:v0.9', command: [lmdeploy, serve, api_server, org/m]", "openai",
+     ("openai", "org/m", "23333", "none")),
+    ("image: 'nvcr.io/nim/meta/llama-3.1-8b-instruct:1.14', ports: ['8999:8000']", "openai",
+     ("openai", "meta/llama-3.1-8b-instruct", "8000", "none")),
+    ("image: vllm/vllm-openai, entrypoint: [bash, /start.sh], environment: {LLM_HOST: a/b, "
+     "VLLM_MODEL: org/m, CHAT_MODEL: 'http://x/y'}", "vllm", ("vllm", "org/m", "8000", "none")),
+    ('image: own/thing, entrypoint: [bash, -c, "set -e\\nvllm serve org/m --port 9"], expose: [9]', "vllm",
+     ("vllm", "org/m", "9", "none")),
+    ("build: ./none, command: --model org/m --gpu-memory-utilization 0.6, expose: ['8001']", "vllm",
+     ("vllm", "org/m", "8001", "none")),
+    ("image: '${NONE}', command: [--model, org/m, --mem-fraction-static=0.8]", "sglang",
+     ("sglang", "org/m", "30000", "none")),
 ]  # fmt: skip
 
 
@@ -128,11 +158,18 @@ def test_an_engine_is_recognised_and_check_passes_with_what_is_suggested(
         ("image: 'ghcr.io/mostlygeek/llama-swap:cuda'", "see `anvil-mux import llama-swap`"),
         ("image: ollama/ollama, command: [pull, llama3.2]", "it downloads models and exits"),
         ("image: curlimages/curl, command: curl http://o/api/pull -d x", "it downloads models and exits"),
-        ("build: .", "neither its Dockerfile nor its command names an engine"),
+        ("image: ghcr.io/speaches-ai/speaches, entrypoint: [/bin/sh, -c, 'echo a && curl -X POST http://s/v1']",
+         "its command only runs curl, echo"),
+        ("image: vllm/vllm-openai, entrypoint: bash -c 'until curl x; do sleep 1; done; ray start --head'",
+         "its command only runs curl, ray, sleep"),
+        ("image: 'nvcr.io/nim/baidu/paddleocr:1.5.0'", "it does not have OpenAI's API"),
+        ("image: '${NONE}'", "its image is a variable that is not set"),
+        ("image: own/app, command: python3 app.py --gpu-memory-utilization 0.9", "is not a known engine"),
+        ("build: .", "it is built from Dockerfile, which is not here, and its command names no engine"),
         ("image: 'vllm/vllm-openai', x-anvil: {}", "it has x-anvil already"),
         ('image: vllm/vllm-openai, command: "--model \'x"', "No closing quotation"),
     ],
-)
+)  # fmt: skip
 def test_why_a_service_is_left_alone(tmp_path: Path, service: str, why: str) -> None:
     made = read(tmp_path, f"  a: {{{service}}}")
     assert engines(made) == {}
@@ -156,6 +193,62 @@ def test_an_ollama_is_named_after_what_is_pulled_into_it(tmp_path: Path) -> None
                 f"command: ['-c', '{pulls}']}}")  # fmt: skip
     assert engines(made) == {"o": ("ollama", "llama3.2", "11434", "none")}
     assert any("this Ollama has other models (moondream)" in note.text for note in made.written.notes)
+
+
+def test_who_downloads_models_for_an_ollama_goes_on_asking_it(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """  o: {image: ollama/ollama}
+  pull: {image: ollama/ollama, entrypoint: [sh, -c, ollama pull qwen3], environment: ['OLLAMA_HOST=http://o:1'],
+    depends_on: [o]}""",
+    )
+    assert made.written.services["o"]["profiles"] == ["llm"]
+    assert made.written.services["pull"] == {"profiles": ["llm"]}, "Compose refuses to start it without o"
+    assert "`docker compose run --rm pull` downloads the models" in notes(made, "profiles")
+    assert "listen" not in made.written.settings
+    pasted(tmp_path, made)
+
+
+def test_a_profile_that_waits_for_others_is_for_whoever_downloads_too(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """  o: {image: ollama/ollama}
+  pull: {image: ollama/ollama, command: [pull, qwen3], depends_on: [o]}
+  app: {image: x, depends_on: [o]}""",
+    )
+    assert "profiles" not in made.written.services["o"]
+    assert "out of the depends_on of app," in notes(made, "depends_on")
+    assert notes(made, "depends_on").endswith("add profiles: [llm] here and to pull")
+
+
+def test_a_model_may_still_be_asked_for_by_its_path(tmp_path: Path) -> None:
+    made = read(tmp_path, "  a: {image: lmsysorg/sglang, command: --model-path /models/Exa-32B --port 30000}")
+    (backend,) = pasted(tmp_path, made).backends
+    assert (backend.model, backend.aliases, backend.served_model) == (
+        "Exa-32B",
+        ("/models/Exa-32B",),
+        "/models/Exa-32B",
+    )
+
+
+@pytest.mark.parametrize(
+    ("service", "note"),
+    [
+        ("image: michaelf34/infinity, command: v2 --model-id a/b --model-id c/d",
+         "this server has other models (c/d), which are not served"),
+        ("image: 'ghcr.io/ggml-org/llama.cpp:server', command: --models-preset /router.ini --port 8080",
+         "write the name of one of the models that this llama-server has"),
+    ],
+)  # fmt: skip
+def test_of_several_models_one_is_served(tmp_path: Path, service: str, note: str) -> None:
+    assert note in notes(read(tmp_path, f"  a: {{{service}}}"), "model")
+
+
+def test_it_asks_which_of_several_ports_it_is(tmp_path: Path) -> None:
+    nim = "image: nvcr.io/nim/nvidia/riva-asr, ports: ['8021:50051', '8022:9000']"
+    assert "it has several (50051, 9000)" in notes(read(tmp_path, f"  a: {{{nim}}}"), "port")
+    vllm = "image: vllm/vllm-openai, ports: ['8000:8000', '8265:8265']"
+    assert notes(read(tmp_path, f"  a: {{{vllm}}}"), "port") == ""
 
 
 def test_of_two_profiles_with_one_port_the_one_with_the_gpu_is_taken(tmp_path: Path) -> None:
@@ -205,6 +298,26 @@ def test_who_asks_an_engine_is_pointed_at_anvil_mux(
     assert "profiles" not in made.written.services["chat"], "Compose refuses to start who depends on it then"
 
 
+def test_an_open_webui_without_a_word_on_engines_becomes_a_client(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """  chat: {image: vllm/vllm-openai, command: [--model, org/m]}
+  ui: {image: 'ghcr.io/open-webui/open-webui:ollama'}""",
+    )
+    assert [row.why for row in made.rows if row.service == "ui"] == ["Open WebUI: a client of anvil-mux now"]
+    assert "an Ollama of its own" in notes(made, "image")
+    assert notes(made, "environment") == "", "no variable of it names an Ollama that needs a key"
+
+
+def test_a_command_that_names_an_engine_is_noted(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """  chat: {image: vllm/vllm-openai, command: [--model, org/m]}
+  run: {image: x, command: [run.py, '--url=http://chat:8000', '--other=http://else:1']}""",
+    )
+    assert "mentions chat in a way that is not converted" in notes(made, "services.run.command")
+
+
 def test_who_asks_others_is_left_alone(tmp_path: Path) -> None:
     made = read(
         tmp_path, "  a: {image: ollama/ollama}\n  b: {image: x, environment: {A: 'http://localhost:5432'}}"
@@ -249,6 +362,53 @@ def test_what_is_not_known_is_a_note_and_no_error(tmp_path: Path) -> None:
     assert any(note.about == "IMAGE" for note in made.written.notes)
 
 
+def test_a_variable_that_must_be_set_hides_nothing_but_itself(tmp_path: Path) -> None:
+    made = read(
+        tmp_path,
+        """  a: {image: vllm/vllm-openai, command: '--port 81 --api-key ${KEY:?say} --served-model-name m',
+    deploy: {resources: {reservations: {devices: [{device_ids: ['${GPU:?}'], capabilities: [gpu]}]}}}}""",
+    )
+    assert engines(made) == {"a": ("vllm", "m", "81", "?")}
+    assert "the variable KEY must be set: say" in [note.text for note in made.written.notes]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            f"{key}: 1"
+            for key in ("command", "entrypoint", "profiles", "depends_on", "devices", "gpus", "ports")
+        ),
+        RESERVED % "'${NONE}'",
+    ],
+)
+def test_what_compose_would_refuse_is_no_crash(tmp_path: Path, wrong: str) -> None:
+    made = read(
+        tmp_path,
+        f"""  a: {{image: x, {wrong}}}
+  b: {{image: vllm/vllm-openai, {wrong}}}
+  c: {{image: vllm/vllm-openai, command: [--model, org/m]}}""",
+    )
+    assert engines(made)["c"] == ("vllm", "org/m", "8000", "none")
+    assert [row.service for row in made.rows if row.service != "c"] in (["b", "a"], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("org/m-7B --gpu-memory-utilization 0.5", "takes 0.5 of each GPU"),
+        ("--model org/m-7B", "add --gpu-memory-utilization to its command"),
+        ("serve org/m-7B --served-model-name chat", "the weights take about 13.0 GiB"),
+    ],
+)
+def test_what_to_write_for_an_engine_that_takes_a_share_of_the_gpu(
+    tmp_path: Path, command: str, said: str
+) -> None:
+    hint = notes(read(tmp_path, f"  a: {{image: vllm/vllm-openai, command: {command}}}"), "vram")
+    assert said in hint
+    assert hint.endswith("as its vram, such as x-anvil: {vram: 12GiB}")
+
+
 @pytest.mark.parametrize(
     ("name", "engine", "more", "gib"),
     [
@@ -258,6 +418,9 @@ def test_what_is_not_known_is_a_note_and_no_error(tmp_path: Path) -> None:
         ("Qwen3-0.6B-UD-Q4_K_XL", "llamacpp", "", 0.3),
         ("mixtral-8x7b-Q8_0", "llamacpp", "", 55.4),
         ("llama3.2:3b", "ollama", "", 1.7),
+        ("openai/gpt-oss-20b", "vllm", "", 10.5),
+        ("x/gpt-oss-20b-BF16", "vllm", "", 37.3),
+        ("org/Llama-3.3-70B-Instruct-GGUF", "vllm", "", 39.1),
         ("org/model", "vllm", "", None),
         ("phi3-mini-128k", "vllm", "", None),
     ],
@@ -277,7 +440,7 @@ def test_the_command_prints_the_yaml_and_says_the_rest_beside_it(
     seen = capsys.readouterr()
     assert yaml.safe_load(seen.out)["services"]["a"]["x-anvil"] == {"model": "a"}
     assert "image redis is not a known engine" in seen.err
-    assert "1 model; with this check has 0 problems" in seen.err
+    assert "1 model; with this added, check has 0 problems" in seen.err
     assert main(["check", "--suggest", "--json", str(file)]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert [(row["service"], row["what"], row["where"]) for row in told["services"]] == [
@@ -287,14 +450,47 @@ def test_the_command_prints_the_yaml_and_says_the_rest_beside_it(
     assert told["problems"] == []
 
 
+def test_the_command_tells_what_compose_would_refuse_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text("services:\n  a: {image: ollama/ollama}\n")
+    asked: list[list[str]] = []
+
+    def compose(argv: list[str], environ: object) -> Done:
+        asked.append([word for word in argv if word.endswith("yaml")])
+        return Done(1, "", "services.a.image is bad\n")
+
+    monkeypatch.setattr(composefile, "run_compose", compose)
+    assert main(["check", "--suggest", str(file)]) == 0
+    assert [[Path(each).name for each in files] for files in asked] == [
+        ["compose.yaml", "compose.anvil.yaml"]
+    ]
+    said = capsys.readouterr().err
+    assert f"error: {file}: docker compose config: services.a.image is bad" in said
+    assert "with this added, check has 1 problem" in said
+
+
+def test_the_command_tells_what_to_write_against_the_problems_that_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no docker
+    file = tmp_path / "compose.yaml"
+    file.write_text("services:\n  a: {image: ollama/ollama, devices: 1}\n")
+    assert main(["check", "--suggest", str(file)]) == 0
+    said = capsys.readouterr().err
+    assert "error: services.a: devices must be a list\n    write: devices: [1]\n" in said
+
+
 def test_the_command_fails_where_nothing_serves_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "compose.yaml"
-    file.write_text("services: {db: {image: redis}}\n")
+    file.write_text("services: {db: {image: '${DB_OF_NOBODY}'}}\n")
     assert main(["check", "--suggest", str(file)]) == 1
     seen = capsys.readouterr()
     assert seen.out == ""
+    assert "DB_OF_NOBODY: the variable is not set" in seen.err
     assert "no service looks like an engine" in seen.err
 
 
@@ -302,7 +498,3 @@ def test_without_it_check_still_refuses_such_a_file(tmp_path: Path) -> None:
     read(tmp_path, "  a: {image: ollama/ollama}")
     with pytest.raises(ConfigError, match="none serves a model"):
         load([tmp_path / "compose.yaml"], environ={}, compose=None)
-
-
-def test_engines_listen_where_the_host_expects_them() -> None:
-    assert {name: family.port for name, family in FAMILIES.items() if name != "openai"} == PORTS
