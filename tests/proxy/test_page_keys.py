@@ -54,6 +54,11 @@ def page(locked: Rig, browser: Chromium) -> Iterator[Chromium]:
     browser.leave()
 
 
+def take_key_away(rig: Rig) -> None:
+    """Let none of the keys be known any more."""
+    rig.handler.reconfigure(rig.config, keys.load(None, {keys.VARIABLE: "another-key"}))
+
+
 def tried(rig: Rig) -> list[str]:
     """The names of the keys by which models were asked."""
     ended = [each for each in rig.events.seen if isinstance(each, Served)]
@@ -153,19 +158,21 @@ def test_it_may_try_the_models_of_the_key_and_is_counted_as_it(locked: Rig, page
 def test_a_key_that_is_taken_away_is_asked_for_again(locked: Rig, page: Chromium) -> None:
     enter(page, ROOT)
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
-    locked.handler.reconfigure(locked.config, keys.load(None, {keys.VARIABLE: "another-key"}))
+    take_key_away(locked)
     press(page, "a", "Why")
     page.wait(LOCKED)
     assert page.ask(REFUSED).startswith("This key is not known here.")
 
 
-def test_a_key_may_be_taken_away_while_usage_is_asked_for(locked: Rig, page: Chromium) -> None:
+@pytest.mark.parametrize("asks", ["why('a')", "showUsage()"])
+def test_a_key_may_be_taken_away_while_the_page_asks(locked: Rig, page: Chromium, asks: str) -> None:
     enter(page, ROOT)
-    page.wait(READY)
-    locked.handler.reconfigure(locked.config, keys.load(None, {keys.VARIABLE: "another-key"}))
-    page.ask("showUsage().then(() => document.title = 'asked'), null")
+    page.wait(f"{READY} && {state_of('a')} === 'ready'")
+    take_key_away(locked)
+    page.ask(f"{asks}.then(() => document.title = 'asked'), null")
     page.wait("document.title === 'asked'")
     assert page.ask(LOCKED)
+    assert page.ask("[Object.keys(whys), document.getElementById('notices').textContent]") == [[], ""]
 
 
 def test_what_the_page_links_to_is_opened_with_its_key(tmp_path: Path, page: Chromium) -> None:
