@@ -93,7 +93,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_and_the_next_model_
     llamacpp_compose: MakeStack, tmp_path: Path
 ) -> None:
     stack = llamacpp_compose(tmp_path, models=2, services={GOOD: ENDLESS})
-    with served(stack, "--drain-timeout", "1") as mux, client_of(mux) as client:
+    with served(stack, "--policy", "eager", "--drain-timeout", "1") as mux, client_of(mux) as client:
         with ThreadPoolExecutor(1) as pool, stream(client, GOOD, FOREVER) as answer:
             other = pool.submit(ask, mux, "model-2")
             with pytest.raises(openai.APIError, match="was evicted for model-2"):
