@@ -35,6 +35,8 @@ READ = 16384
 """Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""
 
 EVENT, TOKENS = b"data: {", b"_tokens"
+FRAMING = 8
+"""Bytes of a piece that may be of the framing alone: some engines send the end of a body in two."""
 REST_OF_NUMBER = 64
 """Bytes that may lack of a figure when a read ends within it, its name included."""
 
@@ -72,7 +74,7 @@ class Passed:
         self.events = 0
         """Server-sent events with JSON in them."""
         self.last = b""
-        """The last piece."""
+        """The last piece, with the few bytes of framing that came after it."""
         self.said = b""
         """The last piece that told of tokens, the one before it and the beginning of the one after it: pieces
         end anywhere."""
@@ -83,12 +85,12 @@ class Passed:
             self.said, self._is_open = self.last + piece, True
         elif self._is_open:
             self.said, self._is_open = self.said + piece[:REST_OF_NUMBER], False
-        self.last = piece
+        self.last = piece if len(piece) > FRAMING else (self.last + piece)[-READ:]
         self.events += piece.count(EVENT)
 
     @property
     def has_last_event(self) -> bool:
-        """Whether the last piece held the last event: its client may leave before the end of the framing."""
+        """Whether the last event has come: its client may leave before the end of the framing."""
         return any(b"\n" + event in b"\n" + self.last for event in LAST_EVENTS)
 
 

@@ -561,7 +561,10 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
         b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
     ],
 )
-def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(rig: Rig, last: bytes) -> None:
+@pytest.mark.parametrize("framing", [b"", b"0\r\n"], ids=["before_the_end", "within_the_end"])
+def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(
+    rig: Rig, last: bytes, framing: bytes
+) -> None:
     client = rig.client()
     client.post(STREAM_A)
     asked = rig.engine.next()
@@ -569,6 +572,9 @@ def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(rig: Rig, 
     client.read_until(b"data: 1\n\n\r\n")
     asked.send(chunk(last))
     client.read_until(last + b"\r\n")
+    if framing:  # llama-server sends its end in two pieces
+        asked.send(framing)
+        client.read_until(framing)
     client.leave()
     assert asked.was_left()
     rig.events.wait("released")
