@@ -19,7 +19,7 @@ class Engine:
     """One engine family."""
 
     port: int = USUAL_PORT
-    """The port that it listens on unless it is told otherwise."""
+    """The port that it listens on unless another is configured."""
     health: str = "/health"
     must_have_health: bool = True
     """Whether that route must be there; if not, a 404 says nothing, and the list of models decides."""

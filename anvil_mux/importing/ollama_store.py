@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anvil_mux.config.service import USUAL_PORTS
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing.written import Note, Written
 
@@ -241,12 +242,14 @@ class _ModelWriter:
     # Containers
 
     def _container(self, words: list[str]) -> dict[str, Any]:
-        command = [*words, "--host", "0.0.0.0", "--port", "8080"]
+        port = USUAL_PORTS["llamacpp"]
+        command = [*words, "--host", "0.0.0.0", "--port", str(port)]
         volume = f"{_escaped(str(self._store))}/blobs:/blobs:ro"
-        return self._contained(command, volume, 8080)
+        return self._contained(command, volume, port)
 
     def _ollama_container(self) -> dict[str, Any]:
-        return self._contained([], f"{_escaped(str(self._store))}:/root/.ollama/models", 11434)
+        volume = f"{_escaped(str(self._store))}:/root/.ollama/models"
+        return self._contained([], volume, USUAL_PORTS["ollama"])
 
     def _contained(self, command: list[str], volume: str, port: int) -> dict[str, Any]:
         service: dict[str, Any] = {"image": self._wanted.image}

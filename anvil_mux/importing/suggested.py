@@ -270,7 +270,7 @@ class _Maker:
         """The port on which the engine listens; it is written where check would not find it."""
         shared = engine.described.get("network_mode") == "host"  # what it publishes is left out then
         inside = [] if shared else [port.inside for port in _published(engine.described)]
-        known = _told_port(engine)
+        known = _named_port(engine)
         try:
             found = service.listens_on(engine.described)
         except ValueError:
@@ -502,11 +502,11 @@ def _gpus(engine: _EngineFound) -> str | tuple[str, ...] | None:
         return NOT_KNOWN
 
 
-def _told_port(engine: _EngineFound) -> int | None:
+def _named_port(engine: _EngineFound) -> int | None:
     """The port that the engine's command or environment names."""
-    told = flags(engine.role.words, "--port")
-    told += [engine.variables[key] for key in ("LLAMA_ARG_PORT", "PORT") if engine.variables.get(key)]
-    return next((int(each) for each in told if each.isdigit()), None)
+    named = flags(engine.role.words, "--port")
+    named += [engine.variables[key] for key in ("LLAMA_ARG_PORT", "PORT") if engine.variables.get(key)]
+    return next((int(each) for each in named if each.isdigit()), None)
 
 
 def _share(one: str | tuple[str, ...] | None, other: str | tuple[str, ...] | None) -> bool:

@@ -47,11 +47,14 @@ def lasting(stack: Stack, *flags: str) -> Iterator[Running]:
         mux.stop()
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """For what tells nobody when it has come true: asks again and again, until ``holds()``."""
+def eventually(holds: Callable[[], bool], found: Callable[[], str] = lambda: "") -> None:
+    """For what tells nobody when it has come true: asks again and again, until ``holds()``.
+
+    ``found`` adds to the complaint what was so instead.
+    """
     pause, give_up = threading.Event(), time.monotonic() + PATIENCE
     while not holds():
-        assert time.monotonic() < give_up, "it never came true"
+        assert time.monotonic() < give_up, f"it never came true {found()}"
         pause.wait(0.05)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,18 +14,7 @@ import yaml
 
 from tests.bench.bench_read_ahead import drop, share_there
 from tests.docker.conftest import Stack
-from tests.docker.served import (
-    ENDLESS,
-    FOREVER,
-    PATIENCE,
-    ask,
-    client_of,
-    count,
-    eventually,
-    served,
-    state_of,
-    stream,
-)
+from tests.docker.served import ENDLESS, FOREVER, ask, client_of, count, eventually, served, state_of, stream
 from tests.running import Running
 
 ONE, OTHER = "model-1", "model-2"
@@ -65,14 +54,18 @@ def mux(stack: Stack) -> Iterator[Running]:
 
 def watch(mux: Running, weights: Path, meanwhile: Callable[[], object]) -> None:
     """Waits until all weights are in the page cache, as long as more come: a busy disk lets reading wait."""
-    share, give_up, pause = 0.0, time.monotonic() + PATIENCE, threading.Event()
-    while share < 1.0:
-        assert time.monotonic() < give_up, f"{share:.3f} of the weights are there:\n" + "\n".join(mux.output)
+    share = 0.0
+
+    def more_are_there(before: float) -> bool:
+        nonlocal share
         meanwhile()
-        pause.wait(0.05)
-        before, share = share, share_there(weights)
-        if share > before:
-            give_up = time.monotonic() + PATIENCE
+        share = share_there(weights)
+        return share > before
+
+    while share < 1.0:
+        eventually(
+            partial(more_are_there, share), lambda: f"({share:.3f} are there):\n" + "\n".join(mux.output)
+        )
 
 
 def test_weights_are_in_the_page_cache_before_the_load_begins(
