@@ -153,6 +153,8 @@ def _read(line: str, place: Position) -> Iterator[_KeyLine]:
                 name = value
             case "models", "=", value if value:
                 models = None if value == "*" else frozenset(value.split(","))
+                if models is not None and "" in models:
+                    raise ValueError("models= has an empty name: write the names with one comma between two")
                 flags.add("models")
             case "state" | "admin", "", "":
                 flags.add(word)
@@ -173,7 +175,10 @@ def _read(line: str, place: Position) -> Iterator[_KeyLine]:
 
 def _digest(word: str) -> bytes:
     if hashed := _DIGEST.fullmatch(word):
-        return bytes.fromhex(hashed[1])
+        digest = bytes.fromhex(hashed[1])
+        if digest == sha256(b"").digest():
+            raise ValueError("this is the SHA-256 of nothing: what was hashed was empty")
+        return digest
     if not _PLAIN.fullmatch(word):
         raise ValueError("a key is printable ASCII without comma and semicolon; one key to a line")
     if len(word) < SHORTEST:

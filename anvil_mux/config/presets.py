@@ -194,10 +194,10 @@ def _modules(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             said = json.loads(word)
         except ValueError:
             name, equals, path = word.partition("=")
-            if equals:
+            if equals and name:
                 yield name, path
         else:
-            if isinstance(said, dict) and isinstance(said.get("name"), str):
+            if isinstance(said, dict) and isinstance(said.get("name"), str) and said["name"]:
                 yield said["name"], str(said.get("path", ""))
 
 

@@ -128,7 +128,7 @@ class Access:
     # Models
 
     def may_use(self, key: Key | None, model: str, preset: str = "") -> bool:
-        """Whether ``key`` may use a model, or a preset of it; None: no key is asked for.
+        """Whether ``key`` may use a model, or a preset of it ("": none); None: no key is asked for.
 
         Who may use a model may use its presets. Nobody uses a model that is about to go.
         """
@@ -137,7 +137,7 @@ class Access:
             return False
         if key is None or key.models is None:
             return True
-        return preset in key.models or not key.models.isdisjoint(names)
+        return (preset != "" and preset in key.models) or not key.models.isdisjoint(names)
 
     def chain(self, key: Key | None, model: str, also: Collection[str] = ()) -> FallbackChain:
         """The models that its requests go to in turn, those that ``key`` may use; () without a fallback.

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config import keys
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.errors import ConfigError, Unauthorized
+from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.waiting import Patience
 from tests.fake_engine import JSON_OK, RawClient, Rig
 
@@ -77,6 +78,23 @@ def test_every_bad_line_is_told_and_no_key_is(tmp_path: Path) -> None:
         in caught.value.message
     )
     assert "enough" not in caught.value.message
+
+
+@pytest.mark.parametrize("models", ["a,", ",a", "a,,b", ","])
+def test_an_empty_name_among_models_is_a_mistake(models: str) -> None:
+    with pytest.raises(ConfigError, match="models= has an empty name"):
+        ring(f"{ALICE} models={models}")
+
+
+def test_a_key_for_an_empty_name_may_use_no_model() -> None:
+    key = Key(b"", models=frozenset([""]), state=False, admin=False)
+    access = Access(Config(backends=(Backend("a", "a"),)), Keyring([key]), only_local_hosts=False)
+    assert access.usable(key) == []
+
+
+def test_the_digest_of_nothing_is_no_key() -> None:
+    with pytest.raises(ConfigError, match="what was hashed was empty"):
+        ring(f"sha256:{sha256(b'').hexdigest()} name=me")
 
 
 @pytest.mark.parametrize("text", [None, "# nothing\n"])
