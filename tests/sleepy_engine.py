@@ -35,6 +35,9 @@ FAULTS = {
     "wake dies",
     "status is nonsense",
     "answers nothing",
+    "answers an error",
+    "makes embeddings",
+    "hears speech",
     "ignores abort",
     "has no sleep routes",
     "refuses to stop",
@@ -157,7 +160,13 @@ class SleepyEngine:
         if url.path == "/v1/load_lora_adapter":
             return self._load_adapter(body)
         if url.path == "/v1/chat/completions":
+            if "makes embeddings" in self.faults:
+                return 400, {"error": {"message": f'"{self.model}" does not support chat'}}
+            if "hears speech" in self.faults:
+                return 404, {"detail": "Not Found"}
             return self._complete(body)
+        if url.path == "/v1/embeddings" and "makes embeddings" in self.faults:
+            return 200, {"data": [{"embedding": [0.5]}]}
         if "has no sleep routes" in self.faults:
             return 404, {}
         manners: Callable[[str, dict[str, list[str]], dict[str, Any]], tuple[int, object]]
@@ -175,9 +184,11 @@ class SleepyEngine:
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, object]:
         if body.get("model") != self.model:
-            return 404, {"error": "no such model"}
+            return 404, {"error": f"no such model: {body.get('model')}"}
         if "answers nothing" in self.faults:
             self.hang()
+        if "answers an error" in self.faults:
+            return 200, {"error": {"message": "CUDA error: an illegal memory access was encountered"}}
         if self.kind in ("ollama", "llamacpp"):
             self._take(set())
         if self.asleep:
@@ -269,8 +280,13 @@ class SleepyEngine:
                     return 200, {"done_reason": "unload"}
                 if "wake answers 500" in self.faults:
                     return 500, {}
+                if "makes embeddings" in self.faults:
+                    return 400, {"error": f'"{self.model}" does not support generate'}
                 self._take(set())
                 return 200, {"done_reason": "load"}
+            case "POST /api/embed" if body.get("input") == "":
+                self._take(set())
+                return 200, {"model": self.model, "embeddings": []}
             case "GET /api/ps":
                 loaded = [] if self.asleep else [{"name": f"{self.model}:latest"}]
                 return 200, {"models": loaded}

@@ -248,6 +248,8 @@ class BackendReader:
             )
         for way in levels:
             why = service.cannot_evict_to(described, variables, backend.engine, way)
+            if way == "sleep-2" and backend.loras:
+                why = why or service.NO_DEEP_SLEEP
             if way == "checkpoint" and self._around.judge and not backend.host:
                 why = why or self._around.judge(backend.gpus, backend.checkpoint_anyway) or ""
             if why:

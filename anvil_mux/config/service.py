@@ -387,6 +387,7 @@ SLEEP_FLAGS = {
     "vllm": ("--enable-sleep-mode",),
     "sglang": ("--enable-memory-saver", "--enable-weights-cpu-backup"),
 }
+NO_DEEP_SLEEP = "vLLM cannot read its weights again where it has LoRA adapters; take sleep"
 UNIFIED_MEMORY = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
 """Makes llama.cpp allocate memory that the CUDA driver moves to and fro."""
 
@@ -406,6 +407,8 @@ def cannot_evict_to(service: RawService, variables: Mapping[str, str], engine: s
         text = f"{engine} cannot drop its weights and read them again; take sleep"
         return Diagnostic(text, write="evict_to: [sleep, stop]")
     words = argv(service)
+    if way == "sleep-2" and {"--enable-lora", "--lora-modules"} & {word.partition("=")[0] for word in words}:
+        return Diagnostic(NO_DEEP_SLEEP, write="evict_to: [sleep, stop]")
     if engine == "vllm" and variables.get("VLLM_SERVER_DEV_MODE") != "1":
         write = 'environment: {VLLM_SERVER_DEV_MODE: "1"}'
         return Diagnostic(f"vLLM has its sleep routes only with {write}", write=write)

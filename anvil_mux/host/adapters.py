@@ -12,7 +12,7 @@ import requests
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError
-from anvil_mux.host.visit import Visit
+from anvil_mux.host.visit import Visit, has_error
 
 ROUTE = "/v1/load_lora_adapter"
 
@@ -44,7 +44,7 @@ def load_adapters(
 def _load(visit: Visit, name: str, path: str) -> None:
     asked = {"lora_name": name, "lora_path": path}
     status, answer = visit.ask("POST", ROUTE, asked, visit.deadline - visit.now())
-    if status >= 300:
+    if status >= 300 or has_error(answer):
         said = answer[:300].decode("utf-8", "replace")
         raise LoadError(
             f"{visit.backend.name} did not load the LoRA adapter {name} from {path}: "

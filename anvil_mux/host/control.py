@@ -12,8 +12,9 @@ Peculiarities of the engines (see the documentation of each):
 vLLM      wants query parameters, ignores JSON. After level 2 the weights must be reloaded between waking them
           and waking the cache, else it answers nonsense. Waking what is awake aborts it.
 SGLang    asserts that nothing runs when it releases, and neither release nor resume may be said twice: either
-          ends its scheduler. It cannot say whether it sleeps.
-Ollama    unloads at keep_alive 0, and says so before the memory is back.
+          ends its scheduler. It cannot say whether it sleeps. Its health route generates a token.
+Ollama    unloads at keep_alive 0, and says so before the memory is back. A model for embeddings is refused at
+          /api/generate, and loaded by an empty /api/embed.
 llama.cpp unloads in router mode only, that is, if it was started without a model.
 
 To add an engine: a class with these three methods, and a line in ``CONTROLS``.
@@ -30,7 +31,7 @@ import requests
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host.visit import LONGEST_PAUSE, Ready, Visit
+from anvil_mux.host.visit import LONGEST_PAUSE, NotYet, Ready, Visit, has_error
 
 SLEEP_TIMEOUT = 60.0
 """A first sleep allocates its host memory: 20 s were seen for a 20 B model."""
@@ -90,6 +91,8 @@ def probe(backend: Backend, url: str) -> None:
     with _visit(backend, url, min(PROBE_TIMEOUT, backend.load_timeout)) as visit:
         try:
             flaw = visit.probe()
+            if isinstance(flaw, NotYet) and flaw.no_route and visit.is_well(LOOK_TIMEOUT):
+                return  # such as one for speech: that it is well is all there is to learn
         except requests.RequestException as error:
             raise _complaint(visit, "a request for one token", error) from None
     if flaw is not None:
@@ -171,7 +174,11 @@ class Ollama:
         self._await(visit, asleep=True)
 
     def wake(self, visit: Visit, level: int) -> None:
-        _tell(visit, "/api/generate", {"model": visit.model, "stream": False})
+        status, answer = _ask(visit, "POST", "/api/generate", {"model": visit.model, "stream": False})
+        if status == 400 and b"does not support" in answer:  # it makes embeddings, and no text
+            _tell(visit, "/api/embed", {"model": visit.model, "input": ""})
+        else:
+            _check(visit, "/api/generate", status, answer)
         self._await(visit, asleep=False)
 
     def is_asleep(self, visit: Visit) -> bool | None:
@@ -244,7 +251,7 @@ def _visit(backend: Backend, url: str, limit: float, tend: Callable[[], object] 
 def _sure(visit: Visit) -> None:
     """Check that it is the backend's engine: another one may have the address, and must not sleep."""
     if not visit.engine.loads_at_first_request:
-        sight = visit.look()
+        sight = visit.look(anew=False)
         if not isinstance(sight, Ready):
             raise BackendError(sight.why)
 
@@ -263,9 +270,14 @@ def _until(visit: Visit, deadline: float) -> Iterator[None]:
 def _tell(visit: Visit, path: str, body: dict[str, Any] | None = None, *, may_lack: bool = False) -> None:
     """POST; anything but success is a BackendError. ``may_lack``: an engine without the route is fine."""
     status, answer = _ask(visit, "POST", path, body)
-    if status >= 300 and not (may_lack and status in (404, 405)):
-        said = answer[:200].decode("utf-8", "replace")
-        raise BackendError(f"{visit.place}: POST {path} answers {status}: {said}")
+    if not (may_lack and status in (404, 405)):
+        _check(visit, path, status, answer)
+
+
+def _check(visit: Visit, path: str, status: int, answer: bytes) -> None:
+    if status >= 300 or has_error(answer):
+        words = answer[:200].decode("utf-8", "replace")
+        raise BackendError(f"{visit.place}: POST {path} answers {status}: {words}")
 
 
 def _get(visit: Visit, path: str) -> Any:

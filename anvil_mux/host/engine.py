@@ -23,6 +23,8 @@ class Engine:
     health: str = "/health"
     must_have_health: bool = True
     """Whether that route must be there; if not, a 404 says nothing, and the list of models decides."""
+    alive: str = ""
+    """The route that is asked once it was ready, where the other one costs it work; "": the same."""
     models: str = "/v1/models"
     names_file: bool = False
     """Whether its list names the model file (or alias), and it answers to any model name."""
@@ -55,6 +57,7 @@ ENGINES: dict[str, Engine] = {
     ),
     "sglang": Engine(
         port=USUAL_PORTS["sglang"],
+        alive="/v1/models",  # at its health route it generates a token
         shown=_routes("/health /metrics /v1/models /model_info /get_model_info"),
         control=_routes(
             """/release_memory_occupation /resume_memory_occupation /pause_generation /continue_generation

@@ -47,10 +47,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Another look is worth it. ``other_process``: a healthy server answers there, for another model."""
+    """Another look is worth it. ``other_process``: a healthy server answers there, for another model.
+
+    ``no_route``: it has no route by which it could be asked for a token.
+    """
 
     why: str
     other_process: bool = False
+    no_route: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +153,10 @@ class Visit:
     def __exit__(self, *exc: object) -> None:
         self.session.close()
 
-    def look(self) -> Readiness:
+    def look(self, *, anew: bool = True) -> Readiness:
+        """Whether it is ready. Not ``anew``: it was before, so only its model is to be made sure of."""
         try:
-            return self._health() or self._models() or Ready()
+            return (self._health() if anew else None) or self._models() or Ready()
         except requests.Timeout:
             return NotYet(f"{self.place} accepts connections but does not answer")
         except requests.RequestException as error:
@@ -163,8 +168,8 @@ class Visit:
             self.session.close()
 
     def is_well(self, timeout: float) -> bool:
-        """Whether its health route says so, or is no route of an engine that needs none."""
-        return self._says_well(self.ask("GET", self.engine.health, None, timeout)[0])
+        """Whether an engine that was ready once says that it is well, or needs no route for that."""
+        return self._says_well(self.ask("GET", self.engine.alive or self.engine.health, None, timeout)[0])
 
     def _says_well(self, status: int) -> bool:
         return status < 300 or (status in (404, 405, 501) and not self.engine.must_have_health)
@@ -214,24 +219,29 @@ class Visit:
         return PurePosixPath(reported).name in told
 
     def probe(self) -> Readiness | None:
-        """Ask for one token or embedding, whichever route the engine has; None if it was answered."""
-        why, routes = "", 0
+        """Ask for one token, embedding or class, whichever route the engine has; None if it was answered."""
+        why, routes, no_route = "", 0, True
         for path, body in _probes(self.model):
             status, answer = self.ask("POST", path, body, self.deadline - self.now())
-            if status < 300:
+            if status < 300 and not has_error(answer):
                 return None
             routes += status not in (404, 405)
-            why = (
-                why
-                or f"{self.place}: POST {path} answers {status}: {answer[:200].decode('utf-8', 'replace')}"
-            )
+            no_route = no_route and self._lacks_route(status, answer)
+            words = answer[:200].decode("utf-8", "replace")
+            why = why or f"{self.place}: POST {path} answers {status}: {words}"
             if status == 503:
                 break
         if routes == 0 and not self.engine.must_have_health:
             return (
                 None  # An engine without any text route, such as one for images: its health is all there is.
             )
-        return NotYet(why)
+        return NotYet(why, no_route=no_route)
+
+    def _lacks_route(self, status: int, answer: bytes) -> bool:
+        """Whether a refusal is of the route, for any model, and not of what was asked there."""
+        if status == 404:
+            return self.model.encode() not in answer
+        return status in (405, 501) or (status == 400 and b"does not support" in answer)
 
     def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = POLL_TIMEOUT
@@ -270,6 +280,15 @@ def _answer(asked: Future[tuple[int, bytes]], ask: Callable[[], tuple[int, bytes
         asked.set_exception(error)
 
 
+def has_error(answer: bytes) -> bool:
+    """Whether an answer is the description of an error, whatever its status."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and bool(found.get("error") or found.get("object") == "error")
+
+
 def _model_ids(body: bytes) -> list[str]:
     """The ids in a list of models, or in the description of the one loaded model."""
     try:
@@ -291,4 +310,6 @@ def _probes(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:
         ("/v1/completions", {"model": model, "prompt": "Hi", "max_tokens": 1}),
         ("/v1/embeddings", {"model": model, "input": "Hi"}),
         ("/v1/rerank", {"model": model, "query": "Hi", "documents": ["Hi"]}),
+        ("/pooling", {"model": model, "input": "Hi"}),
+        ("/classify", {"model": model, "input": "Hi"}),
     )

@@ -575,6 +575,15 @@ CANNOT_REST = [
     ("image: x, x-anvil: {evict_to: [sleep]}", "sleep cannot work: engine openai cannot be told to sleep"),
     ("image: tabbyapi, x-anvil: {evict_to: sleep}", "engine tabbyapi cannot be told to sleep"),
     ("image: ollama, x-anvil: {evict_to: [sleep-2]}", "sleep-2 cannot work: ollama cannot drop its weights"),
+    (
+        f"{VLLM}, command: --model m --enable-sleep-mode --enable-lora, x-anvil: {{evict_to: sleep-2}}",
+        "sleep-2 cannot work: vLLM cannot read its weights again where it has LoRA adapters",
+    ),
+    (
+        "image: vllm, environment: {VLLM_SERVER_DEV_MODE: '1', VLLM_ALLOW_RUNTIME_LORA_UPDATING: '1'}, "
+        "x-anvil: {evict_to: sleep-2, loras: {sql: /adapters/sql}}",
+        "sleep-2 cannot work: vLLM cannot read its weights again where it has LoRA adapters",
+    ),
     (f"{VLLM}, command: --model m, x-anvil: {{evict_to: sleep}}", "add --enable-sleep-mode to its command"),
     ("image: vllm, command: --enable-sleep-mode, x-anvil: {evict_to: sleep}", "VLLM_SERVER_DEV_MODE"),
     (

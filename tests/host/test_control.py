@@ -10,6 +10,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import control
 from anvil_mux.host.engine import ENGINES
+from anvil_mux.host.visit import answers
 from tests.sleepy_engine import CONTEXT, GIB, Ledger, SleepyEngine
 
 PID = 100_000_000
@@ -174,7 +175,35 @@ def test_a_probe_that_is_not_answered_is_given_up(make: Make, monkeypatch: pytes
         control.probe(backend("vllm"), engine.url)
 
 
+def test_an_error_is_no_token_whatever_its_status(make: Make) -> None:
+    engine = make("vllm", "answers an error")
+    with pytest.raises(BackendError, match=r"answers 200: .*illegal memory access"):
+        control.probe(backend("vllm"), engine.url)
+
+
+def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make: Make) -> None:
+    engine = make("vllm", "hears speech")
+    control.sleep(backend("vllm"), engine.url, 1)
+    control.wake(backend("vllm"), engine.url, 1)
+    control.probe(backend("vllm"), engine.url)
+    assert engine.asked[-1] == "GET /health"
+
+
+def test_who_does_not_know_the_model_is_not_believed(make: Make) -> None:
+    engine = make("vllm")
+    engine.model = "other"
+    with pytest.raises(BackendError, match=r"answers 404: .*no such model"):
+        control.probe(backend("vllm"), engine.url)
+
+
 # SGLang
+
+
+def test_sglang_generates_no_token_when_it_is_put_to_sleep_or_asked_whether_it_is_there(make: Make) -> None:
+    engine = make("sglang")
+    control.sleep(backend("sglang"), engine.url, 1)
+    assert answers(backend("sglang"), engine.url, 5.0)
+    assert "GET /health" not in engine.asked
 
 
 def test_sglang_is_idle_before_it_releases(make: Make) -> None:
@@ -210,6 +239,14 @@ def test_ollama_is_told_which_model_to_let_go(make: Make) -> None:
     engine = awake(make, "ollama")
     control.sleep(backend("ollama"), engine.url, 1)
     assert engine.asked == ["POST /api/generate", "GET /api/ps"]
+
+
+def test_a_model_of_ollama_that_makes_embeddings_is_loaded_by_an_empty_one(make: Make) -> None:
+    engine = awake(make, "ollama", "makes embeddings")
+    control.sleep(backend("ollama"), engine.url, 1)
+    control.wake(backend("ollama"), engine.url, 1)
+    assert not engine.asleep
+    control.probe(backend("ollama"), engine.url)
 
 
 def test_a_llama_server_with_a_model_of_its_own_cannot_unload_it(make: Make) -> None:
