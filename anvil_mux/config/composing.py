@@ -106,8 +106,12 @@ def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str], file
     ``files``: the device files of GPUs of AMD and Intel; "" where that is not known.
     """
     environment = made["environment"]
+    requests = [*service.gpu_requests(described)]
     if service.others_gpus(described, {}):
-        if all(files):
+        if service.reserves_others(described):
+            made.pop("gpus", None)
+            _reserve(made, described, requests, gpus)
+        elif all(files):
             made |= devices.narrowed(made, files)
         return
     if not service.reserves_gpu(described):
@@ -118,7 +122,6 @@ def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str], file
     made.pop("gpus", None)
     if made.get("runtime") == "nvidia":
         made.pop("runtime")
-    requests = [*service.gpu_requests(described)]
     listed = made.get("devices") or ()
     if any(map(service.cdi_gpu, listed)):
         named = [f"{service.CDI}={id}" for id in gpus]
@@ -133,7 +136,7 @@ def _reserve(
     first = requests[0] if requests else {"driver": "nvidia"}
     request = {key: first[key] for key in ("driver", "options") if first.get(key)}
     wanted = dict.fromkeys(each for request in requests for each in request.get("capabilities") or ())
-    request |= {"device_ids": [*gpus], "capabilities": [*(wanted or ("gpu",))]}
+    request |= {"device_ids": service.device_ids(first, gpus), "capabilities": [*(wanted or ("gpu",))]}
     others = [device for device in service.reserved_devices(described) if not service.is_gpu(device)]
     deploy = made.get("deploy") or {}
     resources = deploy.get("resources") or {}

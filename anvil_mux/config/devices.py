@@ -1,4 +1,4 @@
-"""The GPUs of AMD and Intel, as services are given them: by device files, not by a reservation.
+"""The GPUs of AMD and Intel, as services are given them: mostly by device files, not by a reservation.
 
 ROCm needs ``/dev/kfd`` and the files of its GPUs below ``/dev/dri`` (``devices: [/dev/kfd, /dev/dri]``);
 Vulkan, SYCL and OpenVINO need the latter alone. AMD's own container runtime and CDI name GPUs by number. Here
@@ -56,7 +56,7 @@ def given(service: Mapping[str, Any], variables: Mapping[str, str]) -> GivenGpus
     if service.get("runtime") == AMD:
         numbers += variables.get(RUNTIME_VARIABLE, "all").split(",")
     if numbers:
-        return GivenGpus((AMD,), _numbered(numbers))
+        return GivenGpus((AMD,), numbered(AMD, numbers))
     nodes = tuple(dict.fromkeys(path for path in paths if NODE.fullmatch(path)))
     if KFD not in paths and DRI not in paths and not nodes:
         return None
@@ -64,13 +64,13 @@ def given(service: Mapping[str, Any], variables: Mapping[str, str]) -> GivenGpus
     if nodes and DRI not in paths:
         return GivenGpus(vendors, nodes)
     narrowed = next((variables[name] for name in NARROWING if name in variables), "") if KFD in paths else ""
-    return GivenGpus(vendors, _numbered(narrowed.split(",")))
+    return GivenGpus(vendors, numbered(AMD, narrowed.split(",")))
 
 
-def _numbered(numbers: Sequence[str]) -> tuple[str, ...]:
-    """The ids of AMD's GPUs of these numbers; () for all, and where some are no numbers."""
+def numbered(vendor: str, numbers: Sequence[str]) -> tuple[str, ...]:
+    """The ids of a vendor's GPUs of these numbers; () for all, and where some are no numbers."""
     found = [each.strip() for each in numbers]
-    return tuple(f"{AMD}{each}" for each in found) if found and all(map(str.isdigit, found)) else ()
+    return tuple(f"{vendor}{each}" for each in found) if found and all(map(str.isdigit, found)) else ()
 
 
 def narrowed(service: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any]:
@@ -86,11 +86,8 @@ def sees_only(gpus: Sequence[str]) -> dict[str, str]:
     return {NARROWING[0]: ",".join(numbers)} if numbers else {}
 
 
-def bites(service: Mapping[str, Any], gpus: Sequence[str]) -> Iterator[str]:
-    """Warnings of what a service lacks that is given GPUs by device files, with remedies."""
-    found = given(service, {})
-    if found is None:
-        return
+def bites(service: Mapping[str, Any], found: GivenGpus, gpus: Sequence[str]) -> Iterator[str]:
+    """Warnings of what a service lacks that is given GPUs of AMD or Intel, with remedies."""
     paths = [*_sources(service)]
     if KFD in paths and not any(path == DRI or NODE.fullmatch(path) for path in paths):
         said = f"has {KFD} without {DRI}, and ROCm needs both"
@@ -106,7 +103,7 @@ def bites(service: Mapping[str, Any], gpus: Sequence[str]) -> Iterator[str]:
     if not gpus:
         is_intel = found.vendors[-1] == INTEL and re.search("intel|ipex", str(service.get("image")).lower())
         write = f'x-anvil: {{gpus: ["{INTEL if is_intel else found.vendors[0]}0"]}}'
-        said = "is given GPUs by device files, and none of them is known here; say which"
+        said = "is given GPUs, and none of them is known here; say which"
         yield Diagnostic(f"{said}: {write}", said=said, write=write, key=("devices",))
 
 

@@ -215,9 +215,8 @@ def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, 
     that I was given".
     """
     given = reserved(service)
-    visible = variables.get("NVIDIA_VISIBLE_DEVICES")
-    if given is None and service.get("runtime") == "nvidia" and visible is not None:
-        given = _visible(visible)
+    if given is None and service.get("runtime") == "nvidia":
+        given = _visible(variables.get("NVIDIA_VISIBLE_DEVICES", ALL))  # images of CUDA set it to all
     chosen = variables.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not (given in (None, ALL) or _counted(given)):
         return given
@@ -229,7 +228,7 @@ def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, 
 
 def reserves_gpu(service: RawService) -> bool:
     """Whether Docker would give the container any GPU."""
-    return is_nvidia(service) or devices.given(service, {}) is not None
+    return is_nvidia(service) or _given(service, {}) is not None
 
 
 def is_nvidia(service: RawService) -> bool:
@@ -239,7 +238,7 @@ def is_nvidia(service: RawService) -> bool:
 
 def others_gpus(service: RawService, variables: Mapping[str, str]) -> devices.GivenGpus | None:
     """The GPUs of AMD or Intel that the service is given; None: none, or it asks for NVIDIA's."""
-    found = None if is_nvidia(service) else devices.given(service, variables)
+    found = None if is_nvidia(service) else _given(service, variables)
     is_rocm = found is not None and found.vendors == (devices.AMD,)
     return found if is_rocm or gpus(service, variables) is None else None
 
@@ -271,7 +270,12 @@ def reserved(service: RawService) -> str | tuple[str, ...] | None:
 def counted_gpus(service: RawService, variables: Mapping[str, str]) -> int | None:
     """How many GPUs the service reserves without a word on which; None where that is not so."""
     requests = [*gpu_requests(service)]
-    if len(requests) != 1 or any(_cdi(service)) or "CUDA_VISIBLE_DEVICES" in variables:
+    if (
+        len(requests) != 1
+        or _vendor(requests[0])
+        or any(_cdi(service))
+        or "CUDA_VISIBLE_DEVICES" in variables
+    ):
         return None
     found = None if _list(requests[0], "device_ids") else _request(requests[0], ("gpus",))
     return len(found) or None if isinstance(found, tuple) else None
@@ -291,7 +295,8 @@ def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
     for request in _list(service, "gpus"):
         if not isinstance(request, Mapping):
             raise ValueError(_no_gpus(written))
-        yield request
+        if _vendor(request) in CDI_KINDS.values():
+            yield request
 
 
 def _no_gpus(written: Any) -> Diagnostic:
@@ -330,18 +335,59 @@ def reserved_devices(service: RawService) -> list[Mapping[str, Any]]:
 
 
 def is_gpu(device: Mapping[str, Any]) -> bool:
-    return any(str(each).startswith(("gpu", "nvidia")) for each in _list(device, "capabilities"))
+    capable = any(str(each).startswith(("gpu", "nvidia", "amd")) for each in _list(device, "capabilities"))
+    return (capable or _is_cdi(device)) and _vendor(device) in CDI_KINDS.values()
 
 
 def _requested(service: RawService) -> Iterator[str | tuple[str, ...]]:
+    """The GPUs of NVIDIA in each reservation."""
     key = RESERVED if reserved_devices(service) else ("gpus",)
     for request in gpu_requests(service):
-        yield _request(request, key)
+        if not _vendor(request):
+            yield _request(request, key)
+
+
+def reserves_others(service: RawService) -> devices.GivenGpus | None:
+    """The GPUs of AMD or Intel that the service reserves by their driver, or by CDI; None: none."""
+    found = [
+        (vendor, _request(each, RESERVED)) for each in gpu_requests(service) if (vendor := _vendor(each))
+    ]
+    ids = [() if numbers == ALL else devices.numbered(vendor, numbers) for vendor, numbers in found]
+    vendors = tuple(dict.fromkeys(vendor for vendor, _ in found))
+    return devices.GivenGpus(vendors, sum(ids, ()) if all(ids) else ()) if found else None
+
+
+def _given(service: RawService, variables: Mapping[str, str]) -> devices.GivenGpus | None:
+    return reserves_others(service) or devices.given(service, variables)
+
+
+def device_ids(request: Mapping[str, Any], gpus: Sequence[str]) -> list[str]:
+    """The ids by which a reservation names these GPUs, written as it writes its own."""
+    numbers = [id.removeprefix(_vendor(request)) for id in gpus]
+    kind = next((kind for kind, vendor in CDI_KINDS.items() if vendor == _vendor(request)), CDI)
+    return [f"{kind}={number}" for number in numbers] if _is_cdi(request) else numbers
+
+
+def _is_cdi(request: Mapping[str, Any]) -> bool:
+    return request.get("driver") == "cdi" or any("=" in str(id) for id in _list(request, "device_ids"))
+
+
+def _vendor(request: Mapping[str, Any]) -> str:
+    """The vendor whose GPUs a reservation means, by its driver or its CDI names; "" for NVIDIA."""
+    for id in _list(request, "device_ids"):
+        kind, is_named, _ = str(id).partition("=")
+        if is_named:
+            return CDI_KINDS.get(kind, kind)
+    driver = str(request.get("driver") or "")
+    return driver if driver in (devices.AMD, devices.INTEL) else ""
 
 
 def _request(request: Mapping[str, Any], key: KeyPath) -> str | tuple[str, ...]:
     if ids := _list(request, "device_ids"):
-        return tuple(str(each) for each in ids)
+        numbers = tuple(
+            str(each).rpartition("=")[2].partition(":")[0] if _is_cdi(request) else str(each) for each in ids
+        )
+        return ALL if ALL in numbers else numbers
     count = request.get("count", ALL)
     if count in (ALL, -1, "-1", None):
         return ALL
@@ -353,6 +399,8 @@ def _request(request: Mapping[str, Any], key: KeyPath) -> str | tuple[str, ...]:
 
 CDI = "nvidia.com/gpu"
 """The kind of device by which CDI knows GPUs."""
+CDI_KINDS = {CDI: "", devices.CDI: devices.AMD, "intel.com/gpu": devices.INTEL}
+"""Kind of device of CDI -> the vendor; "" for NVIDIA."""
 
 
 def _cdi(service: RawService) -> Iterator[str | tuple[str, ...]]:
@@ -484,8 +532,8 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
         said = "has no GPU, so it is never evicted; if it uses one, reserve it"
         write = "gpus: all"
         yield Diagnostic(f"{said} or say x-anvil: {{gpus: [...]}}", said=said, write=write, key=("gpus",))
-    if others_gpus(service, {}):
-        yield from devices.bites(service, gpus)
+    if others := others_gpus(service, {}):
+        yield from devices.bites(service, others, gpus)
     yield from _unheard(service, engine, port)
     yield from _unpublished(service, port, USUAL_PORTS.get(engine, "PORT"))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from anvil_mux.config.service import CDI
+from anvil_mux.config import service
 from anvil_mux.importing.macros import VARIABLE
 
 ServiceKeys = dict[str, Any]
@@ -35,16 +36,14 @@ class ContainerRun:
     @property
     def reserves(self) -> bool:
         """Whether it reserves GPUs."""
-        devices = self.service.get("devices", ())
-        return "deploy" in self.service or any(str(device).startswith(CDI) for device in devices)
+        return service.is_nvidia(self.service) or service.reserves_others(self.service) is not None
 
     @property
     def gpus(self) -> list[str]:
         """The ids of the GPUs that it names, or counts."""
-        asked = self.service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", ())
-        named = [str(id) for device in asked for id in device.get("device_ids", ())]
-        counts = [device.get("count") for device in asked]
-        return named + [str(id) for count in counts if isinstance(count, int) for id in range(count)]
+        asked = service.reserved(self.service)
+        others = service.reserves_others(self.service)
+        return [*(asked if isinstance(asked, tuple) else ()), *(others.ids if others else ())]
 
 
 def _is_volume(mount: object) -> bool:
@@ -107,7 +106,10 @@ def _take(made: ContainerRun, name: str, value: str) -> None:
         outside, _, inside = value.removesuffix("/tcp").rpartition(":")
         made.ports.append((outside.rpartition(":")[2], inside))
     elif name in OPTIONS:
-        OPTIONS[name](made.service, value)
+        try:
+            OPTIONS[name](made.service, value)
+        except (ValueError, csv.Error):
+            made.unknown.append(f"{name} {value}")
 
 
 def _set(key: str) -> Put:
@@ -156,14 +158,33 @@ def _entrypoint(service: ServiceKeys, value: str) -> None:
 
 
 def _gpus(service: ServiceKeys, value: str) -> None:
-    """Reserve GPUs: `all`, a number, or `device=0,1`, in quotes of its own."""
+    """Reserve GPUs as Docker reads them: fields in CSV, such as `all`, `2`, `count=2` or `"device=0,1"`."""
     asked: ServiceKeys = {"driver": "nvidia", "capabilities": ["gpu"]}
-    text = value.strip("\"'")
-    if text.startswith("device="):
-        asked["device_ids"] = text.removeprefix("device=").split(",")
-    else:
-        asked["count"] = int(text) if text.isdigit() else "all"
+    for part in _fields(value.strip("'")):
+        key, equals, text = part.partition("=")
+        match key if equals else "count":
+            case "count":
+                text = text if equals else key
+                asked["count"] = "all" if text in ("all", "-1") else int(text)
+            case "device":
+                asked["device_ids"] = text.split(",")
+            case "driver":
+                asked["driver"] = text
+            case "capabilities":
+                asked["capabilities"] = list(dict.fromkeys((*text.split(","), "gpu")))
+            case "options":
+                asked["options"] = dict(option.partition("=")[::2] for option in _fields(text))
+            case _:
+                raise ValueError(f"--gpus has no {key}")
+    if "device_ids" not in asked:
+        asked.setdefault("count", 1)
+    elif "count" in asked:
+        raise ValueError("--gpus names GPUs and counts them")
     service["deploy"] = {"resources": {"reservations": {"devices": [asked]}}}
+
+
+def _fields(text: str) -> list[str]:
+    return next(csv.reader([text]), [])
 
 
 PUBLISH = "--publish"

@@ -21,6 +21,7 @@ def card(id: str, number: int, vram: int | None = 24 * GIB) -> dict[str, Gpu]:
 
 TWO_AMD = card("amd0", 129) | card("amd1", 128)
 MIXED = {"0": Gpu("0", 80 * GIB)} | card("amd0", 128) | card("intel0", 129, None)
+RESERVED = "deploy: {resources: {reservations: {devices: [%s]}}}"
 ROCM = "devices: [/dev/kfd, /dev/dri]"
 
 
@@ -46,6 +47,14 @@ def gpus(folder: Path, rest: str, own: str = "", top: str = "", **given: Any) ->
         ("devices: [amd.com/gpu=all]", ("amd0", "amd1")),
         ("runtime: amd, environment: {AMD_VISIBLE_DEVICES: '0'}", ("amd0",)),
         ("runtime: amd", ("amd0", "amd1")),
+        ("gpus: [{driver: amd, device_ids: ['1']}]", ("amd1",)),
+        ("gpus: [{driver: amd, count: 1}]", ("amd0",)),
+        ("gpus: [{driver: amd, count: all}]", ("amd0", "amd1")),
+        ("gpus: [{driver: amd, device_ids: [GPU-deadbeef]}]", ("amd0", "amd1")),
+        (RESERVED % "{driver: amd, device_ids: ['0'], capabilities: [gpu]}", ("amd0",)),
+        (RESERVED % "{driver: cdi, device_ids: [amd.com/gpu=1], capabilities: [gpu]}", ("amd1",)),
+        (RESERVED % "{driver: cdi, device_ids: [amd.com/gpu=all], capabilities: [gpu]}", ("amd0", "amd1")),
+        (RESERVED % "{driver: cdi, device_ids: [other.com/tpu=0], capabilities: [gpu]}", ()),
         ("devices: [/dev/snd]", ()),
         ("devices: [/dev/kfd, /dev/dri/renderD200]", ()),
     ],
@@ -70,6 +79,10 @@ def test_a_service_has_the_gpus_whose_files_it_is_given(
         (ROCM, "gpus: [intel0]", ("intel0",)),
         ("", "gpus: ['0000:129:00.0']", ("intel0",)),
         ("gpus: [{count: 1}]", "", ("0",)),
+        ("gpus: [{driver: amd, device_ids: ['0']}]", "", ("amd0",)),
+        ("runtime: nvidia", "", ("0",)),
+        ("runtime: nvidia, environment: {NVIDIA_VISIBLE_DEVICES: none}", "", ()),
+        (RESERVED % "{driver: cdi, device_ids: [nvidia.com/gpu=0], capabilities: [gpu]}", "", ("0",)),
         (ROCM, "gpu_count: 1", ("amd0",)),
     ],
 )
@@ -124,6 +137,20 @@ def test_a_candidate_is_given_the_files_of_its_own_gpus_alone(tmp_path: Path) ->
         ["/dev/kfd", "/dev/snd", "/dev/dri/renderD128"],
     ]
     assert {(*each["group_add"], *each["environment"]) for each in made.values()} == {("video",)}
+
+
+@pytest.mark.parametrize(
+    ("driver", "id", "expected"),
+    [("amd", "0", [["0"], ["1"]]), ("cdi", "amd.com/gpu=0", [["amd.com/gpu=0"], ["amd.com/gpu=1"]])],
+)
+def test_a_candidate_reserves_its_own_gpus_by_the_same_driver(
+    tmp_path: Path, driver: str, id: str, expected: list[list[str]]
+) -> None:
+    rest = RESERVED % f"{{driver: {driver}, device_ids: [{id!r}], capabilities: [gpu]}}"
+    made = composed(one(tmp_path, "gpu_count: 1", rest, present=TWO_AMD))["services"]
+    reserved = [each["deploy"]["resources"]["reservations"]["devices"] for each in made.values()]
+    assert [[device["device_ids"] for device in each] for each in reserved] == [[ids] for ids in expected]
+    assert {device["driver"] for each in reserved for device in each} == {driver}
 
 
 def test_on_other_hosts_it_has_the_gpus_there_by_their_files(tmp_path: Path) -> None:

@@ -441,6 +441,9 @@ FORMS = [
     "gpus: all",
     "gpus: [{driver: nvidia, count: 1, options: {a: b}}]",
     "runtime: nvidia, environment: {NVIDIA_VISIBLE_DEVICES: all}",
+    "runtime: nvidia",
+    "deploy: {resources: {reservations: {devices: [{driver: cdi, device_ids: [nvidia.com/gpu=0], "
+    "capabilities: [gpu]}]}}}",
     "gpus: all, environment: {CUDA_VISIBLE_DEVICES: '0'}",
     "devices: ['nvidia.com/gpu=0', /dev/fuse]",
     "devices: [{source: nvidia.com/gpu=all, target: nvidia.com/gpu=all}]",

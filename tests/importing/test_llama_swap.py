@@ -370,6 +370,51 @@ def test_options_of_docker_run(words: str, expected: dict[str, Any]) -> None:
     assert (made.service, made.unknown) == ({"image": "img", **expected}, [])
 
 
+NVIDIA = {"driver": "nvidia", "capabilities": ["gpu"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "gpus"),
+    [
+        (["all"], {**NVIDIA, "count": "all"}, []),
+        (["2"], {**NVIDIA, "count": 2}, ["0", "1"]),
+        (["count=2"], {**NVIDIA, "count": 2}, ["0", "1"]),
+        (["driver=nvidia"], {**NVIDIA, "count": 1}, ["0"]),
+        (["device=1"], {**NVIDIA, "device_ids": ["1"]}, ["1"]),
+        (["device=nvidia.com/gpu=1"], {**NVIDIA, "device_ids": ["nvidia.com/gpu=1"]}, ["1"]),
+        (["driver=amd,device=1"], {**NVIDIA, "driver": "amd", "device_ids": ["1"]}, ["amd1"]),
+        (
+            ['"device=0,1",capabilities=utility'],
+            {"driver": "nvidia", "capabilities": ["utility", "gpu"], "device_ids": ["0", "1"]},
+            ["0", "1"],
+        ),
+        (
+            ['all,"capabilities=compute,utility","options=a=b,c=d"'],
+            {
+                "driver": "nvidia",
+                "capabilities": ["compute", "utility", "gpu"],
+                "options": {"a": "b", "c": "d"},
+                "count": "all",
+            },
+            [],
+        ),
+    ],
+)
+def test_gpus_of_docker_run_are_those_that_docker_reads(
+    words: list[str], expected: dict[str, Any], gpus: list[str]
+) -> None:
+    made = docker_run.read(["docker", "run", "--gpus", *words, "img"])
+    assert made.service["deploy"]["resources"]["reservations"]["devices"] == [expected]
+    assert (made.gpus, made.reserves, made.unknown) == (gpus, True, [])
+
+
+@pytest.mark.parametrize(
+    "words", ["--gpus two", "--gpus device=0,1", "--gpus size=1", "--ulimit nofile=many"]
+)
+def test_what_docker_would_refuse_is_an_option_without_a_counterpart(words: str) -> None:
+    assert docker_run.read(["docker", "run", *words.split(), "img"]).unknown == [words]
+
+
 # Who is resident beside whom
 
 
