@@ -29,6 +29,7 @@ from urllib.parse import quote, urlsplit
 
 from anvil_mux.config.profile import CHUNK
 from anvil_mux.errors import BackendError
+from anvil_mux.protocol import foreign
 
 PROMPTS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16)
@@ -97,7 +98,7 @@ class Profiler:
         try:
             connection.request("GET", f"/props?model={quote(self.model)}", headers=self._headers)
             with connection.getresponse() as response:
-                found = json.loads(response.read()) if response.status == 200 else None
+                found = foreign.read(response.read()) if response.status == 200 else None
         except (OSError, http.client.HTTPException, ValueError):
             return None
         finally:
@@ -292,6 +293,6 @@ def _figures(values: Sequence[float]) -> dict[str, float]:
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     for line in response:
         if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
+            event = foreign.read(line[6:])
             if isinstance(event, dict):
                 yield event

@@ -226,5 +226,5 @@ def _structure(text: str) -> object:
         return text
     try:
         return yaml.load(text, interpolate.Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text

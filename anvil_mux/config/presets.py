@@ -19,6 +19,7 @@ from typing import Any
 from anvil_mux.config import service, settings
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.rewrite import check_strip, read_set
+from anvil_mux.protocol import foreign
 
 ALLOWS_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """The variable with which vLLM loads adapters while it runs."""
@@ -105,7 +106,7 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
-        return json.loads(value)
+        return foreign.read(value)
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
 
@@ -191,7 +192,7 @@ def _modules(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not taking:
             continue
         try:
-            said = json.loads(word)
+            said = foreign.read(word)
         except ValueError:
             name, equals, path = word.partition("=")
             if equals and name:

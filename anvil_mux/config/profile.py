@@ -12,12 +12,13 @@ looks for the fullest engine would find an empty one otherwise.
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from anvil_mux.protocol import foreign
 
 CHUNK = 8192
 """Tokens that an engine takes at once, where the file does not say."""
@@ -102,8 +103,8 @@ def _reach(line: Sequence[tuple[float, float]], y: float) -> float:
 def read(text: str) -> Profile:
     """The profile in the text of a file; ValueError says what is wrong with it."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = foreign.read(text)
+    except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     ttft = [(_number(row, "tokens_num"), _number(row, "p50")) for row in _rows(found, "ttft")]
     tpot: dict[float, list[tuple[float, float]]] = defaultdict(list)

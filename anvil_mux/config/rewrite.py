@@ -14,6 +14,7 @@ from typing import Any
 
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BadRequest
+from anvil_mux.protocol import foreign
 
 UNTOUCHED = ("model", "stream")
 """The fields that decide who answers, and in which form."""
@@ -87,6 +88,7 @@ def _has_system(messages: object) -> bool:
 def _members(body: bytes | bytearray) -> Iterator[tuple[str, str, int]]:
     """Name, text and where in it the value begins, of each member of an object."""
     try:
+        foreign.check(body, of_request=True)
         text = body.decode("utf-8-sig")
         position = _past(text, _space(text, 0), "{")
         more = not text.startswith("}", position)
@@ -102,7 +104,7 @@ def _members(body: bytes | bytearray) -> Iterator[tuple[str, str, int]]:
             position = _past(text, end, ",") if more else end
         if _past(text, position, "}") != len(text):
             raise ValueError("something follows the object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}", param="body") from None
 
 
@@ -123,7 +125,7 @@ def read_set(value: Any) -> tuple[tuple[str, str], ...]:
     """The setting ``set``; as a label, it is JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = foreign.read(value)
         except ValueError:
             value = None
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):

@@ -22,7 +22,6 @@ To add an engine: a class with these three methods, and a line in ``CONTROLS``.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
@@ -32,6 +31,7 @@ import requests
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.visit import LONGEST_PAUSE, NotYet, Ready, Visit, has_error
+from anvil_mux.protocol import foreign
 
 SLEEP_TIMEOUT = 60.0
 """A first sleep allocates its host memory: 20 s were seen for a 20 B model."""
@@ -288,7 +288,7 @@ def _get(visit: Visit, path: str) -> Any:
     if status >= 300:
         raise BackendError(f"{visit.place}: GET {path} answers {status}")
     try:
-        return json.loads(answer)
+        return foreign.read(answer)
     except ValueError:
         raise _nonsense(visit, path, answer) from None
 

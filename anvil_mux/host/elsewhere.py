@@ -7,12 +7,12 @@ whether one is well, by a request that costs nothing.
 from __future__ import annotations
 
 import http.client
-import json
 from typing import NamedTuple
 
 from anvil_mux.config import elsewhere, settings
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import LOG_LINES, Awake, Evicted, Found, Loaded
+from anvil_mux.protocol import foreign
 
 MODELS = "/v1/models"
 ASK_SECONDS = 5.0
@@ -112,7 +112,7 @@ def _judged(backend: Backend, status: int, body: bytes) -> Finding:
 def _ids(body: bytes) -> list[str]:
     """The ids in a list of models; none where it is no such list."""
     try:
-        found = json.loads(body)["data"]
+        found = foreign.read(body)["data"]
         return [each["id"] for each in found if isinstance(each["id"], str)]
     except (ValueError, KeyError, TypeError):
         return []

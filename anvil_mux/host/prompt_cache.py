@@ -23,6 +23,7 @@ from anvil_mux.errors import Cancelled
 from anvil_mux.host.prompt_files import Binding, KeptPrompt, PromptFiles
 from anvil_mux.host.visit import Visit
 from anvil_mux.host.weights import shards
+from anvil_mux.protocol import foreign
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ def _used(visit: Visit, props: dict[str, Any]) -> list[UsedSlot]:
     """The slots that were used since the engine began; all, where it does not say which."""
     status, answer = visit.ask("GET", "/slots")
     try:
-        found = json.loads(answer) if status < 300 else None
+        found = foreign.read(answer) if status < 300 else None
     except ValueError:
         found = None
     if not isinstance(found, list):
@@ -253,7 +254,7 @@ def _act(visit: Visit, slot: int, action: str, file: str) -> Any:
         said = answer[:300].decode("utf-8", "replace")
         raise Unkept(f"{visit.place}: POST {path} answers {status}: {said}")
     try:
-        return json.loads(answer)
+        return foreign.read(answer)
     except ValueError:
         return None
 
@@ -262,7 +263,7 @@ def _props(visit: Visit) -> dict[str, Any]:
     """The description that the engine gives of itself."""
     status, answer = visit.ask("GET", "/props")
     try:
-        props: dict[str, Any] = json.loads(answer) if status < 300 else {}
+        props: dict[str, Any] = foreign.read(answer) if status < 300 else {}
         match props:
             case {"build_info": str(), "model_path": str(), "total_slots": int()}:
                 return props

@@ -12,7 +12,6 @@ so it fails at once when the engine has died, and never waits for longer than it
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import requests
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError
 from anvil_mux.host.engine import find_engine, names_told
+from anvil_mux.protocol import foreign
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.1
 PAUSE_SHARE = 0.01
@@ -292,7 +292,7 @@ def has_error(answer: bytes) -> bool:
 def _model_ids(body: bytes) -> list[str]:
     """The ids in a list of models, or in the description of the one loaded model."""
     try:
-        found = json.loads(body)
+        found = foreign.read(body)
     except ValueError:
         return []
     if not isinstance(found, dict):

@@ -8,7 +8,6 @@ links resolved. Where a service names nothing of that sort, nothing is guessed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -22,6 +21,7 @@ from typing import Any
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.prompt_cache import HERE, Mounts, on_host
 from anvil_mux.config.service import flag_values
+from anvil_mux.protocol import foreign
 
 MOST_FILES = 512
 MOST_INDEX = 64 << 20
@@ -178,6 +178,6 @@ def _of_quantization(files: Iterable[Path], quantization: str) -> list[Path]:
 def _json(file: Path) -> Any:
     """The content of a JSON file; None where there is none."""
     try:
-        return json.loads(file.read_bytes()) if file.stat().st_size <= MOST_INDEX else None
+        return foreign.read(file.read_bytes()) if file.stat().st_size <= MOST_INDEX else None
     except (OSError, ValueError):
         return None

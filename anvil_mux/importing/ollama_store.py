@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from anvil_mux.config.service import USUAL_PORTS
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing.written import Note, Written
+from anvil_mux.protocol import foreign
 
 NAME = "from-ollama"
 ORIGIN = "Made by `anvil-mux import ollama` of {}; docs/migrating.md says more."
@@ -131,9 +132,9 @@ def _name(parts: Sequence[str]) -> str:
 
 def _read(store: Path, manifest: Path, name: str) -> Stored:
     try:
-        said = json.loads(manifest.read_text(encoding="utf-8"))
+        said = foreign.read(manifest.read_text(encoding="utf-8"))
         layers = tuple((each["mediaType"].removeprefix(KIND), _blob(store, each)) for each in said["layers"])
-        config = json.loads(_blob(store, said["config"]).read_text(encoding="utf-8"))
+        config = foreign.read(_blob(store, said["config"]).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, KeyError, TypeError, AttributeError, json.JSONDecodeError):
         raise ValueError("its manifest cannot be read") from None
     if not isinstance(config, dict):
@@ -207,8 +208,8 @@ class _ModelWriter:
         said: dict[str, Any] = {}
         for path in self._model.files("params"):
             try:
-                said |= json.loads(path.read_text(encoding="utf-8"))
-            except (UnicodeDecodeError, ValueError, TypeError):
+                said |= foreign.read(path.read_text(encoding="utf-8"))
+            except (ValueError, TypeError):
                 self._note("params", f"are left out: {path} cannot be read.")
         said.setdefault("num_ctx", CONTEXT)
         words: list[str] = []

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from urllib.parse import unquote
 
 from anvil_mux.errors import BadRequest, MuxError, NotFound
+from anvil_mux.protocol import foreign
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.protocol.naming import checked
 
@@ -282,8 +283,8 @@ def error_said(body: bytes) -> dict[str, object] | None:
     The fields stand in an object ``error`` or, as older vLLM has them, at the top; a code may be a number.
     """
     try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
+        said = foreign.read(body)
+    except ValueError:
         return None
     inner = said.get("error", said) if isinstance(said, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("message"), str):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.protocol import foreign
 from anvil_mux.protocol.api import written
 
 MAX_LINE = 16 << 20
@@ -115,8 +116,8 @@ class Translation:
 def parse(body: bytes | bytearray) -> dict[str, Any]:
     """A request's JSON object; BadRequest otherwise, also when it names two models."""
     try:
-        said = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
+        said = foreign.read(body, pairs=_once, of_request=True)
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}", param="body") from None
     if not isinstance(said, dict):
         raise BadRequest("the body must be a JSON object", param="body")
@@ -145,8 +146,8 @@ def finite(value: Any) -> Any:
 def arguments_of(call: str) -> dict[str, Any]:
     """The arguments of a tool call; engines pass on what the model wrote, which need not be JSON."""
     try:
-        found = json.loads(call or "{}")
-    except (ValueError, RecursionError):
+        found = foreign.read(call or "{}")
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise BackendError(f"The model called a tool with what is no JSON object: {call[:200]}")
@@ -179,8 +180,8 @@ def text(said: Mapping[str, Any], key: str) -> str:
 def document(body: bytes) -> dict[str, Any]:
     """An engine's JSON object."""
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        found = foreign.read(body)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise BackendError("The engine's answer is not a JSON object.")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, quote, unquote_plus
 
 from anvil_mux.errors import BadRequest, TooLarge
+from anvil_mux.protocol import foreign
 from anvil_mux.protocol.http1 import parse_fields
 
 MAX_JSON_PARSED = 256 * 1024
@@ -66,9 +67,10 @@ def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
     # Where "model" stands once, and no letter of it is escaped (\u006d, ...), the key cannot come twice.
     if body[:1] == b"{" and body.count(b'"model"') == 1 and b"\\u006" not in body:
         try:
+            foreign.check(body)
             text = body.decode()
             document, end = _scan_json(text, 0)
-        except (ValueError, RecursionError, StopIteration):
+        except (ValueError, StopIteration):
             return _parse_with_care(body)
         if end == len(text) and "model" in document:
             return checked(document["model"]), document.get("stream") is True
@@ -145,9 +147,10 @@ def model_replaced(
 
 def _parse_with_care(body: bytes | bytearray) -> tuple[str | None, bool]:
     try:
+        foreign.check(body)
         text = body.decode()
         document = _DECODER.decode(text[1:] if text[:1] == "\ufeff" else text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}", param="body") from None
     if not isinstance(document, tuple):
         raise _not_an_object()

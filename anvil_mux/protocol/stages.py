@@ -9,9 +9,9 @@ engine computes the prompt itself. What a client says of such transfers is never
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from anvil_mux.protocol import foreign
 from anvil_mux.protocol.api import written
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -39,7 +39,7 @@ def first(asked: dict[str, Any], model: str) -> bytes:
 
 def second(asked: dict[str, Any], said: bytes) -> dict[str, Any]:
     """The body for the decode engine, with the prefill engine's answer; ValueError if that is none."""
-    answer = json.loads(said)
+    answer = foreign.read(said)
     if not isinstance(answer, dict):
         raise ValueError("it is not an object")
     given = answer.get(TRANSFER)

@@ -309,7 +309,7 @@ class Forwarder:
             raise _engine_error(model, response.status, said)
         try:
             asked = stages.second(asked, said)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise BackendError(f"{backend.name} gave no answer that can be read: {error}.") from None
         if translation:
             return replace(question, translation=replace(translation, question=asked)), None

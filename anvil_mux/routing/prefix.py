@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from anvil_mux.protocol import foreign
 from anvil_mux.routing.routing import Work
 
 BLOCK_BYTES = 2048
@@ -34,8 +35,8 @@ MEDIA = re.compile(rb"[A-Za-z0-9+/]{4096,}={0,2}")
 def read(model: str, body: bytes | bytearray, bytes_per_token: float, session: str = "") -> Work:
     """Read a JSON request as the router sees it; of any other only the length counts."""
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError):
+        document = foreign.read(body, of_request=True)
+    except ValueError:
         document = None
     if not isinstance(document, dict):
         return Work(tokens=round(len(body) / bytes_per_token), session=session, size=len(body))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.protocol import foreign
 from anvil_mux.state import write_whole
 
 DEFAULT_URL = "http://127.0.0.1:9292"
@@ -119,7 +120,7 @@ def events(url: str, *, key: str | None = None) -> Iterator[tuple[str, Mapping[s
             if line.startswith(b"event: "):
                 kind = line[7:].strip().decode()
             elif line.startswith(b"data: "):
-                yield kind, json.loads(line[6:])
+                yield kind, foreign.read(line[6:])
 
 
 @contextmanager
@@ -151,7 +152,7 @@ def _asked(
 
 def _answer(url: str, status: int, text: bytes, accept: Sequence[int]) -> Any:
     try:
-        answer = json.loads(text)
+        answer = foreign.read(text)
     except ValueError:
         raise NotRunning(f"what answers at {url} is no anvil-mux") from None
     if status not in accept:

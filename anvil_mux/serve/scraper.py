@@ -10,13 +10,13 @@ figures is alive, and our own counts hold for it. How long ago one last answered
 from __future__ import annotations
 
 import http.client
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
+from anvil_mux.protocol import foreign
 from anvil_mux.proxy.connections import Address
 from anvil_mux.routing.in_flight import EngineLoad
 
@@ -57,7 +57,7 @@ def load_of(text: str) -> EngineLoad | None:
 def load_of_slots(text: str) -> EngineLoad | None:
     """The figures in the /slots of a llama.cpp, which do not say who waits; None if it is none."""
     try:
-        return EngineLoad(sum([slot["is_processing"] is True for slot in json.loads(text)]))
+        return EngineLoad(sum([slot["is_processing"] is True for slot in foreign.read(text)]))
     except (ValueError, TypeError, KeyError):
         return None
 
