@@ -283,7 +283,7 @@ def _answer(asked: Future[tuple[int, bytes]], ask: Callable[[], tuple[int, bytes
 def has_error(answer: bytes) -> bool:
     """Whether an answer is the description of an error, whatever its status."""
     try:
-        found = json.loads(answer)
+        found = foreign.read(answer)
     except ValueError:
         return False
     return isinstance(found, dict) and bool(found.get("error") or found.get("object") == "error")
