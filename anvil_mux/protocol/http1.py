@@ -34,6 +34,8 @@ MAX_DIGITS = 15
 """The longest number in Content-Length or a chunk's head."""
 
 EMPTY_LINE = b"\r\n"
+BODYLESS = ("GET", "HEAD")
+"""The methods whose requests say nothing of a body if they have none."""
 BARE_LF = "lines end with CRLF, and one ends with a bare LF"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -47,7 +49,14 @@ _HOP_BY_HOP = frozenset(
     [b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings"]
 )
 _NOT_TO_ENGINES = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"forwarded"}
-_NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"server"}
+_OF_THE_ADDRESS = frozenset(
+    (
+        *(b"set-cookie", b"set-cookie2", b"clear-site-data", b"strict-transport-security", b"alt-svc"),
+        *(b"public-key-pins", b"expect-ct", b"nel", b"report-to", b"reporting-endpoints"),
+    )
+)
+"""The fields that a browser takes as said by the address that it asked, for all of it: that is ours."""
+_NOT_TO_CLIENTS = _HOP_BY_HOP | _OF_THE_ADDRESS | {b"content-length", b"server"}
 _PLAIN_CONNECTION = frozenset([b"keep-alive", b"Keep-Alive", b"close", b"Close"])
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
@@ -195,17 +204,25 @@ def forward_request_head(
     target: bytes | None = None,
     set: Mapping[bytes, bytes] = {},
     drop: AbstractSet[bytes] = frozenset(),
-    length: int | None = None,
-    chunked: bool = False,
 ) -> bytes:
-    """The head for the engine; ``set`` replaces and ``drop`` removes fields (both by lower-case names)."""
+    """The lines of the head for the engine; ``framed`` ends it once the body is known.
+
+    ``set`` replaces and ``drop`` removes fields (both by lower-case names).
+    """
     unwanted = _NOT_TO_ENGINES.union(_named_by_connection(request.fields), drop, set)
     passing = _passing(request.headers, unwanted, b"x-forwarded-")
     if target is None:
         target = request.target if request.target[:1] == b"/" else _path_and_query(request)
     first = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
     last = [name + b": " + value for name, value in set.items()]
-    return _written(first, passing, last, length, chunked)
+    return _written(first, passing, last, None, False)[:-2]
+
+
+def framed(lines: bytes, method: str, length: int) -> bytes:
+    """The whole head of a request with a body of ``length`` bytes, from its lines."""
+    if not length and method in BODYLESS:
+        return lines + EMPTY_LINE
+    return b"%bContent-Length: %d\r\n\r\n" % (lines, length)
 
 
 def forward_response_head(
@@ -215,16 +232,15 @@ def forward_response_head(
     chunked: bool = False,
     connection: bytes | None = None,
     extra: Iterable[Field] = (),
-    drop: AbstractSet[bytes] = frozenset(),
 ) -> bytes:
-    """The head for the client; ``extra`` replaces and ``drop`` removes fields (by lower-case names).
+    """The head for the client; ``extra`` replaces fields.
 
     Without ``length`` and ``chunked`` there is no body, or the end of the connection ends it. ``connection``
     is close, or keep-alive for HTTP/1.0 clients.
     """
     added = list(extra)
     names = [name.lower() for name, _ in added]
-    unwanted = _NOT_TO_CLIENTS.union(_named_by_connection(response.fields), drop, names)
+    unwanted = _NOT_TO_CLIENTS.union(_named_by_connection(response.fields), names)
     passing = _passing(response.headers, unwanted, b"access-control-")
     reason = response.reason or PHRASES.get(response.status, b"")
     first = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]

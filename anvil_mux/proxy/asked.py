@@ -41,7 +41,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Target:
-    """The common part of requests with one head that name one model, under one configuration."""
+    """The model that a request names, and what follows from that under its configuration."""
 
     model: str
     limited: Key | None

@@ -1,8 +1,8 @@
 """Connections to engines: made, kept while they idle, lent to one exchange at a time.
 
-A pooled connection may have been closed while it was idle: one that idled for longer than a moment is looked
-at before it is used again. One that takes long to be made is waited for like an answer, since a queue of
-connections that is full belongs to an engine that is busy.
+A pooled connection may have been closed while it was idle, or its engine may have answered twice: each is
+looked at before it is used again. One that takes long to be made is waited for like an answer, since a queue
+of connections that is full belongs to an engine that is busy.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ LOOK_SECONDS = 0.25
 """How often a thread that waits for an engine looks at its client and its lease."""
 IDLE_SECONDS = 4.0
 """The longest idle time; less than the keep-alive time of the engines (uvicorn, cpp-httplib: 5 s)."""
-FRESH_SECONDS = 0.5
-"""A connection that idled for longer is looked at before it is used again."""
 SPARED = 2
 """Idle connections that are left to an engine while requests wait there that they could not carry."""
 
@@ -89,7 +87,7 @@ class Connections:
             except IndexError:
                 return None
             age = time.monotonic() - upstream.idle_since
-            if age < FRESH_SECONDS or (age < IDLE_SECONDS and _is_quiet(upstream.socket)):
+            if age < IDLE_SECONDS and _is_quiet(upstream.socket):
                 return upstream
             upstream.socket.close()
         return None

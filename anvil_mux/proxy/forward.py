@@ -122,9 +122,7 @@ class Forwarder:
         route = asked.route
         exchange = Exchange(self._relay, lease, reply.client.socket, _begins(question, lease))
         try:
-            length = len(body) if body is question.body else _length(body)
-            head = heads.request_head(question, lease, length, reply.client.last_head)
-            response = exchange.ask(asked.request.method, head, body)
+            response = exchange.ask(asked.request.method, heads.request_head(question, lease), body)
             record.first_byte = time.monotonic() - asked.since
             if lease.attempt:
                 _note_status(question, lease, lease.attempt, response)
@@ -137,7 +135,7 @@ class Forwarder:
             elif exchange.whole:
                 record.said = data = exchange.data
                 declared = None if response.body == "none" else len(data)
-                head = heads.response_head(reply, response, exchange.last_head, length=declared)
+                head = heads.response_head(reply, response, length=declared)
                 reply.pass_on(response.status, head + data, "cut")
                 if reply.capture:
                     reply.capture.said(data)
@@ -166,7 +164,7 @@ class Forwarder:
             exchange.copy(COPIED_BYTES)
         first = exchange.begin(response, chunked=chunked)
         reply.answered = bool(first)
-        head = heads.response_head(reply, response, exchange.last_head, length=length, chunked=chunked)
+        head = heads.response_head(reply, response, length=length, chunked=chunked)
         reply.pass_on(response.status, head + first, "event" if events else "cut")
         self._move(question, exchange, response, reply, record)
 
@@ -222,7 +220,7 @@ class Forwarder:
             reply.keep, reply.answered = False, True
             if response.status != 101:
                 body = exchange.content(response, WHOLE)
-                head = heads.response_head(reply, response, exchange.last_head, length=len(body))
+                head = heads.response_head(reply, response, length=len(body))
                 reply.pass_on(response.status, head + body, "cut")
                 return
             reply.pass_on(101, heads.switched_head(reply, response) + exchange.data, "frame")
@@ -250,7 +248,7 @@ class Forwarder:
         body = _rewritten(asked.body(question.known_as(backend)), question, backend, asked.path)
         begins = _begins(question, lease)
         with Exchange(self._relay, lease, reply.client.socket, begins) as exchange:
-            head = heads.translated_head(question, lease, asked.path, len(body))
+            head = heads.translated_head(question, lease, asked.path)
             response = exchange.ask("POST", head, body)
             record.first_byte = time.monotonic() - question.asked.since
             if lease.attempt:
@@ -299,7 +297,7 @@ class Forwarder:
         first = stages.first(asked if own is body else parse(own), question.known_as(backend))
         try:
             with Exchange(self._relay, lease, reply.client.socket) as exchange:
-                head = heads.translated_head(question, lease, question.path, len(first))
+                head = heads.translated_head(question, lease, question.path)
                 response = exchange.ask("POST", head, first)
                 said = exchange.content(response, question.asked.access.config.max_body)
         except (Failed, Severed) as error:
@@ -394,7 +392,3 @@ def _as_known(question: Question, backend: Backend) -> RequestBody:
     if named == known_as or model_in == "upstream":
         return body
     return naming.model_replaced(body, known_as, question.span) if body else ()
-
-
-def _length(body: RequestBody) -> int:
-    return len(body) if isinstance(body, (bytes, bytearray, Spool)) else sum(map(len, body))

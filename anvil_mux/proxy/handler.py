@@ -20,7 +20,7 @@ from anvil_mux.errors import ClientGone, MuxError, Unauthorized
 from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
-from anvil_mux.proxy.access import Access, Entry, challenge
+from anvil_mux.proxy.access import Access, challenge
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.capture import Capture
 from anvil_mux.proxy.captures import Captures
@@ -131,17 +131,14 @@ class Handler:
         given = request.fields.get(b"x-request-id")
         id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         access = self._access
-        found: Entry | None = client.last_head.found.get(access)
-        entry = found or access.look(request)
+        entry = access.look(request)
         asked = Asked(id, time.monotonic(), request, access, *entry)
         reply = Reply(client, asked, keep=request.keep_alive and not self.probes.draining)
         record = Served(id, client.address, request.method, request.path)
         try:
-            if found is None:
-                entry = access.check(request, entry)
-                client.last_head.note(access, entry)
-                if entry.key:
-                    asked = replace(asked, key=entry.key)
+            entry = access.check(request, entry)
+            if entry.key:
+                asked = replace(asked, key=entry.key)
             if asked.route is api.NO_ROUTE:
                 self.local.answer(asked, reply, record)
             else:

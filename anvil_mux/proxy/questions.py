@@ -1,7 +1,6 @@
 """The model of a request: its body is read, and the model's name found there or in its head.
 
-Where the name stands is the route's to say (``api.Route.model_in``). Requests with one head that name
-one model have a part in common under one configuration (``asked.Target``).
+Where the name stands is the route's to say (``api.Route.model_in``).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Questions:
             case "session":
                 body = read_json(asked, client)
                 named, span = naming.session_model(body)
-                return Question(asked, target(asked, client, named), body, named, span)
+                return Question(asked, target(asked, named), body, named, span)
             case "path":
                 body = read_json(asked, client)
                 stream = naming.model_and_stream(body)[1] and route.streams
@@ -67,7 +66,7 @@ class Questions:
                 if route.upgrades and asked.request.fields.get(b"upgrade", b"").lower() != b"websocket":
                     raise BadRequest(f"{asked.request.path} is a websocket", status=426)
                 named = naming.model_in_query(asked.request.query)
-                return Question(asked, target(asked, client, named), b"", named)
+                return Question(asked, target(asked, named), b"", named)
             case "answer":
                 return self._about_answer(asked, client)
             case _:
@@ -110,14 +109,9 @@ class Questions:
         raise _no_upstream(asked)
 
 
-def target(asked: Asked, client: Client, named: str | None) -> Target:
-    """The target of a request that names ``named``, remembered with the head of its connection."""
-    known = client.last_head.found
-    found: Target | None = known.get((asked.access, named))
-    if found is None:
-        found = _target(asked, find(asked, named), named)
-        client.last_head.note((asked.access, named), found)
-    return found
+def target(asked: Asked, named: str | None) -> Target:
+    """The target of a request that names ``named``."""
+    return _target(asked, find(asked, named), named)
 
 
 def retarget(question: Question, model: str) -> Target:
@@ -178,10 +172,10 @@ def _from_json(asked: Asked, client: Client) -> Question:
     if route.translated == "always":
         translation = TRANSLATE[route.path](parse(body))
         stream = translation.stream and bool(translation.path)
-        found, named = target(asked, client, translation.model), translation.model
+        found, named = target(asked, translation.model), translation.model
         return Question(asked, found, body, named, stream=stream, translation=translation)
     named, stream = naming.model_and_stream(body)
-    return Question(asked, target(asked, client, named), body, named, stream=stream and route.streams)
+    return Question(asked, target(asked, named), body, named, stream=stream and route.streams)
 
 
 def _from_form(asked: Asked, client: Client) -> Question:
@@ -195,7 +189,7 @@ def _from_form(asked: Asked, client: Client) -> Question:
     try:
         spool.fill(client.read_pieces(asked.request, asked.access.config.max_upload), scanner.feed)
         scanner.finish()
-        found = target(asked, client, scanner.model)
+        found = target(asked, scanner.model)
     except BaseException:
         spool.close()
         raise

@@ -31,6 +31,7 @@ from anvil_mux.proxy.bodies import AnswerBody, body_of
 from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
 from anvil_mux.proxy.pump import Copied, End, Passed, Pump, PumpedStream
 from anvil_mux.proxy.sockets import has_left
+from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
 Pieces = Iterable[bytes | bytearray | memoryview]
@@ -67,6 +68,10 @@ class BrokenOff(Failed):
 def name_of(backend: Backend) -> str:
     """The name of whoever answers for a backend, for people."""
     return f"The server of {backend.model}" if backend.url else f"The engine of {backend.model}"
+
+
+def _length(body: RequestBody) -> int:
+    return len(body) if isinstance(body, (bytes, bytearray, Spool)) else sum(map(len, body))
 
 
 class Relay:
@@ -109,15 +114,16 @@ class Exchange:
         "_cut",
         "_deadline",
         "_has_begun",
+        "_missing",
         "_passed",
         "_relay",
         "_reusable",
         "_silence",
+        "_size",
         "_stream",
         "_upstream",
         "aligned",
         "data",
-        "last_head",
         "lease",
         "streamed",
         "whole",
@@ -133,7 +139,10 @@ class Exchange:
         self._upstream: Upstream | None = None
         self._stream: PumpedStream | None = None
         self._cut = False
+        self._size = self._missing = 0
+        """The bytes of the request, and those of them that its connection has not taken."""
         self._reusable = False
+        """Whether the answer has ended, and another may follow it."""
         self._deadline = 0.0
         """The moment at which the engine has been silent for too long; 0: the first look sets it."""
         self.data = b""
@@ -142,8 +151,6 @@ class Exchange:
         """Whether ``data`` is all of the body."""
         self._has_begun = not lease.is_routed
         """Whether a byte of the answer has come that may be shown; or nobody has to know."""
-        self.last_head: LastHead[http1.Response]
-        """The last head of the connection that the answer comes on."""
         self._chunked = False
         self._body: AnswerBody | None = None
         self._passed: Passed | None = None
@@ -164,7 +171,7 @@ class Exchange:
         upstream, self._upstream = self._upstream, None
         if upstream is None:
             return
-        if self._reusable and not self._cut:
+        if self._reusable and not (self._missing or self._cut):
             self._connections.put(upstream)
         else:
             upstream.socket.close()
@@ -188,10 +195,14 @@ class Exchange:
     def ask(self, method: str, head: bytes, body: RequestBody, *, upgrade: bool = False) -> http1.Response:
         """Sends the request and returns the head of the answer; ``data`` holds what came with it.
 
+        ``head`` is its lines: it is ended here, so that it announces the body that is sent, and no other.
         Where ``upgrade`` is asked for, 101 is an answer too, and ``tunnel`` follows it.
         """
+        size = _length(body)
+        head = http1.framed(head, method, size)
+        self._size = len(head) + size
         if isinstance(body, (bytes, bytearray)):
-            head, body = (head + body, ()) if len(body) <= SMALL else (head, (body,))
+            head, body = (head + body, ()) if size <= SMALL else (head, (body,))
         pooled = self._connections.take()
         data = self._try(pooled, head, body) if pooled else b""
         if not data and not self._deadline:  # one that was idle for too long ends at once
@@ -201,10 +212,10 @@ class Exchange:
             raise Unanswered(f"{self._name} closed the connection without an answer.")
         self._silence = self._relay.timeout
         assert self._upstream is not None
-        self.last_head = last_head = self._upstream.last_head
+        last_head = self._upstream.last_head
         response = last_head.again(data) if method != "HEAD" else None
         if response is None:
-            response = self._read_head(method, data, upgrade)
+            response = self._read_head(last_head, method, data, upgrade)
         else:
             self.data = data[last_head.end :]
         if response.status == 101:
@@ -250,6 +261,7 @@ class Exchange:
         if self._cut:
             raise self.lease.severed_error()
         self._deadline = 0.0
+        self._missing = self._size
         try:
             self._send(upstream.socket, head)
             for piece in pieces:
@@ -269,6 +281,7 @@ class Exchange:
             except BlockingIOError:
                 self._look()
                 continue
+            self._missing -= sent
             if sent == len(left):
                 return
             left = memoryview(left)[sent:]
@@ -305,7 +318,9 @@ class Exchange:
 
     # The answer
 
-    def _read_head(self, method: str, data: bytes, upgrade: bool) -> http1.Response:
+    def _read_head(
+        self, last_head: LastHead[http1.Response], method: str, data: bytes, upgrade: bool
+    ) -> http1.Response:
         while True:
             while (end := http1.response_head_end(data)) is None:
                 data += self._more()
@@ -313,7 +328,7 @@ class Exchange:
             response = http1.parse_response(head, method, upgrade=upgrade)
             if response.status >= 200 or response.status == 101:
                 break
-        self.last_head.remember(head, response)
+        last_head.remember(head, response)
         self.data = data
         return response
 

@@ -192,7 +192,7 @@ def check_request(data: bytes, draw: random.Random) -> None:
 
 
 def check_forwarded_request(request: http1.Request) -> None:
-    sent = http1.forward_request_head(request, host=b"engine:1", length=7)
+    sent = http1.framed(http1.forward_request_head(request, host=b"engine:1"), request.method, 7)
     again = http1.parse_request(sent)
     assert (again.method, again.length, again.chunked) == (request.method, 7, False)
     assert (again.fields[b"host"], again.keep_alive) == (b"engine:1", True)

@@ -701,8 +701,7 @@ def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -
     assert len(rig.events.of("loading")) == 1
 
 
-def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anvil_mux.proxy.connections.FRESH_SECONDS", 0.0)
+def test_a_connection_is_looked_at_before_it_is_used_again(rig: Rig) -> None:
     client = rig.client()
     client.post(ASK_A)
     asked = rig.engine.next()
@@ -713,6 +712,59 @@ def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch:
     assert asked.was_left()
     [connections] = rig.relay.pool._of_run.values()
     assert connections.take() is None
+
+
+def test_a_second_answer_to_one_request_reaches_nobody(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    asked.send(JSON_OK)
+    assert client.read().body == b"{}"
+    rig.events.wait("released")
+    asked.send(JSON_OK.replace(b"{}", b"[]"))
+    client.post(ASK_A)
+    assert asked.was_left()
+    rig.engine.next().send(JSON_OK)
+    assert client.read().body == b"{}"
+
+
+class Impatient:
+    """An engine that answers as soon as a request begins, and closes with the rest of it unread."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        with self._listener, self._listener.accept()[0] as connection:
+            connection.recv(1)
+            connection.sendall(JSON_OK)
+
+
+def test_a_connection_that_did_not_take_the_whole_request_carries_no_other(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig()
+    rig.mechanism.engines["a"] = Impatient()  # type: ignore[assignment]
+    client = rig.client()
+    client.post(b'{"model":"a","x":"%b"}' % (b"x" * 16_000_000))
+    assert client.read().status == 200
+    rig.events.wait("released")
+    [connections] = rig.relay.pool._of_run.values()
+    assert not connections._idle
+
+
+@pytest.mark.parametrize("length", [2, 300_000], ids=["whole", "passed_on"])
+def test_an_answers_coding_is_told_with_every_answer(rig: Rig, length: int) -> None:
+    packed = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % length
+    rig.engine.answer = lambda _: packed + b"g" * length
+    client = rig.client()
+    for _ in range(3):
+        client.post(ASK_A)
+        answer = client.read()
+        assert (answer.header(b"content-encoding"), len(answer.body)) == (b"gzip", length)
 
 
 def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:

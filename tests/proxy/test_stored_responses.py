@@ -102,6 +102,18 @@ def test_an_answer_is_fetched_and_deleted_where_it_is(rig: Rig, method: bytes) -
     assert client.read().body == b'{"id":"resp_1"}'
 
 
+def test_a_body_that_comes_with_the_question_for_an_answer_is_announced(rig: Rig) -> None:
+    engine = first_answer(rig)
+    client, body = rig.client(), b'{"x":1}'
+    head = b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n\r\n"
+    client.send(head % (client.host, len(body)) + body)
+    asked = engine.next()
+    assert json.loads(asked.body)["x"] == 1
+    asked.send(whole(b"{}"))
+    assert client.read().body == b"{}"
+    assert engine.asked.empty()
+
+
 def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loads_nothing(rig: Rig) -> None:
     assert rig.client().get(b"/v1/responses/resp_9").status == 404
     first_answer(rig)

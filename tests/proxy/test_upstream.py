@@ -238,6 +238,30 @@ def test_a_get_reaches_a_loaded_engine_and_loads_none(open_rig: Rig, path: bytes
     assert client.get(b"/upstream/alias" + path).status == 200
 
 
+HIDDEN = b"POST /sleep?level=2 HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+
+
+def test_the_body_of_a_get_is_announced_to_the_engine_and_no_request_hides_in_it(open_rig: Rig) -> None:
+    client, engine = open_rig.client(), open_rig.engine
+    client.post(b'{"model":"a"}', path=b"/models/load?wait=true")
+    assert client.read().status == 200
+    head = b"GET /upstream/a/version HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    client.send(head % len(HIDDEN) + HIDDEN)
+    asked = engine.next()
+    assert (asked.head.split(b"\r\n")[0], asked.body) == (b"GET /version HTTP/1.1", HIDDEN)
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+    assert engine.asked.empty()
+    open_rig.events.wait("released")
+    other = open_rig.client()
+    other.post(b'{"model":"a"}')
+    asked = engine.next()  # on the same connection, which is in step
+    assert asked.head.startswith(b"POST /v1/chat/completions ")
+    asked.send(JSON_OK)
+    assert other.read().status == 200
+    assert len(engine.connections) == 1
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
