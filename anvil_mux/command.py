@@ -8,6 +8,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+API_KEYS = "ANVIL_API_KEYS"
+"""The variable with the API keys that clients must have; no other program needs it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -23,6 +26,11 @@ class Done:
         return text.splitlines()[-1].strip() if text else f"exit status {self.code}"
 
 
+def foreign(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables for another program: all but our secret."""
+    return {name: value for name, value in environ.items() if name != API_KEYS}
+
+
 def run(argv: Sequence[str], timeout: float, *, env: Mapping[str, str], lock: int | None = None) -> Done:
     """Run a command to its end; ``lock`` is a descriptor that it holds meanwhile.
 
@@ -35,7 +43,7 @@ def run(argv: Sequence[str], timeout: float, *, env: Mapping[str, str], lock: in
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=env,
+        env=foreign(env),
         pass_fds=() if lock is None else (lock,),
         start_new_session=True,
     ) as child:

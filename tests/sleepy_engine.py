@@ -389,6 +389,9 @@ class House:
     def lost_its_port(self, backend: Backend) -> bool:
         return False
 
+    def differs(self, backend: Backend) -> str:
+        return ""
+
     def is_frozen(self, backend: Backend) -> bool:
         return backend.name in self.frozen
 

@@ -28,10 +28,10 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import NamedTuple
 
+from anvil_mux.command import API_KEYS
 from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.errors import ConfigError, Unauthorized
 
-VARIABLE = "ANVIL_API_KEYS"
 SHORTEST = 8
 FIELDS = (b"authorization", b"x-api-key", b"api-key")
 """The header fields in which clients show their keys; no engine sees these."""
@@ -96,7 +96,7 @@ def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:
     """The keys of file and environment; ConfigError tells every line that cannot be read, and no key."""
     problems: list[str] = []
     lines: list[_KeyLine] = []
-    sources = [(VARIABLE, environ.get(VARIABLE, "").replace(";", "\n"))]
+    sources = [(API_KEYS, environ.get(API_KEYS, "").replace(";", "\n"))]
     if file is not None:
         try:
             sources.append((str(file), file.read_text()))

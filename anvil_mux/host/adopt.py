@@ -45,8 +45,7 @@ ADOPT_SECONDS = 5.0
 class Notes:
     """Files that tell a later start about each backend; a program that is killed leaves them.
 
-    They hold the standby level that it was last told to take, and whether its description has changed since
-    it was loaded.
+    They hold the standby level that it was last told to take.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,22 +59,8 @@ class Notes:
                 write_whole(file, way)
             else:
                 file.unlink(missing_ok=True)
-                self._outdated(backend).unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s: its standby level cannot be noted: %s", backend, error)
-
-    def outdate(self, backend: str) -> None:
-        """Note that its description has changed since it was loaded, until its next load."""
-        try:
-            self._outdated(backend).touch()
-        except OSError as error:
-            log.warning("%s: that it is to be replaced cannot be noted: %s", backend, error)
-
-    def is_outdated(self, backend: str) -> bool:
-        return self._outdated(backend).exists()
-
-    def _outdated(self, backend: str) -> Path:
-        return self._folder / f"{backend}.outdated"
 
     def read(self, backend: str) -> str:
         try:
@@ -107,9 +92,9 @@ class Adopter:
         """Judge a backend that runs; ``url`` as ``Runtime.running`` has it."""
         if not url:
             return Unfit("it cannot be reached")
-        if self._notes.is_outdated(backend.name):
-            return Unfit("its configuration changed")
         try:
+            if differs := self._runtime.differs(backend):
+                return Unfit(differs)
             return self._frozen(backend) or self._asleep(backend, url) or self._awake(backend, url)
         except MuxError as error:
             return Unfit(error.message)

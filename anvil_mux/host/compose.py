@@ -43,6 +43,11 @@ def images_command(config: HostConfig, service: str) -> list[str]:
     return [*_of_project(config), "config", "--images", service]
 
 
+def hash_command(config: HostConfig, service: str) -> list[str]:
+    """Prints a service and the hash of its description, which its containers have in a label."""
+    return [*_of_project(config), "config", "--hash", service]
+
+
 def _of_project(config: HostConfig) -> list[str]:
     files = [word for file in config.files for word in ("-f", file)]
     return [*COMPOSE, *files, "-p", config.project, "--profile", "*"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from anvil_mux.config.config import Service
 from anvil_mux.host.seam import LOOPBACK, url_of
 
 ALIVE = frozenset({"running", "paused", "restarting", "stopping"})
@@ -44,6 +45,15 @@ class Container:
     """Whether its description asks for GPUs or their like."""
     mounts: tuple[tuple[str, str], ...] = ()
     """Paths inside, and the paths on the host that they are, volumes too."""
+    image: str = ""
+    image_id: str = ""
+    """The id of the image that Compose made it of; "": not known."""
+    command: tuple[str, ...] = ()
+    """The entrypoint and the command, those of the image where the description has none."""
+    environment: frozenset[str] = frozenset()
+    """NAME=VALUE, those of the image too."""
+    hash: str = ""
+    """Compose's hash of the description that it was made by; "": not known, or it has ids in it."""
 
     @property
     def run(self) -> tuple[str, str]:
@@ -93,6 +103,29 @@ def how_it_ended(container: Container) -> str | None:
     return f"{how}, and Docker is restarting it" if container.status == "restarting" else how
 
 
+def differing_parts(container: Container, service: Service) -> list[str]:
+    """The parts of a service's description that say another thing than the container was made by.
+
+    What the description leaves to the image is in none of them.
+    """
+    wanted = service.command
+    environment = {f"{name}={value}" for name, value in service.environment}
+    parts = {
+        "image": service.image and not f"/{container.image}".endswith(f"/{service.image}"),
+        "command": wanted and container.command[-len(wanted) :] != wanted,
+        "environment": environment - container.environment,
+    }
+    return [part for part, differs in parts.items() if differs]
+
+
+def _compose_hash(labels: Mapping[str, str], host: Mapping[str, Any]) -> str:
+    """Compose's hash, where it can be compared: it has the id of each container whose parts this one uses."""
+    uses = (host.get(f"{what}Mode") or "" for what in ("Network", "Ipc", "Pid"))
+    if host.get("VolumesFrom") or any(each.startswith("container:") for each in uses):
+        return ""
+    return labels.get(f"{LABEL}.config-hash", "")
+
+
 def read_container(found: Mapping[str, Any]) -> Container:
     """Read a container from the answer to an inspect."""
     state, config, host = found["State"], found["Config"], found.get("HostConfig") or {}
@@ -119,6 +152,11 @@ def read_container(found: Mapping[str, Any]) -> Container:
         mounts=tuple(
             (each["Destination"], each["Source"]) for each in found.get("Mounts") or () if each.get("Source")
         ),
+        image=config.get("Image") or "",
+        image_id=labels.get(f"{LABEL}.image", ""),
+        command=(*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())),
+        environment=frozenset(config.get("Env") or ()),
+        hash=_compose_hash(labels, host),
     )
 
 

@@ -28,7 +28,14 @@ from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
-from anvil_mux.host.container import ALIVE, HALF_REMOVED, Container, base_url, how_it_ended
+from anvil_mux.host.container import (
+    ALIVE,
+    HALF_REMOVED,
+    Container,
+    base_url,
+    differing_parts,
+    how_it_ended,
+)
 from anvil_mux.host.deaths import Deaths
 from anvil_mux.host.docker import About, ContainerEngine, DockerRefused, Missing
 from anvil_mux.host.endpoint import find_endpoint
@@ -193,7 +200,8 @@ class ContainerRuntime:
                 anew or any(each.status in ALIVE for each in self._project.of_service(service))
             ):
                 recreate = "--no-recreate"
-                if anew and (left := self._project.find(backend)):
+                left = self._project.find(backend)
+                if left and (anew or (left.status not in ALIVE and self._differing_parts(backend, left))):
                     self._engine.remove(left.id)
             self._write_composed(config)
             argv = compose.create_command(config, service, recreate)
@@ -224,13 +232,15 @@ class ContainerRuntime:
         listed = self._run(
             compose.images_command(self._project.config, backend.service_name), compose.ASK_TIMEOUT
         )
-        known = backend.service.image or f"{self._project.config.project}-{backend.service_name}"
-        for image in [known] if listed.code else listed.out.split():
+        for image in [self._image(backend)] if listed.code else listed.out.split():
             if not self._engine.has_image(image):
                 return LoadError(self._how_to_get(image, backend))
         if any(each.status in HALF_REMOVED for each in self._project.of_service(backend.service_name)):
             return Gone(failed)
         return BackendError(failed)
+
+    def _image(self, backend: Backend) -> str:
+        return backend.service.image or f"{self._project.config.project}-{backend.service_name}"
 
     def _how_to_get(self, image: str, backend: Backend) -> str:
         config, service = self._project.config, backend.service_name
@@ -301,6 +311,40 @@ class ContainerRuntime:
 
     def lost_its_port(self, backend: Backend) -> bool:
         return False  # Docker holds the port that it chose
+
+    def differs(self, backend: Backend) -> str:
+        container = self._project.find(backend)
+        parts = self._differing_parts(backend, container) if container else []
+        if not parts:
+            return ""
+        with self._lock:
+            self._digests[backend.name] = ""  # its next start makes its container anew
+        return f"its {' and '.join(parts)} changed since its container was made"
+
+    def _differing_parts(self, backend: Backend, container: Container) -> list[str]:
+        """The parts of its description for which Compose would make its container anew.
+
+        Compose's own hash says whether there are any. Where it cannot be compared, the most telling parts of
+        what the container was made by are.
+        """
+        image = self._engine.image_id(self._image(backend)) if container.image_id else ""
+        if image not in ("", container.image_id):
+            return ["image"]
+        described = self._described(backend.service_name) if container.hash else ""
+        if described == container.hash != "":
+            return []
+        return differing_parts(container, backend.service) or (["description"] if described else [])
+
+    def _described(self, service: str) -> str:
+        """Compose's hash of a service as it is described; "" if it cannot be had."""
+        config = self._project.config
+        try:
+            self._write_composed(config)
+            done = self._run(compose.hash_command(config, service), compose.ASK_TIMEOUT)
+        except MuxError:
+            return ""
+        words = done.out.split()
+        return words[1] if not done.code and len(words) == 2 and words[0] == service else ""
 
     def is_frozen(self, backend: Backend) -> bool:
         container = self._project.find(backend)

@@ -170,11 +170,14 @@ class ContainerEngine:
     # The engine itself
 
     def has_image(self, name: str) -> bool:
+        return bool(self.image_id(name))
+
+    def image_id(self, name: str) -> str:
+        """The id of the image that has this name; "" if none has."""
         try:
-            self._ask("GET", f"/images/{quote(name, safe='/:@')}/json")
+            return str(self._json(f"/images/{quote(name, safe='/:@')}/json")["Id"])
         except Missing:
-            return False
-        return True
+            return ""
 
     def runtimes(self) -> list[str]:
         """The low-level runtimes that it knows, such as runc and nvidia."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from anvil_mux.command import foreign
 from anvil_mux.errors import BackendError
 
 DOCKER_SOCKET = "/var/run/docker.sock"
@@ -199,7 +200,12 @@ class Connection(http.client.HTTPConnection):
         argv, own = ssh_command(self._endpoint.address), theirs.fileno()
         with theirs:
             self._child = subprocess.Popen(
-                argv, stdin=own, stdout=own, stderr=subprocess.PIPE, start_new_session=True
+                argv,
+                stdin=own,
+                stdout=own,
+                stderr=subprocess.PIPE,
+                env=foreign(os.environ),
+                start_new_session=True,
             )
         return self._wire
 

@@ -155,8 +155,6 @@ class LocalHost:
         _refuse_missing_images(config, [*changed, *added])
         self.runtime.reconfigure(config)
         self._served.add(config.backends)
-        for name in changed:
-            self._notes.outdate(name)
         self._gpu_monitor.look_at(_used(config))
         self._backends = {**{backend.name: backend for backend in config.backends}, **self._backends}
         self._config = config

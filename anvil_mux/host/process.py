@@ -7,8 +7,9 @@ only has the same id is another process and is left alone. A first record is wri
 process, with a mark that the process will carry in its environment, so whenever anvil-mux is killed, none is
 lost.
 
-What is stopped is the session, not just the process that was started: an engine's workers hold the GPU as
-well as its front does, and may outlive it. Nothing is polled: ends are seen through pidfds.
+What is stopped is the run, not just the process that was started: an engine's workers hold the GPU as well as
+its front does, may outlive it, and may begin sessions of their own. They are known by the mark that they have
+inherited. Nothing is polled: ends are seen through pidfds.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
@@ -37,7 +38,9 @@ from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig,
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
 from anvil_mux.state import state_folder, write_whole
 
-MARK = "ANVIL_MUX_RUN"
+OURS = "ANVIL_"
+"""The beginning of the names of our variables, which hold API keys and settings; engines get none of them."""
+MARK = f"{OURS}MUX_RUN"
 PLACE = re.compile(r"\$(?:\{(HOST|PORT)\}|(HOST|PORT)\b)")
 """The words of a command that stand for the address and the port at which the service is to listen."""
 PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
@@ -55,14 +58,14 @@ class Record:
     """One run of a service, as its file tells a later anvil-mux."""
 
     pid: int
-    """The process, and its session; 0: it was about to be started."""
+    """The process that was started, and its session; 0: it was about to be started."""
     started: int
     boot: str
     url: str
-    digest: str
-    """A digest of the command: a run of another command is not taken over by ``start``."""
-    mark: str = ""
+    mark: str
     """The value of MARK in its environment."""
+    described: Mapping[str, str] = field(default_factory=dict)
+    """Part of the description that it was started by -> a digest of it; empty: they are not known."""
 
 
 class ProcessRuntime:
@@ -92,10 +95,10 @@ class ProcessRuntime:
         self._up: dict[str, Record] = {}  # the runs that `watch` answers for
 
     def start(self, backend: Backend) -> str:
-        digest = _digest(backend, self._address)
+        described = _described(backend, self._address)
         record = self._record(backend.name)
-        if record is not None and record.digest == digest and _alive(record):
-            _signal_session(record, signal.SIGCONT)
+        if record is not None and record.described == described and _alive(record):
+            _signal(record, signal.SIGCONT)
             self._answer_for(backend.name, record)
             return record.url
         self.stop(backend)
@@ -106,8 +109,8 @@ class ProcessRuntime:
             started=0,
             boot=_boot(),
             url=url_of(self._address, port),
-            digest=digest,
             mark=secrets.token_hex(8),
+            described=described,
         )
         self._write_record(backend.name, intent)
         try:
@@ -121,7 +124,7 @@ class ProcessRuntime:
         try:
             self._write_record(backend.name, record)
         except BackendError:
-            _end_session(record, 0)
+            _end_run(record, 0)
             raise
         self._answer_for(backend.name, record)
         return record.url
@@ -136,16 +139,16 @@ class ProcessRuntime:
         self._answer_for(backend.name, None)
         record = self._record(backend.name)
         if record is not None:
-            _end_session(record, grace)
+            _end_run(record, grace)
             self._reap(backend.name)
             self._record_file(backend.name).unlink(missing_ok=True)
 
     def pause(self, backend: Backend) -> None:
-        if not _signal_session(self._record(backend.name), signal.SIGSTOP):
+        if not _signal(self._record(backend.name), signal.SIGSTOP):
             raise BackendError(f"service {backend.name} {self.ended(backend)}")
 
     def resume(self, backend: Backend) -> None:
-        if not _signal_session(self._record(backend.name), signal.SIGCONT):
+        if not _signal(self._record(backend.name), signal.SIGCONT):
             raise BackendError(f"service {backend.name} {self.ended(backend)}")
 
     def pids(self, backend: Backend) -> list[int]:
@@ -156,12 +159,8 @@ class ProcessRuntime:
         return backend.service.mounts
 
     def owner(self, pid: int) -> str | None:
-        seen = _stat(pid)
-        for name in self._names:
-            record = self._record(name) if seen else None
-            if seen and record and record.pid == seen[1] and not _is_replaced(record):
-                return name
-        return None
+        records = {name: record for name in self._names if (record := self._record(name))}
+        return next((name for name, record in records.items() if pid in _members(record, [pid])), None)
 
     def ended(self, backend: Backend) -> str | None:
         record = self._record(backend.name)
@@ -187,6 +186,16 @@ class ProcessRuntime:
             elif record is not None and _members(record):
                 found[name] = ""  # its workers have outlived it
         return found
+
+    def differs(self, backend: Backend) -> str:
+        record = self._record(backend.name)
+        if record is None:
+            return ""
+        described = _described(backend, self._address)
+        if not record.described:
+            return "its description was not written down when it was started"
+        changed = [part for part, digest in described.items() if record.described.get(part) != digest]
+        return f"its {' and '.join(changed)} changed since it was started" if changed else ""
 
     def is_frozen(self, backend: Backend) -> bool:
         record = self._record(backend.name)
@@ -279,7 +288,7 @@ class ProcessRuntime:
             if self._up.get(name) != record:
                 return
         with suppress(BackendError):
-            _end_session(record, 0)  # Workers that outlive their engine's front still hold the GPU.
+            _end_run(record, 0)  # Workers that outlive their engine's front still hold the GPU.
         self._reap(name)
         with self._lock:
             if self._up.get(name) != record:
@@ -299,7 +308,8 @@ class ProcessRuntime:
         argv = [PLACE.sub(lambda found: place[found[1] or found[2]], word) for word in words]
         if "/" in argv[0]:
             argv[0] = os.path.join(folder, argv[0])
-        env = {**self._environ, **variables, **place, MARK: mark}
+        inherited = {name: value for name, value in self._environ.items() if not name.startswith(OURS)}
+        env = {**inherited, **variables, **place, MARK: mark}
         try:
             return self._starter.start(argv, cwd=folder, env=env, log=self._log_file(backend.name))
         except OSError as error:
@@ -330,12 +340,13 @@ class ProcessRuntime:
 
     def _record(self, name: str) -> Record | None:
         try:
-            record = Record(**json.loads(self._record_file(name).read_text()))
+            known = json.loads(self._record_file(name).read_text())
+            record = Record(**{each.name: known[each.name] for each in fields(Record) if each.name in known})
         except (OSError, ValueError, TypeError):
             return None
         if record.boot != _boot():
             return None
-        return record if record.pid else _marked(record)
+        return record if record.pid else _begun(record)
 
     def _write_record(self, name: str, record: Record) -> None:
         try:
@@ -364,10 +375,17 @@ def _claim_port(backend: Backend, address: str) -> int:
         return port
 
 
-def _digest(backend: Backend, address: str) -> str:
+def _described(backend: Backend, address: str) -> dict[str, str]:
+    """Part of what a run is started by, as people call it -> a digest of it."""
     service = backend.service
-    described = [service.command, service.environment, service.working_dir, backend.port, address]
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    parts = {
+        "command": service.command,
+        "environment": sorted(service.environment),
+        "folder": [service.working_dir, service.mounts],
+        "GPUs": backend.gpus,
+        "port": [backend.port, address],
+    }
+    return {part: hashlib.sha256(json.dumps(value).encode()).hexdigest() for part, value in parts.items()}
 
 
 def _boot() -> str:
@@ -395,37 +413,57 @@ def _alive(record: Record) -> bool:
     return seen is not None and seen[2] == record.started and seen[0] not in "ZX"
 
 
-def _marked(record: Record) -> Record | None:
-    """The run that was about to be started, if it came to that."""
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
+
+
+def _variables(pid: int) -> bytes | None:
+    """The environment that a process was started with; None: it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+
+
+def _marked(record: Record, pids: Iterable[int]) -> set[int]:
+    """The processes that inherited the run's mark."""
     mark = f"{MARK}={record.mark}".encode()
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError):
-            if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                leader = os.getsid(int(entry))
-                return replace(record, pid=leader, started=_start_moment(leader))
-    return None
+    return {pid for pid in pids if mark in (_variables(pid) or b"").split(b"\0")}
 
 
-def _is_replaced(record: Record) -> bool:
+def _begun(record: Record) -> Record | None:
+    """The run that was about to be started, if it came to that."""
+    marked = [(seen[2], pid) for pid in _marked(record, _processes()) if (seen := _stat(pid))]
+    if not marked:
+        return None
+    started, pid = min(marked)  # its workers began later
+    return replace(record, pid=pid, started=started)
+
+
+def _members(record: Record, pids: Iterable[int] | None = None) -> set[int]:
+    """The processes of the run, among ``pids`` (None: all), that have not ended.
+
+    They are those with its mark, and the others of its session: an engine may start some without its
+    environment. Once the process that gave the session its number has ended, the number may be that of
+    another session. Then those without a mark count only where their environment is blank, as it is for
+    whoever has written a title over it.
+    """
+    seen = {pid: each for pid in (_processes() if pids is None else pids) if (each := _stat(pid))}
+    since = {pid: each for pid, each in seen.items() if each[2] >= record.started and each[0] not in "ZX"}
+    marked = _marked(record, since)
+    session = {pid for pid, each in since.items() if each[1] == record.pid}
     leader = _stat(record.pid)
-    return leader is not None and leader[2] != record.started
+    if leader is not None and leader[2] != record.started:
+        return marked
+    if leader is None and not marked & session:
+        session = {
+            pid for pid in session if (words := _variables(pid)) is not None and not words.strip(b"\0")
+        }
+    return marked | session
 
 
-def _members(record: Record) -> set[int]:
-    """The processes of the record's session that run; none if another process has its id by now."""
-    if _is_replaced(record):
-        return set()
-    members = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            seen = _stat(int(entry))
-            if seen is not None and seen[1] == record.pid and seen[0] not in "ZX":
-                members.add(int(entry))
-    return members
-
-
-def _end_session(record: Record, grace: float) -> None:
-    """Return when no process of the session is left: SIGTERM, ``grace`` seconds, SIGKILL."""
+def _end_run(record: Record, grace: float) -> None:
+    """Return when no process of the run is left: SIGTERM, ``grace`` seconds, SIGKILL."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
         deadline = time.monotonic() + patience
         told: set[int] = set()
@@ -446,8 +484,8 @@ def _end_session(record: Record, grace: float) -> None:
     raise BackendError(f"process {record.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
 
 
-def _signal_session(record: Record | None, number: signal.Signals) -> bool:
-    """Signal every process of the session, also those started meanwhile; False if there is none."""
+def _signal(record: Record | None, number: signal.Signals) -> bool:
+    """Signal every process of the run, also those started meanwhile; False if there is none."""
     told: set[int] = set()
     while record is not None and (news := _members(record) - told):
         with ExitStack() as opened:

@@ -70,6 +70,9 @@ class Runtime(Protocol):
         among them. These services are watched from now on.
         """
 
+    def differs(self, backend: Backend) -> str:
+        """Say in what the run that is there was started by another description; "" if by this one."""
+
     def is_frozen(self, backend: Backend) -> bool:
         """Whether it is there and none of its processes runs."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux.command import API_KEYS
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.keys import Key, Keyring
@@ -25,7 +26,7 @@ LINES = f"{ROOT}\n{ALICE} name=alice models=alias\n{WATCH} models=* state\n"
 
 
 def ring(text: str) -> Keyring:
-    return keys.load(None, {keys.VARIABLE: text})
+    return keys.load(None, {API_KEYS: text})
 
 
 def bearer(key: str) -> bytes:
@@ -53,7 +54,7 @@ def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
     file.write_text(
         f"# ours\n\n{ROOT} name=me\n  sha256:{sha256(ALICE.encode()).hexdigest().upper()} models=a,b\n"
     )
-    found = keys.load(file, {keys.VARIABLE: f"{WATCH} models=* state; another-key admin models=a"})
+    found = keys.load(file, {API_KEYS: f"{WATCH} models=* state; another-key admin models=a"})
     assert len(found) == 4
     assert found.of({b"x-api-key": ROOT.encode()}) == Key(sha256(ROOT.encode()).digest(), "me")
     alice = found.of({b"x-api-key": ALICE.encode()})

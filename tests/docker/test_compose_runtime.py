@@ -347,6 +347,45 @@ def test_a_service_whose_description_changed_is_made_anew_at_first_use(
     assert after["Config"]["Cmd"] == ["sleep", "1001"]
 
 
+@pytest.mark.parametrize("by", ["us", "compose up"])
+def test_what_runs_is_compared_with_its_description_whoever_started_it(
+    sleeper: Callable[..., tuple[Stack, Backend]], by: str
+):
+    stack, service = sleeper(environment={"A": "1"}, deploy={"replicas": 1})
+    with runtime_of(stack, service) as runtime:
+        if by == "us":
+            runtime.start(service)
+        else:
+            stack.compose("up", "-d", "s")
+    with runtime_of(stack, service) as runtime:
+        assert runtime.running().keys() == {"s"}
+        assert runtime.differs(service) == ""
+        stack.file.write_text(stack.file.read_text().replace("'1000'", "'1001'"))
+        assert runtime.differs(service) == "its description changed since its container was made"
+        command = tuple(["1001" if word == "1000" else word for word in service.service.command])
+        changed = replace(service, service=replace(service.service, command=command))
+        assert runtime.differs(changed) == "its command changed since its container was made"
+
+
+def test_a_container_of_an_image_that_was_built_anew_since_differs(
+    sleeper: Callable[..., tuple[Stack, Backend]],
+):
+    stack, service = sleeper()
+    tag = f"{stack.project}:latest"
+    image = str(service.service.image)
+    docker(stack, "tag", image, tag)
+    stack.file.write_text(stack.file.read_text().replace(image, tag))
+    service = replace(service, service=replace(service.service, image=tag))
+    try:
+        with runtime_of(stack, service) as runtime:
+            runtime.start(service)
+            assert runtime.differs(service) == ""
+            docker(stack, "commit", "--change", "LABEL built=anew", stack.container("s"), tag)
+            assert runtime.differs(service) == "its image changed since its container was made"
+    finally:
+        docker(stack, "rmi", "--force", tag)
+
+
 def test_a_project_that_somebody_took_down_is_made_anew(stack: Stack):
     with runtime_of(stack) as runtime:
         runtime.start(backend("model-1"))

@@ -51,7 +51,19 @@ def test_what_a_failed_command_said_last(done: Done, line: str):
     assert done.last_line == line
 
 
+def test_the_hash_of_a_service_is_told():
+    assert compose.hash_command(CONFIG, "a") == [*PROJECT, "config", "--hash", "a"]
+
+
 # The program that runs commands
+
+
+def test_a_command_does_not_get_the_keys_of_clients(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ANVIL_API_KEYS", "secret")
+    monkeypatch.setenv("ANVIL_OTHER", "1")
+    names = {line.partition("=")[0] for line in run("env").out.splitlines()}
+    assert "ANVIL_OTHER" in names
+    assert "ANVIL_API_KEYS" not in names
 
 
 def run(*argv: str, timeout: float = PATIENCE) -> Done:

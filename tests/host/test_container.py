@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.host.container import Container, base_url, how_it_ended, read_container
+from anvil_mux.config.config import Service
+from anvil_mux.host.container import Container, base_url, differing_parts, how_it_ended, read_container
 
 INSPECTED = {
     "Id": "0f95e31e3d91",
@@ -31,9 +32,14 @@ INSPECTED = {
     },
     "Config": {
         "Tty": True,
+        "Image": "llama:1",
+        "Entrypoint": ["/llama-server"],
+        "Cmd": ["-m", "/models/a.gguf"],
+        "Env": ["PATH=/bin", "A=1"],
         "Labels": {
             "com.docker.compose.config-hash": "58a4aa18",
             "com.docker.compose.container-number": "1",
+            "com.docker.compose.image": "sha256:77af4d6b",
             "com.docker.compose.project": "p",
             "com.docker.compose.service": "a",
         },
@@ -63,7 +69,44 @@ def test_inspect_is_read():
         wants_ports=(("127.0.0.1", 81),),
         wants_devices=True,
         mounts=(("/models", "/docker/volumes/v/_data"),),
+        image="llama:1",
+        image_id="sha256:77af4d6b",
+        command=("/llama-server", "-m", "/models/a.gguf"),
+        environment=frozenset({"PATH=/bin", "A=1"}),
+        hash="58a4aa18",
     )
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        {"NetworkMode": "container:0f95"},
+        {"IpcMode": "container:0f95"},
+        {"PidMode": "container:0f95"},
+        {"VolumesFrom": ["0f95:rw"]},
+    ],
+)
+def test_a_hash_with_the_id_of_another_container_in_it_is_not_compared(uses: dict[str, Any]):
+    assert read_container({**INSPECTED, "HostConfig": uses}).hash == ""
+
+
+@pytest.mark.parametrize(
+    ("service", "parts"),
+    [
+        (Service(), []),
+        (Service(image="llama:1", command=("-m", "/models/a.gguf"), environment=(("A", "1"),)), []),
+        (Service(command=("/llama-server", "-m", "/models/a.gguf")), []),
+        (Service(image="llama:2"), ["image"]),
+        (Service(command=("-m", "/models/b.gguf")), ["command"]),
+        (Service(environment=(("A", "2"),)), ["environment"]),
+        (
+            Service(image="a:1", command=("b",), environment=(("B", "1"),)),
+            ["image", "command", "environment"],
+        ),
+    ],
+)
+def test_the_parts_of_a_description_that_a_container_was_not_made_by(service: Service, parts: list[str]):
+    assert differing_parts(read_container(INSPECTED), service) == parts
 
 
 def test_a_container_that_was_never_started_is_read():

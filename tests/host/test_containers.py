@@ -41,6 +41,76 @@ def test_the_first_start_creates_the_container_and_later_ones_do_not_pay_compose
     assert docker.verbs() == ["start", "inspect"]
 
 
+MADE = {"com.docker.compose.config-hash": "h1", "com.docker.compose.image": "sha256:llama:1"}
+
+
+def labelled(docker: Docker, id: str, service: str = "a", number: str = "1", **more: str) -> None:
+    docker.add(id, service, number=number)
+    docker.containers[id]["Config"].update(Image="llama:1", Cmd=["-m", "old.gguf"])
+    docker.containers[id]["Config"]["Labels"].update({**MADE, **more})
+
+
+def test_what_runs_is_compared_by_the_hash_that_compose_has_of_it(docker: Docker, runtime: ContainerRuntime):
+    labelled(docker, "c1")
+    docker.hash = "h1"
+    assert runtime.differs(A) == ""
+    docker.hash = "h2"
+    assert runtime.differs(A) == "its description changed since its container was made"
+    changed = replace(A, service=replace(A.service, command=("-m", "new.gguf")))
+    assert runtime.differs(changed) == "its command changed since its container was made"
+
+
+def test_an_image_of_the_same_name_that_was_built_anew_is_another(docker: Docker, runtime: ContainerRuntime):
+    labelled(docker, "c1", **{"com.docker.compose.image": "sha256:before"})
+    docker.hash = "h1"
+    assert runtime.differs(A) == "its image changed since its container was made"
+    docker.images = set()
+    assert runtime.differs(A) == ""
+
+
+@pytest.mark.parametrize("hash", ["", "h1"])
+def test_without_a_hash_to_compare_the_container_itself_is_looked_at(
+    docker: Docker, runtime: ContainerRuntime, hash: str
+):
+    labelled(docker, "c1", **({"com.docker.compose.config-hash": ""} if hash else {}))
+    docker.hash = hash  # "": Compose cannot be run
+    assert runtime.differs(A) == ""
+    changed = replace(A, service=replace(A.service, command=("-m", "new.gguf")))
+    assert runtime.differs(changed) == "its command changed since its container was made"
+
+
+def test_what_has_no_container_does_not_differ(docker: Docker, runtime: ContainerRuntime):
+    assert runtime.differs(A) == ""
+
+
+def test_one_that_differs_is_made_anew_by_its_next_start_though_others_of_its_service_run(
+    docker: Docker, runtime: ContainerRuntime
+):
+    docker.scale = 3
+    for number in "123":
+        labelled(docker, f"c{number}", "s", number)
+    docker.hash = "h2"
+    assert runtime.running().keys() == {"s-1", "s-2", "s-3"}
+    assert runtime.differs(REPLICAS[0])
+    runtime.stop(REPLICAS[0])
+    runtime.start(REPLICAS[0])
+    assert "c1" not in docker.containers
+    assert docker.state("c2")["Status"] == "running"
+
+
+def test_a_replica_that_stopped_before_its_description_changed_is_made_anew(
+    docker: Docker, runtime: ContainerRuntime
+):
+    docker.scale = 2
+    labelled(docker, "c1", "s", "1", **{"com.docker.compose.config-hash": "h2"})
+    labelled(docker, "c2", "s", "2")
+    docker.end("c2", 0)
+    docker.hash = "h2"
+    runtime.start(REPLICAS[1])
+    assert "c2" not in docker.containers
+    assert docker.state("c1")["Status"] == "running"
+
+
 def test_a_running_service_is_not_started_again(docker: Docker, runtime: ContainerRuntime):
     runtime.start(A)
     run = runtime._project.find(A).run

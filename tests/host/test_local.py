@@ -100,7 +100,7 @@ def test_what_runs_is_adopted_unless_it_was_described_otherwise_meanwhile(host: 
     other = dataclasses.replace(A, service=Service(command=(*COMMAND, "--seed", "1")))
     host.reconfigure(dataclasses.replace(CONFIG, backends=(other,)))
     assert host.running() == ["a"]
-    assert host.adopt(other) == Unfit("its configuration changed")
+    assert host.adopt(other) == Unfit("its command changed since it was started")
     assert host.evict(A, "stop") == Evicted("stop")
     assert host.running() == []
 

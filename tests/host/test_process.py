@@ -7,8 +7,10 @@ import json
 import os
 import queue
 import select
+import shlex
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -329,6 +331,46 @@ def test_a_service_whose_command_changed_is_started_anew(house: House):
     assert running(house.pid())
 
 
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({}, ""),
+        ({"pin": True, "evict_to": ("freeze", "stop"), "ttl": 3.0}, ""),
+        ({"gpus": ("1",)}, "its GPUs changed since it was started"),
+        ({"port": 1}, "its port changed since it was started"),
+        (
+            {"service": {"environment": (("A", "2"), ("B", "1"))}},
+            "its environment changed since it was started",
+        ),
+        ({"service": {"environment": (("B", "1"), ("A", "1"))}}, ""),
+        ({"service": {"working_dir": "/"}}, "its environment and folder changed since it was started"),
+    ],
+)
+def test_a_run_is_compared_with_the_description(house: House, changes: dict[str, Any], differs: str):
+    described = {"service": {"environment": (("A", "1"), ("B", "1"))}}
+    house.runtime(shell(FOREVER)).start(shell(FOREVER, **described))
+    later = shell(FOREVER, **{**described, **changes})
+    assert house.runtime(later).differs(later) == differs
+
+
+def test_a_run_whose_description_was_not_written_down_differs(house: House):
+    backend = shell(FOREVER)
+    first = house.runtime(backend)
+    url = first.start(backend)
+    first.close()
+    record = json.loads(house.file("a.json").read_text())
+    del record["described"]
+    house.file("a.json").write_text(json.dumps({**record, "digest": "that of another release"}))
+    second = house.runtime(backend)
+    assert second.running() == {"a": url}
+    assert second.differs(backend) == "its description was not written down when it was started"
+
+
+def test_what_does_not_run_does_not_differ(house: House):
+    backend = shell(FOREVER)
+    assert house.runtime(backend).differs(backend) == ""
+
+
 def test_a_stop_returns_when_the_service_is_gone(house: House):
     backend = shell(FOREVER)
     runtime = house.runtime(backend)
@@ -402,6 +444,85 @@ def test_workers_that_outlive_their_engine_are_ended_before_its_death_is_told(ho
     worker = int(gate.read_text())
     assert house.died() == "a"
     assert not running(worker)
+
+
+SESSION = "import os; os.setsid()"
+TITLED = """
+import ctypes
+environ = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
+ctypes.memset(environ[0], 0, len(open("/proc/self/environ", "rb").read()))
+"""
+"""A program that writes a title over its environment, as vLLM's workers do."""
+
+
+def worker(script: str, gate: Path) -> str:
+    """A command for the shell that starts a worker; it tells its process id when the script was run."""
+    told = f"import os; open({str(gate)!r}, 'w').write(str(os.getpid()))"
+    rest = f"{script}\n{told}\nimport time; time.sleep(1000)"
+    return f"{shlex.quote(sys.executable)} -c {shlex.quote(rest)} &"
+
+
+@either_parent
+@pytest.mark.parametrize("end", ["stop", "death"])
+@pytest.mark.parametrize("script", [SESSION, TITLED])
+def test_workers_are_of_the_run_wherever_they_went(house: House, script: str, end: str):
+    gate, exit = house.gate(), house.gate("exit")
+    backend = shell(f"{worker(script, gate)} read line < {exit}; exit 1")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    pid = int(gate.read_text())
+    assert pid in runtime.pids(backend)
+    assert runtime.owner(pid) == "a"
+    if end == "stop":
+        runtime.stop(backend)
+    else:
+        exit.write_text("end\n")
+        assert house.died() == "a"
+    assert not running(pid)
+
+
+def test_a_worker_without_its_environment_is_of_the_session(house: House):
+    gate = house.gate()
+    backend = shell(f"env -i sh -c 'echo $$ > {gate}; {FOREVER}' & {FOREVER}")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    pid = int(gate.read_text())
+    assert pid in runtime.pids(backend)
+    runtime.stop(backend)
+    assert not running(pid)
+
+
+def test_a_session_that_has_our_number_by_now_is_left_alone_though_its_leader_has_ended(house: House):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!"], start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as leader:
+        other = int(leader.stdout.readline())
+    ours = house.pid()
+    edit(house.file("a.json"), pid=leader.pid, started=1)
+    try:
+        assert runtime.pids(backend) == [ours]
+        runtime.stop(backend)
+        assert not running(ours)
+        assert running(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
+
+
+def test_none_of_our_own_variables_reaches_an_engine_unless_it_is_named(
+    house: House, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ANVIL_API_KEYS", "secret")
+    monkeypatch.setenv("ANVIL_DRAIN_TIMEOUT", "9")
+    backend = shell("env", service={"environment": (("ANVIL_NAMED", "1"),)})
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    house.died()
+    names = {line.partition("=")[0] for line in runtime.log_tail(backend, 1000)}
+    assert {name for name in names if name.startswith("ANVIL_")} == {"ANVIL_NAMED", "ANVIL_MUX_RUN"}
+    assert "PATH" in names
 
 
 def test_our_own_stop_is_no_death(house: House):
@@ -530,7 +651,7 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("changes", [{"loaded": 1}, {"boot": "another"}])
+@pytest.mark.parametrize("changes", [{"started": 1, "mark": "another"}, {"boot": "another"}])
 def test_a_other_process_with_our_process_id_is_left_alone(house: House, changes: dict[str, object]):
     backend = shell(FOREVER)
     first = house.runtime(backend)

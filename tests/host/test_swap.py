@@ -41,6 +41,9 @@ class Notes:
     def resume(self, backend: Backend) -> None:
         self._note("resume")
 
+    def differs(self, backend: Backend) -> str:
+        return ""
+
     def is_frozen(self, backend: Backend) -> bool:
         return False
 

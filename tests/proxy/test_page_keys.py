@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux.command import API_KEYS
 from anvil_mux.config import keys
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
@@ -35,7 +36,7 @@ BUTTONS = (
 
 @pytest.fixture
 def locked(make_rig: Callable[..., Rig]) -> Rig:
-    rig = make_rig(keys=keys.load(None, {keys.VARIABLE: LINES}))
+    rig = make_rig(keys=keys.load(None, {API_KEYS: LINES}))
     rig.mux.facts.adopt({"a": rig.engine.url})
     return rig
 
@@ -56,7 +57,7 @@ def page(locked: Rig, browser: Chromium) -> Iterator[Chromium]:
 
 def take_key_away(rig: Rig) -> None:
     """Let none of the keys be known any more."""
-    rig.handler.reconfigure(rig.config, keys.load(None, {keys.VARIABLE: "another-key"}))
+    rig.handler.reconfigure(rig.config, keys.load(None, {API_KEYS: "another-key"}))
 
 
 def tried(rig: Rig) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from anvil_mux.command import API_KEYS
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import api
@@ -124,7 +125,7 @@ def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loa
 
 
 def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callable[..., Rig]) -> None:
-    ring = keys.load(None, {keys.VARIABLE: "first-secret-key;second-secret-key"})
+    ring = keys.load(None, {API_KEYS: "first-secret-key;second-secret-key"})
     rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
     own, other = (b"Authorization: Bearer %b-secret-key\r\n" % who for who in (b"first", b"second"))
     answer(ask(rig, extra=own), rig.engine, "resp_1")

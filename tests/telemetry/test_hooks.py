@@ -106,6 +106,16 @@ def test_a_command_gets_it_on_its_standard_input(tmp_path: Path) -> None:
     assert file.read_text() == '{"event":"failed"}'
 
 
+def test_a_command_does_not_get_the_keys_of_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "variables"
+    monkeypatch.setenv("ANVIL_API_KEYS", "secret")
+    monkeypatch.setenv("OTHER", "1")
+    assert perform(Hook(run=("sh", "-c", 'env > "$0"', str(file))), b"{}") == ""
+    names = {line.partition("=")[0] for line in file.read_text().splitlines()}
+    assert "OTHER" in names
+    assert "ANVIL_API_KEYS" not in names
+
+
 def test_a_command_that_fails_is_told_of_in_its_words() -> None:
     assert (
         perform(Hook(run=("sh", "-c", "echo no bus >&2; exit 3")), b"{}") == "it exited with code 3: no bus"
