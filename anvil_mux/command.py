@@ -26,7 +26,7 @@ class Done:
         return text.splitlines()[-1].strip() if text else f"exit status {self.code}"
 
 
-def foreign(environ: Mapping[str, str]) -> dict[str, str]:
+def without_keys(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables for another program: all but our secret."""
     return {name: value for name, value in environ.items() if name != API_KEYS}
 
@@ -43,7 +43,7 @@ def run(argv: Sequence[str], timeout: float, *, env: Mapping[str, str], lock: in
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=foreign(env),
+        env=without_keys(env),
         pass_fds=() if lock is None else (lock,),
         start_new_session=True,
     ) as child:

@@ -16,10 +16,11 @@ def state_folder(project: str, environ: Mapping[str, str]) -> Path:
 def write_whole(file: Path, text: str, mode: int = 0o666) -> None:
     """Replaces ``file``, which may not be there yet. One thread at a time writes a file.
 
-    ``mode``: who may read and write it, less what the umask forbids.
+    ``mode``: who may read and write it, less what the umask forbids. What lies beside it under its name with
+    ``.part``, a link too, is taken away and never written to.
     """
     part = file.with_name(f"{file.name}.part")
     part.unlink(missing_ok=True)
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as written:
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as written:
         written.write(text)
     os.replace(part, file)

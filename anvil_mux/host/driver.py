@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from anvil_mux.command import foreign
+from anvil_mux.command import without_keys
 from anvil_mux.errors import BackendError
 
 LIBRARY, PROGRAM = "libcuda.so.1", "cuda-checkpoint"
@@ -127,7 +127,7 @@ class Driver:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # The driver restores a process only if its caller sees every GPU.
-        environ = {k: v for k, v in foreign(os.environ).items() if k != "CUDA_VISIBLE_DEVICES"}
+        environ = {k: v for k, v in without_keys(os.environ).items() if k != "CUDA_VISIBLE_DEVICES"}
         package = Path(__file__).resolve().parent.parent.parent
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environ.get("PYTHONPATH")]))
         self._rest, self._complaints = b"", os.memfd_create("complaints")

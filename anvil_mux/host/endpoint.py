@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from anvil_mux.command import foreign
+from anvil_mux.command import without_keys
 from anvil_mux.errors import BackendError
 
 DOCKER_SOCKET = "/var/run/docker.sock"
@@ -204,7 +204,7 @@ class Connection(http.client.HTTPConnection):
                 stdin=own,
                 stdout=own,
                 stderr=subprocess.PIPE,
-                env=foreign(os.environ),
+                env=without_keys(os.environ),
                 start_new_session=True,
             )
         return self._wire

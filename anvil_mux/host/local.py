@@ -113,6 +113,7 @@ class LocalHost:
         self._gpus = gpu.listed(found)
         probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
         state = state_folder(config.project, os.environ if environ is None else environ)
+        self._state = state
         self._served, self._notes = ServiceNote(state), Notes(state)
         self._board = NewsBoard()
         self._swapper = Swapper(
@@ -121,7 +122,7 @@ class LocalHost:
             told=told or self._took,
             checkpointer=checkpointer,
             note=self._notes.note,
-            prompts=PromptCache(kept=self._prompts_kept),
+            prompts=PromptCache(kept=self._prompts_kept, state=state),
             lacks=self._lacks,
         )
         self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
@@ -269,7 +270,7 @@ class LocalHost:
     def _tell_prompts(self, config: HostConfig) -> None:
         """Tell which prompts are on disk, of the backends that keep some."""
         for backend in config.backends:
-            if files := files_of(backend):
+            if files := files_of(backend, self._state):
                 self._prompts_kept(backend.name, files.prompts())
 
     def _prompts_kept(self, backend: str, prompts: Sequence[KeptPrompt]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,7 +49,8 @@ class UsedSlot(NamedTuple):
 class PromptCache:
     """Saves and restores the prompts of backends; any thread, one at a time for each backend.
 
-    ``kept`` is told a backend's name and its prompts on disk whenever these may have changed.
+    ``kept`` is told a backend's name and its prompts on disk whenever these may have changed. ``state``: the
+    folder for the lists of them; None: none are kept.
     """
 
     def __init__(
@@ -56,17 +58,19 @@ class PromptCache:
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         kept: Callable[[str, Sequence[KeptPrompt]], object] = lambda backend, prompts: None,
+        state: Path | None = None,
     ) -> None:
         self._now = now
         self._wall = wall
         self._kept = kept
+        self._state = state
 
     def prepare(self, backend: Backend) -> float:
         """Make the folder before the engine is started, since Docker's own would belong to root.
 
         Returns the Unix time, which ``restore`` wants to know.
         """
-        if files := files_of(backend):
+        if files := files_of(backend, self._state):
             try:
                 files.make_folder()
             except OSError as error:
@@ -75,7 +79,7 @@ class PromptCache:
 
     def save(self, backend: Backend, url: str) -> None:
         """Save the prompts of an engine that is about to be stopped; a failure is logged."""
-        if files := files_of(backend):
+        if files := files_of(backend, self._state):
             with Visit(backend, url, self._now, self._now() + SAVE_SECONDS) as visit:
                 self._attempt(backend, files, "saved", lambda: _save(visit, files))
 
@@ -86,7 +90,7 @@ class PromptCache:
 
         What ``tend`` raises ends the load; any other failure is logged.
         """
-        if files := files_of(backend):
+        if files := files_of(backend, self._state):
             with Visit(backend, url, self._now, self._now() + RESTORE_SECONDS, tend) as visit:
                 self._attempt(backend, files, "restored", lambda: _restore(visit, files, began))
 
@@ -104,12 +108,19 @@ class PromptCache:
         self._kept(backend.name, prompts)
 
 
-def files_of(backend: Backend) -> PromptFiles | None:
-    """The files for a backend's prompts; None if it is to keep none."""
-    if backend.prompt_cache is None:
+def files_of(backend: Backend, state: Path | None) -> PromptFiles | None:
+    """The files for a backend's prompts, with their list in ``state``; None if it is to keep none."""
+    if backend.prompt_cache is None or state is None:
         return None
-    folder = prompt_cache.on_host(backend.service, prompt_cache.saved_in(backend.service))
-    return PromptFiles(folder, backend.name) if folder else None
+    service = backend.service
+    folder = prompt_cache.on_host(service, prompt_cache.saved_in(service))
+    if not folder:
+        return None
+    # Of the folders that hold it the engine has the outermost. A process may write wherever we may.
+    mounts = {} if prompt_cache.HERE in dict(service.mounts) else dict(service.mounts)
+    around = {each for each in mounts.values() if each and Path(folder).is_relative_to(each)}
+    mounted = min(around, key=len, default=folder)
+    return PromptFiles(mounted, os.path.relpath(folder, mounted), backend.name, state)
 
 
 # Saving

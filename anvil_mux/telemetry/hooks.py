@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from anvil_mux.clock import Worker
-from anvil_mux.command import foreign
+from anvil_mux.command import without_keys
 from anvil_mux.config.hooks import Hook
 from anvil_mux.telemetry import journal
 from anvil_mux.telemetry.feed import Feed, FeedPosition
@@ -67,7 +67,7 @@ def _run(hook: Hook, message: bytes) -> str:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=foreign(os.environ),
+            env=without_keys(os.environ),
             start_new_session=True,
         )
     except OSError as error:

@@ -165,7 +165,7 @@ def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: Lo
     keeps = Backend("k", "k", engine="llamacpp", prompt_cache=1 << 20, service=service)
     host.reconfigure(dataclasses.replace(CONFIG, backends=(A, keeps)))
     assert read_until(host, PromptsKept) == [PromptsKept("k", 0, 0, 0)]
-    files = PromptFiles(str(tmp_path), "k")
+    files = PromptFiles(str(tmp_path), ".", "k", tmp_path / "anvil-mux" / "seam")
     (tmp_path / files.name(3)).write_text("prompt")
     found = files.found(3, 5)
     assert found

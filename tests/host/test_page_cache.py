@@ -45,6 +45,12 @@ def test_a_file_without_content_lacks_nothing(tmp_path: Path) -> None:
         assert cached.missing() == []
 
 
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no regular file"):
+        CachedFile(tmp_path / "pipe")
+
+
 def test_a_file_that_shrinks_is_read_to_its_end(file: Path) -> None:
     with CachedFile(file) as cached:
         os.truncate(file, 10)

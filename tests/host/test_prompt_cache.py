@@ -132,17 +132,18 @@ def backend(tmp_path: Path) -> Backend:
 class Cache(PromptCache):
     """A prompt cache that notes what it tells, and takes all files for old."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Path) -> None:
         self.told: list[tuple[str, list[int]]] = []
-        super().__init__(wall=lambda: LATER, kept=self._note)
+        super().__init__(wall=lambda: LATER, kept=self._note, state=state)
 
     def _note(self, backend: str, prompts: Any) -> None:
         self.told.append((backend, [each.tokens for each in prompts]))
 
 
 @pytest.fixture
-def cache() -> Cache:
-    return Cache()
+def cache(tmp_path: Path) -> Cache:
+    (tmp_path / "state").mkdir()
+    return Cache(tmp_path / "state")
 
 
 def load(cache: PromptCache, backend: Backend, engine: Engine) -> list[str]:
@@ -230,7 +231,7 @@ def exchange(file: Path) -> None:
 
 
 def mark_list(file: Path) -> None:
-    file.with_name("a.prompts.json").write_text("{")
+    (file.parent.parent / "state" / "prompts" / "a.json").write_text("{")
 
 
 @pytest.mark.parametrize("harm", [cut_short, exchange, mark_list])
@@ -252,6 +253,41 @@ def test_files_of_other_backends_are_left_alone(engine: Engine, backend: Backend
     load(cache, backend, engine)
     assert files(engine) == ["a.b.0.prompt", "b.0.prompt"]
     assert all(other.exists() for other in others)
+
+
+def test_a_list_that_the_engine_wrote_is_not_read_and_a_link_in_its_folder_not_followed(
+    engine: Engine, backend: Backend, cache: Cache, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("alpha")
+    engine.folder.mkdir()
+    for name in ("a.prompts.json", "a.prompts.json.part", "a.json", "a.1.prompt"):
+        (engine.folder / name).symlink_to(secret)
+    swapped(cache, backend, engine, "alpha")
+    assert secret.read_text() == "alpha"
+    (engine.folder / "a.0.prompt").unlink()
+    (engine.folder / "a.0.prompt").symlink_to(secret)
+    assert load(cache, backend, engine) == ["", ""]
+    assert (secret.read_text(), engine.asked("restore"), files(engine)) == ("alpha", [], [])
+
+
+@pytest.mark.parametrize("below", ["", "inner"])
+def test_a_link_in_place_of_its_folder_leads_nowhere(
+    below: str, engine: Engine, backend: Backend, cache: Cache, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    (other / below).mkdir(parents=True)
+    theirs = other / below / "a.0.prompt"
+    theirs.write_text("of somebody else")
+    # The engine has the folder around it as well.
+    command = tuple([f"/prompts/{below}" if word == "/prompts" else word for word in backend.service.command])
+    mounts = (*backend.service.mounts, ("/around", str(tmp_path / "around")))
+    mounts = tuple([(k, str(tmp_path / "around" / "prompts") if k == "/prompts" else v) for k, v in mounts])
+    (tmp_path / "around").mkdir()
+    (tmp_path / "around" / "prompts").symlink_to(other)
+    backend = replace(backend, service=replace(backend.service, command=command, mounts=mounts))
+    assert load(cache, backend, engine) == ["", ""]
+    assert theirs.read_text() == "of somebody else"
 
 
 def test_a_prompt_that_the_engine_refuses_is_removed(engine: Engine, backend: Backend, cache: Cache) -> None:
@@ -308,9 +344,9 @@ def test_a_load_that_is_cancelled_keeps_them(
 
 
 def test_a_model_that_changes_while_it_is_loaded_has_no_prompts_kept(
-    engine: Engine, backend: Backend
+    engine: Engine, backend: Backend, tmp_path: Path
 ) -> None:
-    assert swapped(PromptCache(wall=lambda: 1.0), backend, engine, "alpha") == ["", ""]
+    assert swapped(PromptCache(wall=lambda: 1.0, state=tmp_path), backend, engine, "alpha") == ["", ""]
     assert files(engine) == []
 
 

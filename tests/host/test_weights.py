@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -177,3 +178,19 @@ def test_a_process_names_paths_of_this_machine(tmp_path: Path) -> None:
 def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").mkdir()
     assert found(tmp_path, ["-m", "/m/a.gguf", "/m/gone.gguf", "/m/" + "x" * 5000 + ".gguf", "\0.gguf"]) == []
+
+
+@pytest.mark.parametrize("commit", ["/", "../../..", "pipe"])
+def test_what_an_engine_may_have_put_into_its_cache_leads_nowhere_and_keeps_nobody_waiting(
+    tmp_path: Path, commit: str
+) -> None:
+    repository = tmp_path / "hub" / "models--Org--Model"
+    put(tmp_path, "other.gguf")
+    put(repository, "refs/x", "snapshots/main/model-Q4_K_M.gguf")
+    (repository / "refs" / "x").unlink()
+    if commit == "pipe":
+        os.mkfifo(repository / "refs" / "main")
+    else:
+        (repository / "refs" / "main").write_text(commit)
+    named = found(tmp_path, ["llama-server", "-hf", "Org/Model"])
+    assert named == ["hub/models--Org--Model/snapshots/main/model-Q4_K_M.gguf"]
