@@ -30,6 +30,7 @@ import requests
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
+from anvil_mux.host.engine import find_engine
 from anvil_mux.host.visit import LONGEST_PAUSE, NotYet, Ready, Visit, has_error
 from anvil_mux.protocol import foreign
 
@@ -41,6 +42,12 @@ PROBE_TIMEOUT = 30.0
 LOOK_TIMEOUT = 5.0
 IDLE_TIMEOUT = 5.0
 """How long requests that were severed may go on inside an engine."""
+NOTICE_PAUSES = (0.1, 0.2, 1.1)
+"""Seconds between looks at whether an engine has noticed that its clients left.
+
+llama-server sees it at the next token of a stream, and of another answer when it has nothing else to say for
+a second, so the last pause is longer than that: each look is an answer, too.
+"""
 UNKNOWN = 2
 """The level to wake from where it is not known: weights read anew are right in any case."""
 
@@ -97,6 +104,17 @@ def probe(backend: Backend, url: str) -> None:
             raise _complaint(visit, "a request for one token", error) from None
     if flaw is not None:
         raise BackendError(getattr(flaw, "why", "no token came"))
+
+
+def await_notice(backend: Backend, url: str) -> None:
+    """Return once the engine works for nobody, or after a moment: all its clients have left just now."""
+    route = find_engine(backend.engine).slots
+    for pause in NOTICE_PAUSES if route else ():
+        with _visit(backend, url, LOOK_TIMEOUT) as visit:
+            _, slots = _ask(visit, "GET", route, None)
+        if b'"is_processing":true' not in slots.replace(b" ", b""):
+            return
+        time.sleep(pause)
 
 
 class Vllm:

@@ -25,6 +25,10 @@ class Engine:
     """Whether that route must be there; if not, a 404 says nothing, and the list of models decides."""
     alive: str = ""
     """The route that is asked once it was ready, where the other one costs it work; "": the same."""
+    slots: str = ""
+    """The route that lists what it works on, of an engine that may never end if it is told to before it has
+    noticed that the client of that has left.
+    """
     models: str = "/v1/models"
     names_file: bool = False
     """Whether its list names the model file (or alias), and it answers to any model name."""
@@ -70,6 +74,7 @@ ENGINES: dict[str, Engine] = {
     "llamacpp": Engine(
         port=USUAL_PORTS["llamacpp"],
         names_file=True,
+        slots="/slots",
         idle_connections=2,  # it has at least two threads more than slots
         control=_routes("/models/load /models/unload /slots/ /lora-adapters"),
         shown=_routes("/health /metrics /v1/models /models"),

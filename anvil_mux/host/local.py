@@ -237,7 +237,7 @@ class LocalHost:
         return self._swapper.demote(backend, how, to)
 
     def stop(self, backend: Backend) -> None:
-        self.runtime.stop(backend)
+        self._swapper.stop(backend)
         self._notes.note(backend.name, "")
         if all(backend.name != each.name for each in self._config.backends):
             self._served.remove(backend)

@@ -18,10 +18,12 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
+from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
 from anvil_mux.host.prompt_cache import PromptCache
@@ -155,8 +157,20 @@ class Swapper:
                     )
         if not died:
             self._save_prompts(backend)
+            self._await_notice(backend)
         said = tuple(self.log_tail(backend)) if died else ()
         return replace(self._stop_or_kill(backend, held), died=died or "", log=said)
+
+    def stop(self, backend: Backend) -> None:
+        """Stop a backend however it is, without a look at its GPUs."""
+        if not self._runtime.is_frozen(backend):
+            self._await_notice(backend)
+        self._runtime.stop(backend)
+
+    def _await_notice(self, backend: Backend) -> None:
+        """Let its engine notice that those who were cut have left: until then a signal may not end it."""
+        with suppress(MuxError):
+            control.await_notice(backend, self._tools.url(backend))
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
         """Move a backend from the standby level ``how`` to ``to`` without waking; if that fails, stop it.

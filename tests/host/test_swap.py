@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from anvil_mux.config import config
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
+from anvil_mux.host import control
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.host.swap import Swapper
@@ -247,6 +249,37 @@ def test_a_clean_up_that_fails_after_a_cancel_says_that_the_gpus_may_be_held():
 def test_an_eviction_stops_the_service():
     runtime = Notes()
     assert Swapper(runtime).evict(BACKEND, "stop") == Evicted("stop")
+    assert runtime.calls == ["stop"]
+
+
+@pytest.mark.parametrize("end", [Swapper.evict, Swapper.stop])
+def test_a_llama_server_is_stopped_once_it_has_noticed_that_its_clients_left(
+    end: Callable[[Swapper, Backend], object], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(control, "NOTICE_PAUSES", (0.0,) * 3)
+    busy, idle = [{"id": 0, "is_processing": True}], [{"id": 0, "is_processing": False}]
+
+    class Noticing(dict[str, object]):
+        """The answers of one that notices at the third look."""
+
+        def get(self, key: str, default: object = None) -> object:
+            return (200, busy if stub.seen.count("GET /slots") < 3 else idle)
+
+    with engine() as stub:
+        stub.answers = Noticing()
+        runtime = Notes(stub.url)
+        runtime.running = lambda: {"a": stub.url}
+        runtime.stop = lambda backend: stub.seen.append("stop")
+        end(Swapper(runtime), replace(BACKEND, engine="llamacpp"))
+    assert stub.seen == ["GET /slots"] * 3 + ["stop"]
+
+
+def test_one_that_does_not_notice_is_stopped_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control, "NOTICE_PAUSES", (0.0,) * 3)
+    with engine(**{"GET_/slots": (200, [{"id": 0, "is_processing": True}])}) as stub:
+        runtime = Notes(stub.url)
+        runtime.running = lambda: {"a": stub.url}
+        assert Swapper(runtime).evict(replace(BACKEND, engine="llamacpp")) == Evicted("stop")
     assert runtime.calls == ["stop"]
 
 
