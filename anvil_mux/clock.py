@@ -5,11 +5,15 @@ that tests can run the real threaded program in virtual time, one runnable threa
 seconds on one monotonic scale; ``wall`` translates a moment for people.
 
 A thread that does one small thing again and again in the background is a ``Worker``, and always in real time.
+What goes wrong in a turn ends the turn and never the thread; ``mistakes`` tells of it until a turn succeeds.
+
+Times that come from outside, in requests or in the file, are read by ``seconds_in`` and are at most a year.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +25,66 @@ log = logging.getLogger(__name__)
 AFTER_MISTAKE_SECONDS = 1.0
 """A turn that raised is followed by the next one so much later."""
 
+LONGEST_POLL = 2**31 - 1
+"""The milliseconds that ``poll`` takes at most: 24 days."""
+YEAR_SECONDS = 365 * 86400.0
+"""The longest time that a request or a setting may say."""
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_MOST_CHARACTERS = 64
+_NUMBER = r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"
+"""Can be read in one way only, so that what does not fit is known after one pass."""
+_PART = rf"({_NUMBER})(ms|us|µs|μs|ns|h|m|s)"
+_PLAIN, _PARTS, _EACH_PART = re.compile(_NUMBER), re.compile(rf"(?:{_PART})+"), re.compile(_PART)
+
 _T = TypeVar("_T")
+_D = TypeVar("_D")
+
+_mistakes: dict[str, str] = {}
+
+
+def seconds_in(text: str) -> float | None:
+    """The seconds that a text says: a number of them, or a time as Go writes it, such as 1h30m; None for any
+    other text.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        return None
+    if _PLAIN.fullmatch(text):
+        return float(text)
+    if not _PARTS.fullmatch(text):
+        return None
+    return sum(float(number) * _UNITS[unit] for number, unit in _EACH_PART.findall(text))
+
+
+def mistakes() -> dict[str, str]:
+    """Thread -> what went wrong in its last turn, or what it ended of. Any thread."""
+    return dict(_mistakes)
+
+
+def watch_threads() -> None:
+    """Have ``mistakes`` tell of every thread that ends of a mistake."""
+
+    def ended(about: threading.ExceptHookArgs) -> None:
+        name = about.thread.name if about.thread else "?"
+        log.error("the thread %s has ended", name, exc_info=about.exc_value)
+        _mistakes[name] = f"ended: {_told(about.exc_value)}"
+
+    threading.excepthook = ended
+
+
+def safely(thread: str, do: Callable[[], _T], default: _D) -> _T | _D:
+    """Take a turn of ``thread``, and return what it returns; ``default`` after a mistake, which is told."""
+    try:
+        found = do()
+    except Exception as error:
+        log.exception("a mistake in the thread %s", thread)
+        _mistakes[thread] = _told(error)
+        return default
+    _mistakes.pop(thread, None)
+    return found
+
+
+def _told(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 class Condition(Protocol):
@@ -49,10 +112,20 @@ class _Latch:
         self._lock.acquire()
 
     def wait(self, timeout: float) -> bool:
-        return self._lock.acquire(timeout=max(timeout, 0.0))
+        return self._lock.acquire(timeout=_clamped(timeout))
 
     def set(self) -> None:
         self._lock.release()
+
+
+class _Condition(threading.Condition):
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(None if timeout is None else _clamped(timeout))
+
+
+def _clamped(timeout: float) -> float:
+    """What the system takes for a wait: longer ones are a mistake to it. Not a number: for ever."""
+    return max(0.0, min(threading.TIMEOUT_MAX, timeout))
 
 
 Lock = AbstractContextManager[bool]
@@ -67,7 +140,7 @@ class Clock:
         return threading.Lock()
 
     def condition(self, lock: Lock) -> Condition:
-        return threading.Condition(lock)  # type: ignore[arg-type]
+        return _Condition(lock)  # type: ignore[arg-type]
 
     def latch(self) -> Latch:
         return _Latch()
@@ -140,7 +213,7 @@ class Worker:
     def _run(self) -> None:
         pause = self._first
         while True:
-            self.was_woken = self._woken.wait(pause)
+            self.was_woken = self._woken.wait(None if pause is None else _clamped(pause))
             if self.was_woken and self._gather:
                 self._hurried.wait(self._gather)
             # Whoever wakes it from here on gets another turn; so nothing is left behind.
@@ -148,12 +221,6 @@ class Worker:
             self._hurried.clear()
             if self._closing:
                 break
-            pause = self._safely(self._turn)
-        self._safely(self._last)
-
-    def _safely(self, do: Callable[[], _T]) -> _T | float:
-        try:
-            return do()
-        except Exception:
-            log.exception("a mistake in the thread %s", self._thread.name)
-            return AFTER_MISTAKE_SECONDS
+            pause = safely(self._thread.name, self._turn, AFTER_MISTAKE_SECONDS)
+        safely(self._thread.name, self._last, None)
+        _mistakes.pop(self._thread.name, None)

@@ -1,12 +1,17 @@
-"""A worker takes its turns when they are due or asked for, survives mistakes, and ends when it is closed."""
+"""Waits of any length, times as people write them, and mistakes in threads.
+
+A worker takes its turns when they are due or asked for, survives mistakes, and ends when it is closed.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
 
-from anvil_mux.clock import Worker
+from anvil_mux import clock
+from anvil_mux.clock import Clock, Worker, mistakes, seconds_in, watch_threads
 
 GUARD = 20.0
 LONG = 3600.0
@@ -127,3 +132,54 @@ def test_one_that_was_never_started_can_be_closed_and_one_under_way_is_not_waite
     assert not busy.worker.join(0.0)
     busy.go_on.release()
     assert busy.close() == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90.0),
+        ("1.5", 1.5),
+        (".5s", 0.5),
+        ("5.m", 300.0),
+        ("1h30m", 5400.0),
+        ("2ms3us", 0.002003),
+        ("1µs1ns", 1.001e-6),
+        ("", None),
+        (".", None),
+        ("1 s", None),
+        ("1d", None),
+        ("-1s", None),
+        ("1e9", None),
+        ("٣s", None),
+        ("1" * 65, None),
+        ("1h" * 33, None),
+    ],
+)
+def test_times_are_read_as_go_writes_them(text: str, seconds: float | None) -> None:
+    assert seconds_in(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("seconds", [1e12, 1e300, math.inf, math.nan])
+def test_no_wait_is_too_long_for_a_latch_or_a_condition(seconds: float) -> None:
+    real, lock = Clock(), threading.Lock()
+    latch = real.latch()
+    latch.set()
+    assert latch.wait(seconds)
+    condition = real.condition(lock)  # type: ignore[arg-type]
+
+    def wake() -> None:
+        with lock:
+            condition.notify()
+
+    with lock:
+        threading.Thread(target=wake).start()
+        assert condition.wait(seconds)
+
+
+def test_a_thread_that_ends_of_a_mistake_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    watch_threads()
+    thread = Clock().spawn(lambda: [][0], "fated")
+    thread.join(GUARD)
+    assert mistakes() == {"fated": "ended: IndexError: list index out of range"}
+    clock._mistakes.clear()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from anvil_mux.clock import YEAR_SECONDS, seconds_in
 from anvil_mux.config import shapes
 from anvil_mux.config.diagnostic import Diagnostic, advice, as_diagnostic, as_yaml
 from anvil_mux.config.shapes import Shape
@@ -150,16 +151,25 @@ def one_of(*known: str) -> ValueKind:
     return ValueKind(" | ".join(known), read, shapes.one_of(known))
 
 
+MOST = 10**15
+"""The greatest whole number of any setting, and the most bytes."""
+
+
 def whole_number(least: int, most: float = math.inf, example: str = "") -> ValueKind:
     """A whole number; ``example``: what to write for one that does not fit, if not the nearest that does."""
 
     def read(value: Any) -> int:
-        if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
+        if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}", value):
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or not least <= value <= MOST
+            or value > most
+        ):
             limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:.0f}"
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-            near = example or f"{min(max(value, least), most):.0f}" if fits else ""
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+            near = example or f"{min(max(value, least), most, MOST):.0f}" if fits else ""
             raise unfit(f"must be a whole number {limits}, not {show(value)}", near)
         return value
 
@@ -181,7 +191,9 @@ def size(least: int = 0) -> ValueKind:
         if found is None or found[2] not in SIZES:
             text = f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}"
             raise unfit(text, f"{found[1]}{_unit(found[2])}" if found else "20GiB" if least else "64MiB")
-        amount = int(float(found[1]) * SIZES[found[2]])
+        amount = int(min(float(found[1]) * SIZES[found[2]], MOST + 1))
+        if amount > MOST:
+            raise unfit(f"must be at most 1000TB, not {show(value)}", "64MiB")
         if 0 < amount < least:
             raise ValueError(advice(f"is only {amount} bytes", value=f"{found[1]}GiB"))
         return amount
@@ -194,20 +206,19 @@ def _unit(written: str) -> str:
     return f"{written[0].upper()}iB" if written and written[0].upper() in "KMGT" else "GiB"
 
 
-DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|m|s)")
-UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-
-
 def read_seconds(value: Any) -> float:
-    if isinstance(value, str):
-        if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-            return float(value)
-        if re.fullmatch(f"(?:{DURATION.pattern})+", value):
-            return sum(float(number) * UNITS[unit] for number, unit in DURATION.findall(value))
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
-        return float(value)
-    text = f"must be seconds, or a time such as 30s or 2m, not {show(value)}"
-    raise unfit(text, _seconds_near(value))
+    """A time from outside: seconds, or text such as 2m; at most a year."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    seconds = value if is_number else seconds_in(value) if isinstance(value, str) else None
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise unfit(f"must be seconds, or a time such as 30s or 2m, not {show(value)}", _seconds_near(value))
+    if seconds > YEAR_SECONDS:
+        raise TooLong(Diagnostic(f"must be at most a year (8760h), not {show(value)}", value="8760h"))
+    return float(seconds)
+
+
+class TooLong(ValueError):
+    """A time of more than a year."""
 
 
 def _seconds_near(value: Any) -> str:
@@ -341,8 +352,9 @@ def plain(value: object) -> str:
     return str(value)
 
 
-DURATIONS = r"^([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|us|m|s))+)$"
-SECONDS = ValueKind("seconds", read_seconds, shapes.amount(DURATIONS))
+_NUMBER = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)"
+DURATIONS = rf"^({_NUMBER}|({_NUMBER}(ms|us|µs|μs|ns|h|m|s))+)$"
+SECONDS = ValueKind("seconds", read_seconds, shapes.amount(DURATIONS, YEAR_SECONDS))
 ENDLESS = "none"
 """How people write that something has no end."""
 
@@ -352,6 +364,8 @@ def _read_seconds_or_none(value: Any) -> float:
         return math.inf
     try:
         return read_seconds(value)
+    except TooLong:
+        raise
     except ValueError:
         text = f"must be seconds, a time such as 30s or 2m, or {ENDLESS} (as long as it takes)"
         raise unfit(f"{text}, not {show(value)}", _seconds_near(value)) from None
@@ -376,6 +390,8 @@ def _read_seconds_or_auto(value: Any) -> float | str:
         return AUTO
     try:
         return read_seconds(value)
+    except TooLong:
+        raise
     except ValueError:
         text = f"must be seconds, a time such as 30s or 2m, or {AUTO}, not {show(value)}"
         raise unfit(text, _seconds_near(value)) from None

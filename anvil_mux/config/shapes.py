@@ -41,9 +41,10 @@ def whole(least: float = -math.inf, most: float = math.inf) -> Shape:
     return any_of(number, {"type": "string", "pattern": r"^-?[0-9]+$|\$"})
 
 
-def amount(pattern: str) -> Shape:
-    """A number of at least 0, or text that fits ``pattern``."""
-    return any_of({"type": "number", "minimum": 0}, {"type": "string", "pattern": rf"{pattern}|\$"})
+def amount(pattern: str, most: float = math.inf) -> Shape:
+    """A number from 0 to ``most``, or text that fits ``pattern``."""
+    limits = {"minimum": 0} if math.isinf(most) else {"minimum": 0, "maximum": int(most)}
+    return any_of({"type": "number", **limits}, {"type": "string", "pattern": rf"{pattern}|\$"})
 
 
 def listed(item: Shape) -> Shape:

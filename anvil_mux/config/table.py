@@ -439,7 +439,9 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         SECONDS, "As at the top level, for this model.", page="staying.md#a-home-model-home"
     ),
     "ttl": _steers(
-        SECONDS, "How long it may be idle before it is unloaded; by default for ever.", page="policies.md"
+        ValueKind("seconds", lambda value: settings.read_seconds(value) or None, SECONDS.shape),
+        "How long it may be idle before it is unloaded; 0, and the default: for ever.",
+        page="policies.md",
     ),
     "drain_timeout": _steers(
         settings.SECONDS_OR_NONE,

@@ -31,6 +31,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
+from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.config.config import Backend
 from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import BackendError, LoadError
@@ -514,7 +515,7 @@ def _wait_for_any(fds: list[int], timeout: float | None) -> list[int]:
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
+    return [fd for fd, _ in poll.poll(None if timeout is None else min(timeout * 1000, LONGEST_POLL))]
 
 
 def _text(line: bytes) -> str:

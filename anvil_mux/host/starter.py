@@ -197,7 +197,7 @@ def _ends(pid: int, patience: float) -> bool:
 def _readable(fd: int, timeout: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout * 1000))
+    return bool(poll.poll(min(timeout * 1000, 2**31 - 1)))
 
 
 # The program

@@ -7,16 +7,15 @@ step for which no thread can be started has failed.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Generic, TypeVar
 
-from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, Lock
+from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, Lock, safely
 from anvil_mux.scheduler.policies import FOREVER
 
-log = logging.getLogger(__name__)
+THREAD = "scheduler"
 
 _Job = TypeVar("_Job")
 
@@ -56,7 +55,7 @@ class Workers(Generic[_Job]):
             if self._started:
                 return
             self._started = True
-        self._clock.spawn(self._run, "scheduler")
+        self._clock.spawn(self._run, THREAD)
 
     def ask_at(self, moment: float) -> None:
         """Set the moment at which ``time_passed`` is due. Under the lock."""
@@ -76,28 +75,29 @@ class Workers(Generic[_Job]):
         self._changed.notify()
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                while not (self._jobs or self._closed or self._ask_at <= self._clock.now()):
-                    self._changed.wait(None if self._ask_at == FOREVER else self._ask_at - self._clock.now())
-                if self._closed:
-                    return
-                job = self._jobs.popleft() if self._jobs else None
-            if job is None:
-                self._look()
-            else:
-                self._begin(job)
+        goes_on: bool | None = True
+        while goes_on or goes_on is None:
+            goes_on = safely(THREAD, self._turn, None)
+            if goes_on is None:  # after a mistake, without this thread nothing is ever swapped again
+                with self._lock:
+                    self._ask_at = self._clock.now() + AFTER_MISTAKE_SECONDS
 
-    def _look(self) -> None:
-        try:
+    def _turn(self) -> bool:
+        """Begin a job or say that time has passed, when that is due; False once it is closed."""
+        with self._lock:
+            while not (self._jobs or self._closed or self._ask_at <= self._clock.now()):
+                self._changed.wait(None if self._ask_at == FOREVER else self._ask_at - self._clock.now())
+            if self._closed:
+                return False
+            job = self._jobs.popleft() if self._jobs else None
+        if job is None:
             self._time_passed()
-        except Exception:  # without this thread nothing is ever swapped again
-            log.exception("a mistake while time passed")
-            with self._lock:
-                self._ask_at = max(self._ask_at, self._clock.now() + AFTER_MISTAKE_SECONDS)
+        else:
+            self._begin(job)
+        return True
 
     def _begin(self, job: _Job) -> None:
         try:
             self._clock.spawn(partial(self._perform, job), f"step-{self._name(job)}")
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self._failed(job, f"no thread can be started: {error}")

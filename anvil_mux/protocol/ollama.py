@@ -14,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any, ClassVar
 
+from anvil_mux.clock import YEAR_SECONDS, seconds_in
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import (
@@ -55,8 +55,6 @@ _OPTIONS = {
 }
 _IMAGES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}
 """How base64 of an image begins."""
-_DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
-_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def chat(said: dict[str, Any]) -> Translation:
@@ -131,24 +129,21 @@ def name_in(said: Mapping[str, Any]) -> str | None:
 
 def _keep_alive(said: Mapping[str, Any]) -> float | None:
     """The seconds that ``keep_alive`` says: a number, or a duration as Go writes it; for ever if negative."""
-    given = said.get("keep_alive")
-    if given is None or given == "":
+    value = said.get("keep_alive")
+    if value is None or value == "":
         return None
-    seconds = _seconds(given) if isinstance(given, str) else given
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or math.isnan(seconds):
+    sign, seconds = 1, value
+    if isinstance(value, str):
+        sign = -1 if value[0] == "-" else 1
+        seconds = seconds_in(value[1:] if value[0] in "+-" else value)
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or seconds != seconds:
         text = '`keep_alive` must be a duration such as "5m", a number of seconds, 0 or -1'
         raise BadRequest(text, param="keep_alive")
-    return math.inf if seconds < 0 else float(seconds)
-
-
-def _seconds(given: str) -> float | None:
-    """The seconds of a duration; None if it is none."""
-    sign, rest = (-1, given[1:]) if given[:1] == "-" else (1, given.removeprefix("+"))
-    if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", rest):
-        return sign * float(rest)
-    if not re.fullmatch(f"(?:{_DURATION.pattern})+", rest):
-        return None
-    return sign * sum(float(number) * _UNITS[unit] for number, unit in _DURATION.findall(rest))
+    if sign < 0 or seconds < 0:
+        return math.inf if seconds else 0.0
+    if seconds > YEAR_SECONDS:
+        raise BadRequest("`keep_alive` is at most a year (8760h); -1 means for ever", param="keep_alive")
+    return float(seconds)
 
 
 # Questions

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anvil_mux import __version__
+from anvil_mux.clock import mistakes
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -116,6 +117,7 @@ class Probes:
 
     def _problems(self) -> dict[str, str]:
         found = {name: check() for name, check in self.checks.items()}
+        found["threads"] = "; ".join(f"{thread}: {mistake}" for thread, mistake in mistakes().items())
         found["accepting"] = "shutting down" if self.draining else ""
         return found
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.errors import ClientGone
 
 READ = 65536
@@ -108,7 +109,7 @@ class Plain:
         for end, wants in ((self._secure, secure_wants), (self._inner, inner_wants)):
             if wants:
                 poll.register(end, wants)
-        if not poll.poll(self._patience * 1000) and stalled:
+        if not poll.poll(min(self._patience * 1000, LONGEST_POLL)) and stalled:
             raise TimeoutError
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from anvil_mux.clock import watch_threads
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.cluster.messages import Claimed, Fenced
 from anvil_mux.config.config import Config
@@ -64,6 +65,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     _use_one_arena()
+    watch_threads()
     faulthandler.enable()  # systemd's watchdog ends who hangs with SIGABRT: this tells where every thread was
     signals, notifier = Signals(), Notifier(os.environ)
     with locked(config) as lock, access_log(options) as access, event_log(options) as events:

@@ -88,8 +88,8 @@ def test_settings_of_a_service(tmp_path: Path) -> None:
     [
         ("", (0, None, 0.0, None)),
         ("priority: -5, ttl: 5m, min_residency: 1m30s, max_wait: '20'", (-5, 300.0, 90.0, 20.0)),
-        ("priority: '-5', ttl: 0, min_residency: 0, max_wait: 0", (-5, 0.0, 0.0, 0.0)),
-        ("priority: 100, ttl: null, max_wait: 1500ms", (100, None, 0.0, 1.5)),
+        ("priority: '-5', ttl: 0, min_residency: 0, max_wait: 0", (-5, None, 0.0, 0.0)),
+        ("priority: 100, ttl: 0s, max_wait: 1500ms", (100, None, 0.0, 1.5)),
         ("max_wait: auto", (0, None, 0.0, "auto")),
     ],
 )
@@ -449,6 +449,19 @@ BAD: list[tuple[str, str]] = [
         SERVICE % "ttl: never",
         "services.a.x-anvil.ttl: must be seconds, or a time such as 30s or 2m, not 'never'",
     ),
+    (
+        SERVICE % "ttl: 9999999999",
+        "services.a.x-anvil.ttl: must be at most a year (8760h), not 9999999999",
+    ),
+    (
+        SERVICE % "drain_timeout: 9999h",
+        "services.a.x-anvil.drain_timeout: must be at most a year (8760h), not '9999h'",
+    ),
+    (
+        SERVICE % f"concurrency: 1{'0' * 400}",
+        f"services.a.x-anvil.concurrency: must be a whole number of at least 1, not 1{'0' * 56}...",
+    ),
+    (SERVICE % f"vram: 1{'0' * 400}", f"services.a.x-anvil.vram: must be at most 1000TB, not 1{'0' * 56}..."),
     (SERVICE % "ttl: -1", "services.a.x-anvil.ttl: must be seconds, or a time such as 30s or 2m, not -1"),
     (SERVICE % "min_residency: true", "services.a.x-anvil.min_residency: must be seconds"),
     (SERVICE % "min_residence: 3", "x-anvil.min_residence: unknown key; did you mean min_residency?"),

@@ -1,11 +1,15 @@
 """The threads that perform steps, in virtual time."""
 
+import threading
 from math import inf
 
 import pytest
 
+from anvil_mux.clock import Clock, mistakes
 from anvil_mux.multiplexer.workers import Workers
 from tests.baton import BatonClock
+
+GUARD = 20.0
 
 
 class Crew:
@@ -98,7 +102,65 @@ def test_a_mistake_ends_nothing_and_time_passes_again_a_second_later(caplog):
         crew.clock.sleep(10.0)
 
     assert play(main) == [(0.0, "time passed"), (3.0, "time passed")]
-    assert "a mistake while time passed" in caplog.text
+    assert "a mistake in the thread scheduler" in caplog.text
+
+
+def test_a_mistake_is_told_until_time_has_passed_without_one():
+    told = []
+
+    def main(crew):
+        crew.clock.sleep(1.0)
+        right, crew.workers._time_passed = crew.workers._time_passed, lambda: 1 / 0
+        crew.ask_at(2.0)
+        crew.clock.sleep(1.5)
+        told.append(mistakes())
+        crew.workers._time_passed = right
+        crew.clock.sleep(10.0)
+        told.append(mistakes())
+
+    play(main)
+    assert told == [{"scheduler": "ZeroDivisionError: division by zero"}, {}]
+
+
+def test_a_moment_that_is_none_ends_nothing(caplog):
+    def main(crew):
+        crew.clock.sleep(1.0)
+        with crew.lock:
+            crew.workers._ask_at = None
+            crew.workers._changed.notify()
+        crew.clock.sleep(10.0)
+
+    assert play(main) == [(0.0, "time passed"), (2.0, "time passed")]
+    assert "a mistake in the thread scheduler" in caplog.text
+
+
+@pytest.mark.parametrize("seconds", [1e12, 1e300, inf])
+def test_real_time_is_waited_for_however_far_away_it_is(seconds):
+    clock = Clock()
+    lock = clock.lock()
+    passed = threading.Semaphore(0)
+    workers = Workers(
+        clock=clock,
+        lock=lock,
+        perform=lambda job: None,
+        failed=lambda job, why: None,
+        time_passed=lambda: (ask_at(clock.now() + seconds), passed.release()),
+        name=str,
+    )
+
+    def ask_at(moment):
+        with lock:
+            workers.ask_at(moment)
+
+    waits, wait = threading.Semaphore(0), workers._changed.wait
+    workers._changed.wait = lambda timeout: (waits.release(), wait(timeout))
+    workers.start()
+    assert passed.acquire(timeout=GUARD)
+    assert waits.acquire(timeout=GUARD)
+    ask_at(clock.now())
+    assert passed.acquire(timeout=GUARD), "it died of its wait"
+    with lock:
+        workers.close()
 
 
 def test_a_job_that_no_thread_can_be_started_for_has_failed():

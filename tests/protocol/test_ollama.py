@@ -155,6 +155,14 @@ def test_keep_alive_is_what_ollama_means_by_it(keep_alive: object, seconds: floa
     assert ollama.embed({"model": "a", "input": "x", "keep_alive": keep_alive}).keep_alive == seconds
 
 
+@pytest.mark.parametrize(
+    "keep_alive", [9999999999, "9999999999", "9999h", 1e300, math.inf, 10**400, "1" * 64]
+)
+def test_keep_alive_is_at_most_a_year(keep_alive: object) -> None:
+    with pytest.raises(BadRequest, match="`keep_alive` is at most a year"):
+        ollama.generate({"model": "a", "prompt": "x", "keep_alive": keep_alive})
+
+
 @pytest.mark.parametrize("keep_alive", ["5 minutes", "m", "5x", "--1", True, [5], {}, float("nan")])
 def test_keep_alive_that_is_no_duration_is_refused(keep_alive: object) -> None:
     with pytest.raises(BadRequest, match="`keep_alive` must be a duration"):

@@ -66,8 +66,8 @@ def test_it_may_last_for_a_time(rig: Rig, body: bytes) -> None:
     ("body", "wrong"),
     [
         (b'{"for": "soon"}', "`for` must be seconds, or a time such as 30s or 2m, not 'soon'"),
-        (b'{"for": 0}', "`for` must be more than nothing, and at most 400 days"),
-        (b'{"for": 1e300}', "`for` must be more than nothing, and at most 400 days"),
+        (b'{"for": 0}', "`for` must be more than nothing"),
+        (b'{"for": 1e300}', "`for` must be at most a year (8760h), not 1e+300"),
         (b'{"fro": 1}', "unknown: fro; a pause has nothing but `for`"),
     ],
 )

@@ -734,7 +734,10 @@ def test_healthz_tells_how_a_standby_backend_rests(rig: Rig) -> None:
 def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
     connection = rig.client()
     assert connection.get(b"/readyz").body == b"ok\n"
-    assert connection.get(b"/readyz?verbose").body == b"[+]docker ok\n[+]accepting ok\n[+]adoption ok\nok\n"
+    assert (
+        connection.get(b"/readyz?verbose").body
+        == b"[+]docker ok\n[+]threads ok\n[+]accepting ok\n[+]adoption ok\nok\n"
+    )
 
 
 def test_readyz_fails_when_a_check_does(rig: Rig) -> None:
