@@ -33,8 +33,8 @@ _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6,
 _MOST_CHARACTERS = 64
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"
 """Can be read in one way only, so that what does not fit is known after one pass."""
-_PART = rf"({_NUMBER})(ms|us|µs|μs|ns|h|m|s)"
-_PLAIN, _PARTS, _EACH_PART = re.compile(_NUMBER), re.compile(rf"(?:{_PART})+"), re.compile(_PART)
+_UNIT = "(ms|us|µs|μs|ns|h|m|s)"
+_PLAIN, _PARTS, _SPLIT = re.compile(_NUMBER), re.compile(rf"(?:(?:{_NUMBER}){_UNIT})+"), re.compile(_UNIT)
 
 _T = TypeVar("_T")
 _D = TypeVar("_D")
@@ -52,7 +52,8 @@ def seconds_in(text: str) -> float | None:
         return float(text)
     if not _PARTS.fullmatch(text):
         return None
-    return sum(float(number) * _UNITS[unit] for number, unit in _EACH_PART.findall(text))
+    parts = _SPLIT.split(text)
+    return sum(float(number) * _UNITS[unit] for number, unit in zip(parts[::2], parts[1::2], strict=False))
 
 
 def mistakes() -> dict[str, str]:
@@ -61,7 +62,7 @@ def mistakes() -> dict[str, str]:
 
 
 def watch_threads() -> None:
-    """Have ``mistakes`` tell of every thread that ends of a mistake."""
+    """Note, for ``mistakes``, every thread that ends of a mistake."""
 
     def ended(about: threading.ExceptHookArgs) -> None:
         name = about.thread.name if about.thread else "?"
@@ -124,7 +125,7 @@ class _Condition(threading.Condition):
 
 
 def _clamped(timeout: float) -> float:
-    """What the system takes for a wait: longer ones are a mistake to it. Not a number: for ever."""
+    """The longest wait that the system takes, if ``timeout`` is longer, or no number."""
     return max(0.0, min(threading.TIMEOUT_MAX, timeout))
 
 

@@ -185,9 +185,8 @@ def size(least: int = 0) -> ValueKind:
     """Bytes; 0 passes as well as anything of at least ``least``."""
 
     def read(value: Any) -> int:
-        found = re.fullmatch(
-            r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", "" if value is True else str(value)
-        )
+        written = "" if value is True else str(value).strip()
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", written)
         if found is None or found[2] not in SIZES:
             text = f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}"
             raise unfit(text, f"{found[1]}{_unit(found[2])}" if found else "20GiB" if least else "64MiB")

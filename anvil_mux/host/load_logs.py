@@ -59,18 +59,14 @@ class _Stage(NamedTuple):
     seconds_left: float | None = None
 
 
+_PERCENT = r":\s{1,9}(\d{1,3})%(?:[^\r\[]{0,99}\[[\d:]{1,20}<([\d:]{1,20}))?"
 _BARS = (
-    (r"checkpoint shards:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?", READING),
-    (
-        r"Captur\w+ (?:CUDA graph|cudagraph|batches)[^\r%]*?:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?",
-        CAPTURING,
-    ),
-    (r"Compiling num tokens[^\r%]*:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?", COMPILING),
-    (
-        r"(?:\.safetensors|\.gguf|\.bin|Fetching \d+ files):\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?",
-        "downloading",
-    ),
+    (rf"checkpoint shards{_PERCENT}", READING),
+    (rf"Captur(?:e|ing) (?:CUDA graph|cudagraph|batches)[^\r%]{{0,99}}?{_PERCENT}", CAPTURING),
+    (rf"Compiling num tokens[^\r%]{{0,99}}?{_PERCENT}", COMPILING),
+    (rf"(?:\.safetensors|\.gguf|\.bin|Fetching \d{{1,9}} files){_PERCENT}", "downloading"),
 )
+"""Everything in them has a bound: whatever an engine prints is read in one pass."""
 _WORDS = (
     (r"model load progress (0\.\d+|1\.0)", READING),
     (r"Starting to load model|loading model tensors|llama_model_loader: loaded meta data", READING),

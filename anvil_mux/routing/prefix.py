@@ -28,8 +28,8 @@ PARTS = ("tools", "functions", "system", "instructions", "messages", "input", "p
 """The parts of a request that get into the prompt, of all APIs."""
 SALTS = ("cache_salt", "lora", "lora_path")
 """The fields by which engines keep equal prompts apart."""
-MEDIA = re.compile(rb"[A-Za-z0-9+/]{4096,}={0,2}")
-"""Images and sound in base64: few tokens, however long."""
+MEDIA = re.compile(rb"(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{4096,}={0,2}")
+"""Images and sound in base64: few tokens, however long. A run is tried from its beginning alone."""
 
 
 def read(model: str, body: bytes | bytearray, bytes_per_token: float, session: str = "") -> Work:
