@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, Lock, safely
 from anvil_mux.scheduler.policies import FOREVER
 
-THREAD = "scheduler"
-
 _Job = TypeVar("_Job")
 
 
@@ -55,7 +53,7 @@ class Workers(Generic[_Job]):
             if self._started:
                 return
             self._started = True
-        self._clock.spawn(self._run, THREAD)
+        self._clock.spawn(self._run, "scheduler")
 
     def ask_at(self, moment: float) -> None:
         """Set the moment at which ``time_passed`` is due. Under the lock."""
@@ -77,7 +75,7 @@ class Workers(Generic[_Job]):
     def _run(self) -> None:
         goes_on: bool | None = True
         while goes_on or goes_on is None:
-            goes_on = safely(THREAD, self._turn, None)
+            goes_on = safely("scheduler", self._turn, None)
             if goes_on is None:  # after a mistake, without this thread nothing is ever swapped again
                 with self._lock:
                     self._ask_at = self._clock.now() + AFTER_MISTAKE_SECONDS
