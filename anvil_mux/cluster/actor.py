@@ -5,26 +5,31 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Mapping
 
 from anvil_mux.cluster.agent import Agent
+from anvil_mux.cluster.frames import dump
 
 
 class HostActor:
     """The agent of a host, in the process that Ray started for it there."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str) -> None:
+        # Not told by who made the actor: Ray makes it again where its host has another address.
+        from ray.util import get_node_ip_address
+
         raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
         threading.Thread(target=end_with, args=(raylet,), name="raylet", daemon=True).start()
-        self._agent = Agent(name, address)
+        self._agent = Agent(name, get_node_ip_address())
 
-    def hello(self) -> Mapping[str, str]:
+    # Bytes alone are returned: whoever asks takes nothing else (membership.py).
+
+    def hello(self) -> bytes:
         """Return what the agent tells of itself, its version of anvil-mux among it."""
-        return self._agent.hello()
+        return dump(self._agent.hello()).encode()
 
-    def call(self, payload: bytes) -> bytes:
+    def call(self, text: bytes) -> bytes:
         """Hand a message to the agent, and its answer back."""
-        return self._agent.call(payload)
+        return self._agent.call(text).encode()
 
 
 def end_with(pid: int) -> None:

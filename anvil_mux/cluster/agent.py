@@ -16,13 +16,12 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import anvil_mux
-from anvil_mux.clock import Clock
-from anvil_mux.cluster import messages
+from anvil_mux.cluster import frames, messages
 from anvil_mux.cluster.begun import Begun, BegunSteps
 from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState
 from anvil_mux.cluster.ownership import Ownership
@@ -30,19 +29,21 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
 from anvil_mux.host.local import LocalHost, inventory
-from anvil_mux.host.seam import Host, HostConfig, HostNews, Inventory
+from anvil_mux.host.seam import LOG_LINES, Host, HostConfig, HostNews, Inventory
 from anvil_mux.state import state_folder, write_whole
 
 log = logging.getLogger(__name__)
 
 STEPS = frozenset({"load", "evict", "demote", "stop", "adopt"})
-"""The methods of a host that are begun as steps; ``settle`` is one of the agent's own."""
+"""The methods of a host that are begun as steps."""
 CALLS = frozenset({"running", "orphans", "cancel", "ended", "answers", "watch_gpus", "problem", "read_ahead"})
 """The methods of a host that its owner may call directly."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 """The pattern for names that become names of files here, or words of commands."""
 LONGEST_WAIT = 60.0
 """Seconds that one call may wait for a result or for news."""
+MOST_WAITING = 32
+"""How many calls may wait for the end of a step: half of those that are carried out at once."""
 MOST_REMEMBERED = 16 << 20
 
 RAYS = {
@@ -95,6 +96,8 @@ class Agent:
         self._described = described
         self._ownership = Ownership(name, self._folder)
         self._steps = BegunSteps(self._changed)
+        self._waiting = 0
+        """How many calls wait for the end of a step."""
         self._host: Host | None = None
         self._config: HostConfig | None = None
         self._is_new_owner = False
@@ -121,10 +124,10 @@ class Agent:
             "owner_id": owner.id if owner else "",
         }
 
-    def call(self, payload: bytes) -> bytes:
+    def call(self, text: str | bytes) -> str:
         """Carry out the call that crossed, and return its answer; see messages.py. Errors are answers."""
         try:
-            value = self._perform(messages.read_call(payload))
+            value = self._perform(messages.read_call(text))
             return messages.write(AgentAnswer(self.instance, value))
         except Exception as error:
             if not isinstance(error, MuxError):
@@ -143,32 +146,34 @@ class Agent:
 
     def _perform(self, call: AgentCall) -> object:
         owner, args = call.owner, call.args
-        _check_names(args)
-        match call.method:
-            case "hello":
-                return self.hello()
-            case "inventory":
-                return self._inventory()
-            case "log_tail":
-                return self._host.log_tail(*args) if self._host else []  # type: ignore[arg-type]
-            case "recall":
-                return self._recall()
-            case "lacks":
-                return _lacks(*args)  # type: ignore[arg-type]
-        methods: dict[str, Callable[..., object]] = {
+        anybodys: dict[str, Callable[..., object]] = {
+            "hello": self.hello,
+            "inventory": self._inventory,
+            "log_tail": self._log_tail,
+            "recall": self._recall,
+            "lacks": _lacks,
+        }
+        owners: dict[str, Callable[..., object]] = {
             "claim": self._claim,
             "release": self._release,
+            "settle": self._settle,
             "reconfigure": self._reconfigure,
             "begin": self._begin,
             "result": self._result,
             "news": self._news,
             "remember": self._remember,
         }
-        if method := methods.get(call.method):
-            return method(owner, *args)
+        if method := anybodys.get(call.method):
+            return method(*_arguments(method, args))
+        if method := owners.get(call.method):
+            return method(owner, *_arguments(method, args))
         if call.method in CALLS:
-            return getattr(self._owned(owner), call.method)(*args)
+            host = self._owned(owner)
+            return getattr(host, call.method)(*_arguments(getattr(Host, call.method), args))
         raise BackendError(f"an agent has no method {call.method}")
+
+    def _log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
+        return self._host.log_tail(backend, lines) if self._host else []
 
     def _claim(self, owner: Owner, description: str, takeover: bool) -> None:
         with self._changed:
@@ -256,34 +261,37 @@ class Agent:
 
     # Steps
 
-    def _begin(self, owner: Owner, number: int, method: str, args: tuple[Any, ...]) -> None:
+    def _begin(self, owner: Owner, number: int, method: str, args: tuple[object, ...]) -> None:
         with self._changed:
             self._steps.begin(number, self._step(owner, self._owned(owner), method, args))
 
-    def _step(self, owner: Owner, host: Host, method: str, args: tuple[Any, ...]) -> Begun:
-        if method == "settle":
-            return Begun(owner, method, "", partial(self._settle, *args), _nothing)
+    def _step(self, owner: Owner, host: Host, method: str, args: tuple[object, ...]) -> Begun:
         if method not in STEPS:
             raise BackendError(f"a host has no step {method}")
-        backend = args[0] if args else None
-        if not isinstance(backend, Backend):
-            raise BackendError(f"{method}: which backend?")
+        backend, *more = _arguments(getattr(Host, method), args)
         cancel: Callable[[], None] = _nothing
         if method == "load":
             if backend.name not in self._known:
                 raise BackendError(f"{backend.name} is not configured on host {self.name}")
-            number = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
+            _, number = more
             cancel = partial(host.cancel, backend, number)
-        return Begun(owner, method, backend.name, partial(getattr(host, method), *args), cancel)
+        return Begun(owner, backend.name, partial(getattr(host, method), backend, *more), cancel)
 
-    def _settle(self, timeout: float) -> bool:
+    def _settle(self, owner: Owner, timeout: float) -> bool:
         with self._changed:
-            return self._steps.settle(timeout)
+            self._ownership.check(owner)
+            return self._steps.settle(min(timeout, LONGEST_WAIT))
 
     def _result(self, owner: Owner, number: int, timeout: float) -> StepState:
         with self._changed:
             self._ownership.check(owner)
-            state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
+            if self._waiting >= MOST_WAITING:
+                return self._steps.result(owner, number, 0.0)._replace(was_awaited=False)
+            self._waiting += 1
+            try:
+                state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
+            finally:
+                self._waiting -= 1
             self._ownership.check(owner)
             return state
 
@@ -303,7 +311,7 @@ def local_host(
     except OSError as error:
         raise BackendError(f"{folder} cannot be written: {error.strerror}") from None
     host = LocalHost(config, lock, address=address, environ=environ, detached=True, described=described)
-    host.start(Clock())
+    host.start()
     return host
 
 
@@ -335,6 +343,13 @@ def _took(host: Host, config: HostConfig, is_new_owner: bool) -> bool:
 
 def _is_one_project(before: HostConfig, after: HostConfig) -> bool:
     return (before.project, before.runtime) == (after.project, after.runtime)
+
+
+def _arguments(method: Callable[..., object], values: Sequence[object]) -> list[Any]:
+    """Read the arguments of a method, as it declares them after the owner; refuse names that are none."""
+    found = frames.arguments(method, values)
+    _check_names(found)
+    return found
 
 
 def _check_names(args: Iterable[object]) -> None:

@@ -24,9 +24,8 @@ class Begun:
     """A step; what came of it is guarded by the lock of the ``BegunSteps``."""
 
     owner: Owner
-    method: str
     backend: str
-    """The backend's name; "" for one that is on none."""
+    """The backend's name."""
     run: Callable[[], object]
     cancel: Callable[[], None]
     """Called where nobody waits for it any more."""
@@ -47,7 +46,7 @@ class BegunSteps:
         key = (*step.owner[:2], number)
         if key in self._steps:
             return
-        if step.backend and any(
+        if any(
             other.backend == step.backend and other.owner[:2] != step.owner[:2] for other in self._under_way()
         ):
             raise BackendError(f"{step.backend}: a step of the owner before is still under way")
@@ -80,7 +79,7 @@ class BegunSteps:
         self._steps = {key: step for key, step in self._steps.items() if not step.is_done}
 
     def _under_way(self) -> list[Begun]:
-        return [each for each in self._steps.values() if not each.is_done and each.method != "settle"]
+        return [each for each in self._steps.values() if not each.is_done]
 
     def _forget(self) -> None:
         over = [key for key, step in self._steps.items() if step.is_done]

@@ -4,7 +4,7 @@ Ray ends its driver when the head of the cluster is lost, so it lives in a child
 then, and requests flow on. Calls and answers are frames on the child's standard input and output. A thread
 writes and a thread reads, so a child that hangs keeps nobody for longer than the call's own time limit.
 
-The child says first whether it can be of use: ``(0, True, ...)``, or ``(0, False, why)`` before it ends.
+The child says first, in an answer of the number 0, whether it can be of use; if not, it says why and ends.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import BinaryIO, Protocol
 
-from anvil_mux.cluster.frames import read_frame, write_frame
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import AnswerFrame, CallFrame, read_frame, write_frame
+from anvil_mux.cluster.links import Node
 from anvil_mux.errors import MuxError
 
 ENDED = "the process that talks to the cluster has ended, and is restarted"
@@ -36,23 +38,13 @@ class AgentSilent(MuxError):
     """An agent, or the way to it, does not answer in time."""
 
 
-class Node(NamedTuple):
-    """A machine of the cluster that wants to be a host."""
-
-    name: str
-    address: str = ""
-    labels: tuple[tuple[str, str], ...] = ()
-    problem: str = ""
-    """Why it cannot be used, and what to do; ends a sentence."""
-
-
 class ClusterControl(Protocol):
     """The way to the agents of all hosts. Any thread may call."""
 
     def nodes(self) -> list[Node]:
         """The machines that are in the cluster now; AgentSilent if that cannot be told."""
 
-    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
+    def call(self, host: str, method: str, text: str, timeout: float) -> str:
         """Return what the agent of a host answers; AgentSilent if it does not within ``timeout`` seconds."""
 
     def close(self) -> None:
@@ -65,7 +57,7 @@ class Nowhere:
     def nodes(self) -> list[Node]:
         return []
 
-    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
+    def call(self, host: str, method: str, text: str, timeout: float) -> str:
         raise AgentSilent("serve was started without --cluster")
 
     def close(self) -> None:
@@ -93,10 +85,10 @@ class Channel:
                 env=env,
                 start_new_session=True,
             )
-        self._to_send: SimpleQueue[tuple[object, ...] | None] = SimpleQueue()
+        self._to_send: SimpleQueue[CallFrame | None] = SimpleQueue()
         self._lock = threading.Lock()
         # The lock guards what follows.
-        self._waiting: dict[int, Future[tuple[bool, Any]]] = {0: Future()}
+        self._waiting: dict[int, Future[tuple[bool, str]]] = {0: Future()}
         self._number = 0
         self.ended: float | None = None
         """When it ended; None: it runs. Read without the lock."""
@@ -111,25 +103,25 @@ class Channel:
     def pid(self) -> int:
         return self._child.pid
 
-    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
-        answer: Future[tuple[bool, Any]] = Future()
+    def call(self, host: str, method: str, text: str, timeout: float) -> str:
+        answer: Future[tuple[bool, str]] = Future()
         with self._lock:
             if self.ended is not None:
                 raise AgentSilent(ENDED)
             self._number += 1
             number = self._number
             self._waiting[number] = answer
-        self._to_send.put((number, host, method, payload, timeout))
+        self._to_send.put(CallFrame(number, host, method, text, timeout))
         try:
-            is_ok, value = answer.result(timeout + MARGIN_SECONDS)
+            is_ok, said = answer.result(timeout + MARGIN_SECONDS)
         except TookTooLong:
             raise AgentSilent(f"no answer within {timeout:g} s") from None
         finally:
             with self._lock:
                 self._waiting.pop(number, None)
         if not is_ok:
-            raise AgentSilent(str(value))
-        return value
+            raise AgentSilent(said)
+        return said
 
     def close(self, grace: float = 2.0) -> None:
         """End the child: it ends by itself when nobody writes to it any more."""
@@ -147,13 +139,13 @@ class Channel:
                 write_frame(pipe, frame)
 
     def _read(self, pipe: BinaryIO) -> None:
-        with suppress(OSError), pipe:
-            while (frame := read_frame(pipe)) is not None:
-                number, is_ok, value = cast("tuple[int, bool, object]", frame)
+        with suppress(OSError, MuxError), pipe:
+            while (frame := read_frame(pipe, AnswerFrame)) is not None:
+                number, is_ok, said = frame
                 with self._lock:
                     answer = self._waiting.pop(number, None)
                 if answer:
-                    answer.set_result((is_ok, value))
+                    answer.set_result((is_ok, said))
         self._to_send.put(None)
         with self._lock:
             self.ended = self._now()
@@ -206,15 +198,12 @@ class ChildControl:
         return channel.pid if channel and channel.ended is None else 0
 
     def nodes(self) -> list[Node]:
-        found: list[dict[str, Any]] = self.call("", "nodes", None, 5.0)
-        return [
-            Node(each["name"], each["address"], tuple(sorted(each["labels"].items())), each["problem"])
-            for each in found
-            if each["alive"]
-        ]
+        told = frames.parse(self.call("", "nodes", "", 5.0), is_foreign=True)
+        found: list[Node] = frames.of(list[Node], told)
+        return [each for each in found if each.is_alive]
 
-    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
-        return self._reach(timeout).call(host, method, payload, timeout)
+    def call(self, host: str, method: str, text: str, timeout: float) -> str:
+        return self._reach(timeout).call(host, method, text, timeout)
 
     def close(self) -> None:
         with self._lock:
@@ -230,9 +219,9 @@ class ChildControl:
             is_ok, said = channel.first.result(timeout)
         except TookTooLong:
             raise AgentSilent("the cluster is not reached yet") from None
-        self.problem = "" if is_ok else str(said)
+        self.problem = "" if is_ok else said
         if not is_ok:
-            raise AgentSilent(str(said))
+            raise AgentSilent(said)
         return channel
 
     def _current(self) -> Channel:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from anvil_mux.clock import Clock
-from anvil_mux.cluster.channel import ClusterControl, Node
+from anvil_mux.cluster.channel import ClusterControl
+from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import Claimed, Fenced, Owner
 from anvil_mux.cluster.remote import LIMIT_SECONDS, RemoteHost
 from anvil_mux.config.config import Gpu, Machine
@@ -28,26 +30,30 @@ T = TypeVar("T")
 
 
 class Cluster:
-    """The hosts of a cluster, by name. Used by one thread at a time, but for ``hosts`` that are there."""
+    """The hosts of a cluster, by name. Used by one thread at a time, but for ``host``, and to read."""
 
     def __init__(self, control: ClusterControl, clock: Clock | None = None) -> None:
         self.control = control
         self._clock = clock or Clock()
         self._owner = Owner(0, "")
         self._takeover = False
-        self.hosts: dict[str, RemoteHost] = {}
+        self._lock = threading.Lock()
+        # These are replaced as a whole and never altered; the lock guards that of ``hosts``.
+        self.hosts: Mapping[str, RemoteHost] = {}
         """All hosts that were ever seen or named; also those that are not there."""
-        self.nodes: dict[str, Node] = {}
+        self.nodes: Mapping[str, Node] = {}
         """The hosts that were in the cluster when it was last looked at, and may be used."""
-        self.problems: dict[str, str] = {}
+        self.problems: Mapping[str, str] = {}
         """Host -> why it cannot be used."""
 
     def host(self, name: str) -> RemoteHost:
         """Return a host, also of a name that nobody has yet."""
-        if name not in self.hosts:
-            self.hosts[name] = made = RemoteHost(name, self.control, self._clock)
-            made.owner, made.takeover = self._owner, self._takeover
-        return self.hosts[name]
+        with self._lock:
+            if name not in self.hosts:
+                made = RemoteHost(name, self.control, self._clock)
+                made.owner, made.takeover = self._owner, self._takeover
+                self.hosts = {**self.hosts, name: made}
+            return self.hosts[name]
 
     def look(self, limit: float = LIMIT_SECONDS) -> bool:
         """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent.
@@ -59,17 +65,17 @@ class Cluster:
         problems = {name: node.problem for name, node in nodes.items() if node.problem}
         usable = {name: node for name, node in nodes.items() if name not in problems}
         new = [self.host(name) for name, node in usable.items() if node != self.nodes.get(name)]
-        self.nodes, self.problems = usable, problems
-        for name, problem in side_by_side(partial(_look_at, limit), new).items():
-            if problem:
-                self.problems[name] = problem
-                self.nodes.pop(name)
+        for host in new:
+            host.node = usable[host.name]
+        problems |= {name: why for name, why in side_by_side(partial(_look_at, limit), new).items() if why}
+        self.nodes = {name: node for name, node in usable.items() if name not in problems}
+        self.problems = problems
         return self.machines() != before
 
     def machines(self) -> dict[str, Machine]:
         """Return what the configuration needs to know of all hosts that were ever seen."""
         return {
-            name: machine(host.inventory(), self.nodes[name].labels if name in self.nodes else host.labels)
+            name: machine(host.inventory(), host.node.labels)
             for name, host in self.hosts.items()
             if host.inventory().address
         }

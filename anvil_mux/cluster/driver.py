@@ -1,10 +1,9 @@
 """The driver: the child process that carries the calls of anvil-mux to the agents of the hosts, by Ray.
 
 Ray ends the process that it runs in when its head is lost, so this is a process of its own, which anvil-mux
-starts anew. Calls come as frames on its standard input, ``(number, host, method, payload, timeout)``, and
-answers leave as ``(number, ok, value)``, where ``value`` is a text if ``ok`` is False. Host "" is the
-cluster: ``nodes`` lists its hosts. A host has ``hello``, and ``call`` with a payload of bytes. The first
-frame has the number 0 and says whether the cluster was joined: ``{"ray": version}``, or why not. Another 0
+starts anew. Calls come as frames on its standard input, and answers leave as frames. Host "" is the cluster:
+``nodes`` lists its hosts. A host has ``hello``, and ``call`` with a text; its answers are texts, which nobody
+reads here. The first frame has the number 0 and says whether the cluster was joined, or why not. Another 0
 says why the driver ends of itself. Standard error has Ray's own words, for a log file.
 """
 
@@ -17,7 +16,7 @@ import sys
 import threading
 from typing import BinaryIO
 
-from anvil_mux.cluster.frames import read_frame
+from anvil_mux.cluster.frames import CallFrame, dump, read_frame
 from anvil_mux.cluster.links import PING_SECONDS, PINGS, Calls, Carrier, Refused, SilenceWatch
 from anvil_mux.cluster.membership import join, probe
 
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("address", help="the head of the cluster, HOST:PORT")
     parser.add_argument("--insecure", action="store_true", help="also a cluster that wants no token")
     parser.add_argument(
-        "--probe", action="store_true", help="exit with 1 if the cluster wants a token, else with 0"
+        "--probe", action="store_true", help="exit with 11 if the cluster wants a token, with 10 if not"
     )
     options = parser.parse_args(argv)
     if options.probe:
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         calls.write(0, False, str(error))
         return REFUSED
     unanswered.cancel()
-    calls.write(0, True, {"ray": version})
+    calls.write(0, True, dump({"ray": version}))
     watch = SilenceWatch()
     threading.Thread(target=calls.expire, args=(watch.failed,), name="deadlines", daemon=True).start()
     threading.Thread(target=end_when_silent, args=(watch, calls), name="silence", daemon=True).start()
@@ -60,11 +59,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(carrier: Carrier, source: BinaryIO) -> None:
     """Begin the calls that come in, until no more can come."""
-    while (frame := read_frame(source)) is not None:
-        number, host, method, payload, timeout = frame
-        assert isinstance(number, int)
-        assert isinstance(timeout, float)
-        carrier.begin(number, str(host), str(method), payload, timeout)
+    while (frame := read_frame(source, CallFrame)) is not None:
+        carrier.begin(*frame)
 
 
 def take_output() -> BinaryIO:

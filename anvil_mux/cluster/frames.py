@@ -1,34 +1,193 @@
-"""Frames: values on a pipe between two processes of ours, each a length in four bytes and a pickle.
+"""Values as JSON between processes: written whole, and read field by field into the types that are expected.
 
-Both ends are one program of one version, so neither fears what the other sends. What comes from other
-machines is bytes in a frame, and read by ``messages``.
+Nothing is made but what the reader names: text, numbers, lists, mappings and its own records. A record is an
+object that has exactly its fields; where one of several may stand, it is the one that has these. On a pipe a
+value is a frame: the length of its JSON in four bytes, and that.
 """
 
 from __future__ import annotations
 
-import pickle
+import collections.abc
+import json
+import math
 import struct
-from typing import BinaryIO
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from anvil_mux.errors import MuxError
+from anvil_mux.protocol import foreign
 
 LENGTH = struct.Struct(">I")
+LONGEST = 64 << 20
+"""Bytes of one value."""
+GREATEST = 1 << 62
+"""The bound of whole numbers, so that whoever reckons with one may make a float of it."""
+
+_LISTS = (list, tuple, collections.abc.Sequence)
+_MAPPINGS = (dict, collections.abc.Mapping)
 
 
-def read_frame(file: BinaryIO) -> tuple[object, ...] | None:
-    """Return the next value, a tuple; None at the end of the pipe, also in the middle of a frame."""
+class Unreadable(MuxError):
+    """The bytes are no message of this version."""
+
+
+class CallFrame(NamedTuple):
+    """A call on its way to the child process that reaches a host, or is one."""
+
+    number: int
+    host: str
+    method: str
+    text: str
+    timeout: float
+
+
+class AnswerFrame(NamedTuple):
+    """The answer of such a process: a text as it came, or why there is none."""
+
+    number: int
+    ok: bool
+    text: str
+
+
+def dump(value: object) -> str:
+    """Return a value as JSON."""
+    return json.dumps(_plain(value))
+
+
+def _plain(value: object) -> object:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case tuple() if hasattr(value, "_fields"):
+            return {name: _plain(each) for name, each in zip(value._fields, value, strict=True)}
+        case tuple() | list():
+            return [_plain(each) for each in value]
+        case collections.abc.Mapping():
+            return {str(key): _plain(each) for key, each in value.items()}
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    raise TypeError(f"{type(value).__name__} does not cross")
+
+
+def parse(text: str | bytes, *, is_foreign: bool = False) -> object:
+    """Return the plain value of a JSON text; Unreadable.
+
+    ``is_foreign``: of a host, from which nothing is taken that others stumble over: numbers that are none,
+    and halves of characters.
+    """
+    try:
+        data = text.encode() if isinstance(text, str) else text
+        if len(data) > LONGEST:
+            raise ValueError(f"it is longer than {LONGEST} bytes")
+        foreign.check(data)
+        text = data.decode()
+        if not is_foreign:
+            return json.loads(text)
+        if "\\ud" in text.lower():
+            whole = json.dumps(json.loads(text), ensure_ascii=False)
+            text = whole.encode(errors="replace").decode()
+        return json.loads(text, parse_float=_finite, parse_constant=_no_number)
+    except ValueError as error:
+        raise Unreadable(f"these bytes are no message: {error}") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def read(kind: Any, text: str | bytes) -> Any:
+    """Return the value of this type that a JSON text is; Unreadable."""
+    return of(kind, parse(text))
+
+
+def of(kind: Any, value: object) -> Any:
+    """Return a plain value as one of this type; Unreadable if it is none. ``object``: as it is."""
+    if kind is object or value is kind is None:
+        return value
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _one_of(parts, value)
+    if origin in _LISTS and isinstance(value, list):
+        return _list(kind, origin, parts, value)
+    if origin in _MAPPINGS and isinstance(value, dict):
+        return {of(parts[0], key): of(parts[1], each) for key, each in value.items()}
+    if isinstance(value, dict) and isinstance(kind, type):
+        return _record(kind, value)
+    return _scalar(kind, value)
+
+
+def _scalar(kind: Any, value: object) -> object:
+    is_number = type(value) in (int, float) and kind is float
+    if not (is_number or (type(value) is kind and kind in (str, bool, int, types.NoneType))):
+        raise Unreadable(f"this is no {getattr(kind, '__name__', kind)}: {value!r:.80}")
+    if isinstance(value, int) and abs(value) > GREATEST:
+        raise Unreadable("this is too great a number")
+    return value
+
+
+def _one_of(kinds: Sequence[Any], value: object) -> Any:
+    for kind in kinds[:-1]:
+        try:
+            return of(kind, value)
+        except Unreadable:
+            pass
+    return of(kinds[-1], value)
+
+
+def _list(kind: Any, origin: Any, parts: Sequence[Any], value: list[object]) -> Any:
+    if origin is not tuple or parts[-1] is ...:
+        found = [of(parts[0], each) for each in value]
+    elif len(parts) == len(value):
+        found = [of(part, each) for part, each in zip(parts, value, strict=True)]
+    else:
+        raise Unreadable(f"this is no {kind}: it has {len(value)} parts")
+    return found if origin is list else tuple(found)
+
+
+def _record(kind: type, value: Mapping[str, object]) -> Any:
+    types_of = _fields_of(kind)
+    if not types_of or types_of.keys() != value.keys():
+        raise Unreadable(f"this is no {kind.__name__}: {', '.join(value)[:80]}")
+    return kind(**{name: of(each, value[name]) for name, each in types_of.items()})
+
+
+@cache
+def _fields_of(kind: type) -> Mapping[str, Any]:
+    """The fields of a record with their types; none: it is no record."""
+    if not (is_dataclass(kind) or hasattr(kind, "_fields")):
+        return {}
+    return typing.get_type_hints(kind)
+
+
+def arguments(method: Callable[..., object], values: Sequence[object]) -> list[Any]:
+    """Return plain values as the arguments that a method declares, but for an ``owner``; Unreadable."""
+    kinds = [kind for name, kind in typing.get_type_hints(method).items() if name not in ("return", "owner")]
+    if len(values) > len(kinds):
+        raise Unreadable(f"{method.__name__} takes {len(kinds)} values, not {len(values)}")
+    return [of(kind, value) for kind, value in zip(kinds, values, strict=False)]
+
+
+def read_frame(file: BinaryIO, kind: Any) -> Any:
+    """Return the next value, of this type; None at the end of the pipe, also in the middle of a frame."""
     head = file.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack(head)
-    data = file.read(length)
-    if len(data) < length:
-        return None
-    value = pickle.loads(data)
-    assert isinstance(value, tuple)
-    return value
+    data = file.read(length) if length <= LONGEST else b""
+    return read(kind, data) if len(data) == length else None
 
 
-def write_frame(file: BinaryIO, value: tuple[object, ...]) -> None:
+def write_frame(file: BinaryIO, value: object) -> None:
     """Write a value whole; OSError where nobody reads any more."""
-    data = pickle.dumps(value)
+    data = dump(value).encode()
     file.write(LENGTH.pack(len(data)) + data)
     file.flush()

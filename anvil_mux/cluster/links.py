@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple, Protocol
 
-from anvil_mux.cluster.frames import write_frame
+from anvil_mux.cluster.frames import LONGEST, AnswerFrame, dump, write_frame
 
 RETRY_SECONDS = 5.0
 """Until an agent that could not be started is tried again."""
@@ -39,15 +39,15 @@ class AgentGone(AgentAway):
 class FarAgent(Protocol):
     """The agent of a host, as a cluster reaches it."""
 
-    def ask(self, method: str, args: tuple[object, ...], then: Callable[[object], None]) -> None:
-        """Begin a call; ``then`` is called with what it returned, or with the exception that it raised."""
+    def ask(self, method: str, args: tuple[object, ...], then: Callable[[str | Exception], None]) -> None:
+        """Begin a call; ``then`` is called with the text that it returned, or with what went wrong."""
 
 
 class FarHosts(Protocol):
     """The hosts that can be reached."""
 
-    def nodes(self) -> list[dict[str, object]]:
-        """Return the hosts: ``name``, ``address``, ``labels``, whether ``alive``, and a ``problem`` or ""."""
+    def nodes(self) -> list[Node]:
+        """Return the hosts that are in the cluster, or were."""
 
     def open(self, name: str) -> FarAgent:
         """Return the agent of a host, started if it did not run. May take long; Refused if it cannot be."""
@@ -77,17 +77,19 @@ class Calls:
         with self._changed:
             return number in self._open
 
-    def end(self, number: int, ok: bool, value: object) -> None:
+    def end(self, number: int, ok: bool, text: str) -> None:
         """Answer a call, unless it was answered."""
         with self._changed:
             if self._open.pop(number, None) is None:
                 return
-        self.write(number, ok, value)
+        if len(text) > LONGEST // 2:  # as a part of a frame it is longer
+            ok, text = False, "its answer is too long"
+        self.write(number, ok, text)
 
-    def write(self, number: int, ok: bool, value: object) -> None:
+    def write(self, number: int, ok: bool, text: str) -> None:
         """Write a frame; where nobody reads it, whoever reads our input sees that."""
         with self._writing, suppress(OSError):
-            write_frame(self._output, (number, ok, value))
+            write_frame(self._output, AnswerFrame(number, ok, text))
 
     def expire(self, on_late: Callable[[], None]) -> None:
         """Answer for ever those calls whose time has passed."""
@@ -145,6 +147,17 @@ class SilenceWatch:
             link.ping()
         with self._changed:
             return self._changed.wait_for(lambda: not self._suspects, self._ping_seconds)
+
+
+class Node(NamedTuple):
+    """A machine of the cluster that wants to be a host."""
+
+    name: str
+    address: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    problem: str = ""
+    """Why it cannot be used, and what to do; ends a sentence."""
+    is_alive: bool = True
 
 
 class HostCall(NamedTuple):
@@ -217,7 +230,7 @@ class Link:
         except Exception as error:
             self._ended(agent, call, error)
 
-    def _ended(self, agent: FarAgent, call: HostCall, value: object) -> None:
+    def _ended(self, agent: FarAgent, call: HostCall, value: str | Exception) -> None:
         """Take a result, in a thread of the cluster's: nothing here waits."""
         if isinstance(value, AgentGone):
             with self._lock:
@@ -227,8 +240,7 @@ class Link:
             self._watch.answered(self)
         elif call.number != PING:
             self._watch.failed()
-        ok = not isinstance(value, Exception)
-        self._calls.end(call.number, ok, value if ok else str(value))
+        self._calls.end(call.number, isinstance(value, str), str(value))
 
 
 class Carrier:
@@ -242,7 +254,7 @@ class Carrier:
         self._links: dict[str, Link] = {}
         self._asked_nodes: list[int] = []
 
-    def begin(self, number: int, host: str, method: str, payload: object, timeout: float) -> None:
+    def begin(self, number: int, host: str, method: str, text: str, timeout: float) -> None:
         """Begin a call; host "" is the cluster."""
         who = f"the agent of {host}" if host else "the head of the cluster"
         self._calls.begin(number, timeout, f"{who} did not answer in {timeout:g} s")
@@ -254,7 +266,7 @@ class Carrier:
             case _, "hello":
                 self._link(host).call(HostCall(number, "hello"))
             case _, "call":
-                self._link(host).call(HostCall(number, "call", (payload,)))
+                self._link(host).call(HostCall(number, "call", (text.encode(),)))
             case _:
                 self._calls.end(number, False, f"a host has no method {method}")
 
@@ -271,17 +283,16 @@ class Carrier:
         threading.Thread(target=self._tell_nodes, name="nodes", daemon=True).start()
 
     def _tell_nodes(self) -> None:
-        value: object
         try:
-            ok, value = True, [self._with_problem(node) for node in self._cluster.nodes()]
+            ok, text = True, dump([self._with_problem(node) for node in self._cluster.nodes()])
         except Exception as error:
-            ok, value = False, str(error)
+            ok, text = False, str(error)
         with self._lock:
             asked, self._asked_nodes = self._asked_nodes, []
         for number in asked:
-            self._calls.end(number, ok, value)
+            self._calls.end(number, ok, text)
 
-    def _with_problem(self, node: Mapping[str, object]) -> dict[str, object]:
+    def _with_problem(self, node: Node) -> Node:
         with self._lock:
-            link = self._links.get(str(node["name"]))
-        return {**node, "problem": node["problem"] or (link.problem if link else "")}
+            link = self._links.get(node.name)
+        return node._replace(problem=node.problem or (link.problem if link else ""))

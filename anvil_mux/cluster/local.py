@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
-from anvil_mux.cluster.channel import ChildControl, Node
+from anvil_mux.cluster.channel import ChildControl
+from anvil_mux.cluster.links import Node
 
 HOSTS = {"alpha": "127.0.0.2", "beta": "127.0.0.3", "gamma": "127.0.0.4"}
 """Host -> the loopback address of its engines."""
@@ -47,8 +47,8 @@ class SimulatedHosts:
     def nodes(self) -> list[Node]:
         return [Node(name, address) for name, address in HOSTS.items()]
 
-    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
-        return self._hosts[host].call(host, method, payload, timeout)
+    def call(self, host: str, method: str, text: str, timeout: float) -> str:
+        return self._hosts[host].call(host, method, text, timeout)
 
     def close(self) -> None:
         for host in self._hosts.values():

@@ -1,7 +1,8 @@
 """Ray: the cluster is joined, its hosts are listed, and each has an agent; no other module knows Ray.
 
 A host is a node with the label ``anvil-host=NAME``. Its agent is a detached actor, placed there by the label,
-which Ray itself brings back when its process or its raylet has ended. Only bytes and plain names cross.
+which Ray itself brings back when its process or its raylet has ended. Only bytes and plain names cross: of
+what an agent answers nothing else is taken, since Ray would unpickle it, and run what a host says.
 
 Where Ray would take a minute to fail, or abort, this asks first: whether anything listens at the head,
 whether the token is right, and whether the cluster wants one at all, which takes a process that has none.
@@ -14,12 +15,13 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import anvil_mux
-from anvil_mux.cluster.links import AgentAway, AgentGone, Refused
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.links import AgentAway, AgentGone, Node, Refused
 
 LABEL = "anvil-host"
 NAMESPACE = "anvil-mux"
@@ -32,8 +34,10 @@ REQUEST_SECONDS = 10
 """Seconds that Ray's own requests to the head may take."""
 HELLO_SECONDS = 30.0
 """Until a new agent answers: its process has to start."""
-DISCARDED, REFUSED = 0, 1
-"""How the probe ends: the cluster answered although it showed no token; it did not."""
+OPEN, REFUSED = 10, 11
+"""How the probe ends: the cluster answered although it showed no token; it wants one. All else is a crash."""
+PROBE_SECONDS = 10.0
+"""How long the probe may take when all else is known."""
 
 
 class RayAgent:
@@ -43,14 +47,14 @@ class RayAgent:
         self._name = name
         self._actor = actor
 
-    def ask(self, method: str, args: tuple[object, ...], then: Callable[[object], None]) -> None:
+    def ask(self, method: str, args: tuple[object, ...], then: Callable[[str | Exception], None]) -> None:
         """Begin a call, which ends in one of Ray's threads."""
         future = getattr(self._actor, method).remote(*args).future()
         future.add_done_callback(lambda done: then(self._result(done)))
 
-    def _result(self, done: Any) -> object:
+    def _result(self, done: Any) -> str | Exception:
         error = done.exception()
-        return done.result() if error is None else plain_error(self._name, error)
+        return text_of(done.result()) if error is None else plain_error(self._name, error)
 
 
 class RayCluster:
@@ -63,7 +67,7 @@ class RayCluster:
         # Not ray.nodes(): it aborts the process when the head has come back without its memory.
         self._head = GcsClient(address=address)
 
-    def nodes(self) -> list[dict[str, object]]:
+    def nodes(self) -> list[Node]:
         """Return the hosts that are, or were, in the cluster."""
         return [report(name, nodes) for name, nodes in self._known().items()]
 
@@ -71,13 +75,13 @@ class RayCluster:
         """Return the agent of a host, in our version; Refused where that cannot be."""
         import ray
 
-        address = address_of(name, self._known().get(name, []))
+        refuse_unless_alive(name, self._known().get(name, []))
         try:
-            actor, theirs = self._greet(name, address)
+            actor, theirs = self._greet(name)
             if numbers(theirs) < numbers(anvil_mux.__version__):
                 # It may have run since before an upgrade. Engines run on without it.
                 ray.kill(actor, no_restart=True)
-                actor, theirs = self._greet(name, address)
+                actor, theirs = self._greet(name)
         except Exception as error:
             raise plain_error(name, error) from None
         if theirs != anvil_mux.__version__:
@@ -87,11 +91,12 @@ class RayCluster:
             )
         return RayAgent(name, actor)
 
-    def _greet(self, name: str, address: str) -> tuple[Any, str]:
+    def _greet(self, name: str) -> tuple[Any, str]:
         import ray
 
-        actor = actor_of(name, address)
-        return actor, ray.get(actor.hello.remote(), timeout=HELLO_SECONDS)["version"]
+        actor = actor_of(name)
+        hello = text_of(ray.get(actor.hello.remote(), timeout=HELLO_SECONDS))
+        return actor, frames.of(dict[str, str], frames.parse(hello, is_foreign=True))["version"]
 
     def _known(self) -> dict[str, list[RayNode]]:
         try:
@@ -125,18 +130,63 @@ def join(address: str, *, insecure: bool) -> tuple[RayCluster, str]:
     except ImportError as error:
         raise Refused(f"Ray cannot be imported ({error}): {HOW}") from None
     try:
+        take_bytes_alone()
         cluster = RayCluster(address)
-        if probe is not None and probe.wait() == DISCARDED:
-            raise Refused(
-                f"the cluster at {address} is open, so whoever reaches it can run programs there. Start"
-                " Ray with RAY_AUTH_MODE=token on all machines (docs/cluster.md), or allow --insecure-cluster"
-            )
+        if probe is not None:
+            refuse_unless_closed(address, probe)
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Refused:
         raise
     except Exception as error:
         raise Refused(why_not_joined(address, error)) from None
     return cluster, str(ray.__version__)
+
+
+def refuse_unless_closed(address: str, probe: subprocess.Popen[bytes]) -> None:
+    """Refuse a cluster unless its probe was refused, because it showed no token."""
+    try:
+        status = probe.wait(PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        status = probe.wait()
+    if status == OPEN:
+        raise Refused(
+            f"the cluster at {address} is open, so whoever reaches it can run programs there. Start"
+            " Ray with RAY_AUTH_MODE=token on all machines (docs/cluster.md), or allow --insecure-cluster"
+        )
+    if status != REFUSED:
+        raise Refused(
+            f"it cannot be told whether the cluster at {address} wants a token: the process that asked it"
+            f" without one ended with status {status}; try again, or allow --insecure-cluster"
+        )
+
+
+def take_bytes_alone() -> None:
+    """Have Ray make bytes of what agents answer, and text of their errors, instead of unpickling them.
+
+    An answer says of itself what it is, and a host may answer anything.
+    """
+    from ray._private.ray_constants import OBJECT_METADATA_TYPE_RAW
+    from ray._private.serialization import SerializationContext
+    from ray.exceptions import CrossLanguageError, RayError, RaySystemError
+
+    make, load = SerializationContext._deserialize_object, RayError.from_ray_exception
+    assert callable(make)
+    assert callable(load)
+
+    def plain(context: Any, data: Any, metadata: bytes | None, *more: Any) -> Any:
+        kind = (metadata or b"").split(b",")[0]
+        if kind == OBJECT_METADATA_TYPE_RAW or kind.isdigit():  # bytes, or an error by its number
+            return make(context, data, metadata, *more)
+        return RaySystemError("its answer is not bytes: is it of another version of anvil-mux?")
+
+    SerializationContext._deserialize_object = plain
+    RayError.from_ray_exception = staticmethod(CrossLanguageError)  # the error by its text
+
+
+def text_of(answer: object) -> str:
+    """Return the text that an agent's answer is."""
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else ""
 
 
 def reach(address: str) -> None:
@@ -204,7 +254,7 @@ def probe(address: str) -> int:
         GcsClient(address=address)
     except AuthenticationError:
         return REFUSED
-    return DISCARDED
+    return OPEN
 
 
 def why_not_joined(address: str, error: Exception) -> str:
@@ -242,7 +292,7 @@ class RayNode(NamedTuple):
     """A machine of the cluster, in one life of its raylet."""
 
     address: str
-    labels: Mapping[str, str]
+    labels: dict[str, str]
     alive: bool
     since: int
 
@@ -256,11 +306,10 @@ def named(nodes: Iterable[RayNode]) -> dict[str, list[RayNode]]:
     return found
 
 
-def report(name: str, nodes: list[RayNode]) -> dict[str, object]:
+def report(name: str, nodes: list[RayNode]) -> Node:
     """Return what is told of a host."""
     node = ([node for node in nodes if node.alive] or nodes)[-1]
-    told = {"name": name, "address": node.address, "labels": dict(node.labels), "alive": node.alive}
-    return {**told, "problem": clash(name, nodes)}
+    return Node(name, node.address, tuple(sorted(node.labels.items())), clash(name, nodes), node.alive)
 
 
 def clash(name: str, nodes: Iterable[RayNode]) -> str:
@@ -274,18 +323,16 @@ def clash(name: str, nodes: Iterable[RayNode]) -> str:
     )
 
 
-def address_of(name: str, nodes: list[RayNode]) -> str:
-    """Return the address of the one machine that has the name."""
+def refuse_unless_alive(name: str, nodes: list[RayNode]) -> None:
+    """Refuse a name unless one machine has it."""
     if problem := clash(name, nodes):
         raise Refused(problem)
-    alive = [node for node in nodes if node.alive]
-    if not alive:
+    if not any(node.alive for node in nodes):
         what = "has left" if nodes else "is not in"
         raise Refused(f"{name} {what} the cluster: no raylet runs with the label {LABEL}={name}")
-    return alive[-1].address
 
 
-def actor_of(name: str, address: str) -> Any:
+def actor_of(name: str) -> Any:
     """Return the actor of a host, which Ray makes if there is none."""
     import ray
 
@@ -310,7 +357,7 @@ def actor_of(name: str, address: str) -> Any:
             enable_task_events=False,
             runtime_env={"env_vars": environ},
         )
-        .remote(name, address)
+        .remote(name)
     )
 
 
@@ -323,7 +370,12 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def plain_error(name: str, error: Exception) -> Refused:
     """Return an error of an actor as one of ours, without Ray's traces."""
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
+    from ray.exceptions import (
+        ActorDiedError,
+        ActorUnavailableError,
+        CrossLanguageError,
+        GetTimeoutError,
+    )
 
     text = str(error)
     if "No module named 'anvil_mux" in text:
@@ -335,11 +387,14 @@ def plain_error(name: str, error: Exception) -> Refused:
             return AgentGone(f"the agent of {name} has ended: {first_line(error)}")
         case GetTimeoutError():
             return AgentAway(f"the agent of {name} did not answer in {HELLO_SECONDS:g} s")
-        case RayTaskError():
-            return Refused(
-                f"the agent of {name} failed: {type(error.cause).__name__}: {first_line(error.cause)}"
-            )
+        case CrossLanguageError():
+            return AgentGone(f"the agent of {name} failed: {last_line(error)}")
     return AgentAway(f"the agent of {name}: {type(error).__name__}: {first_line(error)}")
+
+
+def last_line(error: object) -> str:
+    """Return the line of a trace that says what went wrong."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
 
 
 def first_line(error: object) -> str:

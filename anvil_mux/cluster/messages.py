@@ -4,25 +4,19 @@ A call names its owner: the anvil-mux that claimed the host, with the epoch of i
 out changes only for the owner with the highest epoch that claimed it, so an anvil-mux that was taken over
 cannot evict what its successor loads.
 
-Messages cross as bytes, which only the two ends read: both must be of one version of anvil-mux, and
-``hello``, which is made of text alone, says so before anything else is read. Bytes that name anything but our
-plain records are refused before that is made, so reading them runs nothing.
+Messages cross as JSON, which only the two ends read, field by field (frames.py): both must be of one version
+of anvil-mux, and ``hello``, which is made of text alone, says so before anything else is read. The arguments
+of a call stay plain until it is known which method they are for, as does the value of an answer.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import pickle
-import sys
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from anvil_mux.config import config, presets, profile
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
-from anvil_mux.host import seam
-
-T = TypeVar("T")
 
 
 class Owner(NamedTuple):
@@ -67,10 +61,8 @@ class StepState(NamedTuple):
 
     done: bool
     value: object = None
-
-
-class Unreadable(MuxError):
-    """The bytes are no message of this version."""
+    was_awaited: bool = True
+    """Whether the agent waited for its end; else it is to be asked again after a pause."""
 
 
 class Fenced(MuxError):
@@ -89,40 +81,21 @@ class NotConfigured(MuxError):
     """The agent has no configuration: it was started anew since."""
 
 
-def write(message: AgentCall | AgentAnswer) -> bytes:
+def write(message: AgentCall | AgentAnswer) -> str:
     """Return a message as it crosses."""
-    return pickle.dumps(message)
+    return frames.dump(message)
 
 
-def read_call(data: bytes) -> AgentCall:
+def read_call(text: str | bytes) -> AgentCall:
     """Return the call that crossed."""
-    return _read(data, AgentCall)
+    call: AgentCall = frames.read(AgentCall, text)
+    return call
 
 
-def read_answer(data: bytes) -> AgentAnswer:
-    """Return the answer that crossed."""
-    return _read(data, AgentAnswer)
-
-
-def _read(data: bytes, kind: type[T]) -> T:
-    try:
-        found = _Unpickler(io.BytesIO(data)).load()
-    except Unreadable:
-        raise
-    except Exception as error:  # bytes that are no pickle raise whatever they meet
-        raise Unreadable(f"these bytes are no message: {type(error).__name__}: {error}") from None
-    if not isinstance(found, kind):
-        raise Unreadable(f"this is no {kind.__name__}: {type(found).__name__}")
-    return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes our plain records, and nothing else that has a name."""
-
-    def find_class(self, module: str, name: str) -> type:
-        if found := _RECORDS.get((module, name)):
-            return found
-        raise Unreadable(f"a message cannot hold {module}.{name}")
+def read_answer(text: str) -> AgentAnswer:
+    """Return the answer that crossed, from a host that may say anything."""
+    answer: AgentAnswer = frames.of(AgentAnswer, frames.parse(text, is_foreign=True))
+    return answer
 
 
 def plain_error(error: Exception) -> PlainError:
@@ -151,12 +124,3 @@ def error_of(error: PlainError) -> MuxError:
 _PLAIN_ERRORS: Mapping[str, type[MuxError]] = {
     each.__name__: each for each in (Cancelled, Fenced, Claimed, UnknownStep, NotConfigured, Unreadable)
 }
-_RECORDS = {
-    (module.__name__, name): each
-    for module in (config, presets, profile, seam, sys.modules[__name__])
-    for name, each in vars(module).items()
-    if isinstance(each, type)
-    and each.__module__ == module.__name__
-    and (dataclasses.is_dataclass(each) or issubclass(each, tuple))
-}
-"""The records that a message may hold, by module and name."""

@@ -11,18 +11,22 @@ if it were silent. Requests and the health question go straight to the engines, 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from anvil_mux import __version__
 from anvil_mux.clock import Clock
-from anvil_mux.cluster import messages
+from anvil_mux.cluster import frames, messages
 from anvil_mux.cluster.channel import AgentSilent, ClusterControl
+from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState, UnknownStep
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import WAYS, Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
 from anvil_mux.host import visit
 from anvil_mux.host.seam import (
@@ -34,6 +38,7 @@ from anvil_mux.host.seam import (
     HostNews,
     Inventory,
     Loaded,
+    url_of,
 )
 
 LIMIT_SECONDS = 5.0
@@ -47,6 +52,9 @@ PATIENCE_SECONDS = 20.0
 SETTLE_SECONDS = 15.0
 """How long the steps of before a loss may take to end."""
 AGAIN_SECONDS = 0.5
+MOST_GPUS = 64
+"""How many GPUs a host may say it has: each choice among them is a backend."""
+GPU_ID = re.compile(r"[A-Za-z0-9:._-]+")
 SAID = {"version": "anvil-mux", "python": "Python", "ray": "Ray"}
 """The facts about an agent that people are told."""
 
@@ -63,7 +71,8 @@ class RemoteHost:
 
     def __init__(self, name: str, control: ClusterControl, clock: Clock) -> None:
         self.name = name
-        self.labels: tuple[tuple[str, str], ...] = ()
+        self.node = Node(name)
+        """The machine that it is in the cluster, as that knows it; it may be there no more."""
         self.owner = Owner(0, "")
         """The owner that it is claimed for; its epoch is that of this host."""
         self.takeover = False
@@ -95,7 +104,8 @@ class RemoteHost:
     def hello(self, limit: float = LIMIT_SECONDS) -> dict[str, str]:
         """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
         begun = self._clock.now()
-        found: dict[str, str] = self._control.call(self.name, "hello", None, limit)
+        said = frames.parse(self._control.call(self.name, "hello", "", limit), is_foreign=True)
+        found: dict[str, str] = frames.of(dict[str, str], said)
         self.round_trip_seconds = self._clock.now() - begun
         if (version := found.get("version")) != __version__:
             raise OtherVersion(
@@ -108,19 +118,22 @@ class RemoteHost:
     def claim(self) -> None:
         """Make the host ours; Claimed if another anvil-mux has it, Fenced if one has taken it from us."""
         if not self._is_ours:  # greater than whoever had it before; from then on nobody may be greater
-            seen = int(self.hello().get("epoch") or 0)
+            seen = frames.of(int, frames.parse(self.hello().get("epoch", "0"), is_foreign=True))
             self.owner = self.owner._replace(epoch=max(self.owner.epoch, seen + 1))
-        self._call("claim", self.owner.name, self.takeover)
+        self._call(None, "claim", self.owner.name, self.takeover)
         self._is_ours = True
 
     def contact(self) -> bool:
         """Claim and configure this run of the agent if it is new; whether it is. AgentSilent, Fenced."""
-        instance = self.hello()["instance"]
+        instance = self.hello().get("instance", "")
         if instance == self._instance:
             with suppress(ConfigError):
                 self._configure()
             return False
         self.claim()
+        # Whoever had it before, ourselves too, may have steps under way: what is begun beside them is lost.
+        if not self._call(bool, "settle", SETTLE_SECONDS, timeout=SETTLE_SECONDS + LIMIT_SECONDS):
+            raise AgentSilent(f"steps that were begun on host {self.name} are still under way")
         found = self.look()
         with self._lock:
             self._inventory, self._given = found, None
@@ -130,8 +143,16 @@ class RemoteHost:
         return True
 
     def look(self) -> Inventory:
-        """Return the inventory as it is now; AgentSilent."""
-        found: Inventory = self._call("inventory")
+        """Return the inventory as it is now; AgentSilent, or BackendError if it cannot be true."""
+        found: Inventory = self._call(Inventory, "inventory")
+        ids = {gpu.id for gpu in found.gpus if GPU_ID.fullmatch(gpu.id) and (gpu.total or 0) >= 0}
+        if len(ids) != len(found.gpus) or len(ids) > MOST_GPUS or (found.memory or 0) < 0:
+            raise BackendError(f"host {self.name} describes itself in a way that cannot be true")
+        if self.node.address not in ("", found.address):
+            raise BackendError(
+                f"host {self.name} is in the cluster at {self.node.address}, and its agent says that it is at"
+                f" {found.address}: restart Ray there"
+            )
         with self._lock:
             self._inventory = found
         return found
@@ -150,14 +171,9 @@ class RemoteHost:
             self._losses += 1
             self._instance = ""
 
-    def settle(self) -> None:
-        """End the loads that are under way there, and return when no step is; AgentSilent."""
-        if not self._step("settle", SETTLE_SECONDS, patience=PATIENCE_SECONDS):
-            raise AgentSilent(f"steps that were begun on host {self.name} are still under way")
-
     def release(self) -> None:
         """Let another anvil-mux have the host."""
-        self._call("release")
+        self._call(None, "release")
 
     def report(self) -> dict[str, Any]:
         """Return what is told of it to people: what it is and has, and how long its agent takes."""
@@ -172,16 +188,16 @@ class RemoteHost:
 
     def lacks(self, config: HostConfig) -> list[str]:
         """Say what the host lacks for a configuration, which it is not given; AgentSilent."""
-        found: list[str] = self._call("lacks", config, timeout=LONG_SECONDS)
+        found: list[str] = self._call(list[str], "lacks", config, timeout=LONG_SECONDS)
         return found
 
     def remember(self, text: str) -> None:
         """Keep a text on the host, for ``recall``."""
-        self._ask("remember", text)
+        self._ask(None, "remember", text)
 
     def recall(self) -> str:
         """Return the text that was kept there last, "" if none was."""
-        found: str = self._call("recall")
+        found: str = self._call(str, "recall")
         return found
 
     # The seam
@@ -200,31 +216,34 @@ class RemoteHost:
             self._configure()
 
     def running(self) -> list[str]:
-        found: list[str] = self._ask("running", timeout=LONG_SECONDS)
+        found: list[str] = self._ask(list[str], "running", timeout=LONG_SECONDS)
         return found
 
     def orphans(self) -> list[Backend]:
-        found: list[Backend] = self._ask("orphans", timeout=LONG_SECONDS)
-        return found
+        found: list[Backend] = self._ask(list[Backend], "orphans", timeout=LONG_SECONDS)
+        return [each for each in found if each.host == self.name]
 
     def adopt(self, backend: Backend) -> Found:
-        found: Found = self._step("adopt", backend, patience=PATIENCE_SECONDS)
-        if isinstance(found, Awake):
-            self._urls[backend.name] = found.url
+        found: Found = self._step(Found, "adopt", backend, patience=PATIENCE_SECONDS)
+        match found:
+            case Awake(url):
+                self._urls[backend.name] = self._own(url)
+            case Evicted():
+                found = self._likely(backend, found)
         return found
 
     def load(self, backend: Backend, how: str, number: int) -> Loaded:
         try:
-            loaded: Loaded = self._step("load", backend, how, number)
+            loaded: Loaded = self._step(Loaded, "load", backend, how, number)
         except ConfigError as error:
             raise LoadError(error.message) from None
-        self._urls[backend.name] = loaded.url
+        self._urls[backend.name] = self._own(loaded.url)
         return loaded
 
     def cancel(self, backend: Backend, number: int) -> None:
         def cancel() -> None:
             try:
-                self._ask("cancel", backend, number)
+                self._ask(None, "cancel", backend, number)
             except MuxError:
                 pass  # whoever gives the host up ends its loads
 
@@ -232,22 +251,20 @@ class RemoteHost:
 
     def read_ahead(self, backends: Sequence[str]) -> None:
         with suppress(MuxError):  # it would only have been sooner
-            self._ask("read_ahead", tuple(backends))
+            self._ask(None, "read_ahead", tuple(backends))
 
     def evict(self, backend: Backend, how: str) -> Evicted:
-        found: Evicted = self._step("evict", backend, how)
-        return found
+        return self._likely(backend, self._step(Evicted, "evict", backend, how))
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        found: Evicted = self._step("demote", backend, how, to)
-        return found
+        return self._likely(backend, self._step(Evicted, "demote", backend, how, to))
 
     def stop(self, backend: Backend) -> None:
-        self._step("stop", backend, patience=PATIENCE_SECONDS)
+        self._step(None, "stop", backend, patience=PATIENCE_SECONDS)
 
     def ended(self, backend: Backend) -> str | None:
         try:
-            found: str | None = self._ask("ended", backend)
+            found: str | None = self._ask(str | None, "ended", backend)
         except AgentSilent:
             return None
         return found
@@ -258,7 +275,7 @@ class RemoteHost:
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:
-            found: list[str] = self._ask("log_tail", backend, lines)
+            found: list[str] = self._ask(list[str], "log_tail", backend, lines)
         except AgentSilent:
             return []
         return found
@@ -266,11 +283,13 @@ class RemoteHost:
     def news(self, after: int, timeout: float) -> list[HostNews]:
         if self._is_watched:
             self._is_watched = False
-            self._ask("watch_gpus")
+            self._ask(None, "watch_gpus")
         begun = self._clock.now()
-        self._problem = str(self._ask("problem"))
+        self._problem = self._ask(str, "problem")
         self.round_trip_seconds = self._clock.now() - begun
-        found: list[HostNews] = self._ask("news", after, timeout, timeout=timeout + LIMIT_SECONDS)
+        found: list[HostNews] = self._ask(
+            list[HostNews], "news", after, timeout, timeout=timeout + LIMIT_SECONDS
+        )
         return found
 
     def watch_gpus(self) -> None:
@@ -282,20 +301,41 @@ class RemoteHost:
     def close(self) -> None:
         self.given_up()
 
+    # What a host says is about itself, and about its own engines and GPUs
+
+    def _own(self, url: str) -> str:
+        """Return the URL of an engine; BackendError if it is not at the host's address."""
+        try:
+            if urlsplit(url).hostname == urlsplit(url_of(self._inventory.address, 1)).hostname:
+                return url
+        except ValueError:
+            pass
+        raise BackendError(f"host {self.name} says that an engine is at {url}, which is not its own address")
+
+    def _likely(self, backend: Backend, evicted: Evicted) -> Evicted:
+        """Return what a backend holds of its own GPUs; BackendError if it left in no way that there is."""
+        if evicted.how not in WAYS:
+            raise BackendError(f"host {self.name} knows a way {evicted.how!r:.40}, and we do not")
+        residual, freed = (
+            {gpu: amount for gpu, amount in amounts.items() if gpu in backend.gpus and amount >= 0}
+            for amounts in (evicted.residual, evicted.freed)
+        )
+        return replace(evicted, residual=residual, freed=freed, host_bytes=max(evicted.host_bytes, 0))
+
     # Calls
 
-    def _call(self, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
-        """Call whichever run of the agent there is."""
-        return _value(self._exchange(method, args, timeout))
+    def _call(self, kind: Any, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
+        """Call whichever run of the agent there is; ``kind``: the type of what it returns."""
+        return _value(kind, self._exchange(method, args, timeout))
 
-    def _ask(self, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
+    def _ask(self, kind: Any, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
         """Call the run of the agent that was claimed; another one, or none, counts as silent."""
         if not (instance := self._instance):
             raise AgentSilent(f"the agent of host {self.name} is not ready")
         answer = self._exchange(method, args, timeout)
         if answer.instance != instance:
             raise AgentSilent(f"the agent of host {self.name} was restarted")
-        return _value(answer)
+        return _value(kind, answer)
 
     def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:
         sent = messages.write(AgentCall(self.owner, method, args))
@@ -307,33 +347,37 @@ class RemoteHost:
             if wanted is None or wanted == self._given:
                 return
         try:
-            self._ask("reconfigure", wanted, timeout=LONG_SECONDS)
+            self._ask(None, "reconfigure", wanted, timeout=LONG_SECONDS)
         except ConfigError as error:
             raise ConfigError([f"host {self.name}: {problem}" for problem in error.problems]) from None
         with self._lock:
             self._given = wanted
 
-    def _step(self, method: str, *args: object, patience: float | None = None) -> Any:
+    def _step(self, kind: Any, method: str, *args: object, patience: float | None = None) -> Any:
         """Have a step performed, and return how it ended; BackendError once the host is given up.
 
-        AgentSilent if the agent is silent for longer than ``patience`` seconds.
+        ``kind``: the type of what it returns. AgentSilent if the agent is silent for longer than ``patience``
+        seconds.
         """
         step, losses = next(self._numbers), self._losses
         heard = self._clock.now()
         ask: Callable[[], StepState] = partial(
-            self._ask, "result", step, POLL_SECONDS, timeout=POLL_SECONDS + LIMIT_SECONDS
+            self._ask, StepState, "result", step, POLL_SECONDS, timeout=POLL_SECONDS + LIMIT_SECONDS
         )
+        pause = partial(self._unless_lost, losses, lambda: self._clock.latch().wait(AGAIN_SECONDS))
         while True:
             try:
                 self._configure()
-                self._ask("begin", step, method, args)
+                self._ask(None, "begin", step, method, args)
                 while not (state := self._unless_lost(losses, ask)).done:
                     heard = self._clock.now()
-                return state.value
+                    if not state.was_awaited:
+                        pause()
+                return frames.of(kind, state.value)
             except (AgentSilent, UnknownStep, NotConfigured) as error:
                 if patience is not None and self._clock.now() - heard > patience:
                     raise AgentSilent(error.message) from None
-            self._unless_lost(losses, lambda: self._clock.latch().wait(AGAIN_SECONDS))
+            pause()
 
     def _unless_lost(self, losses: int, do: Callable[[], T]) -> T:
         """Do something on the host; BackendError if it was given up before or meanwhile."""
@@ -344,7 +388,7 @@ class RemoteHost:
         raise BackendError(f"the host {self.name} was lost")
 
 
-def _value(answer: AgentAnswer) -> Any:
+def _value(kind: Any, answer: AgentAnswer) -> Any:
     if answer.error:
         raise messages.error_of(answer.error)
-    return answer.value
+    return frames.of(kind, answer.value)

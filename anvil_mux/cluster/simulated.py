@@ -2,10 +2,9 @@
 
     python -m anvil_mux.cluster.simulated NAME ADDRESS STATE_FOLDER [--gpus N] [--memory BYTES]
 
-It takes calls as frames on its standard input, ``(number, host, method, payload, timeout)`` with the methods
-``hello`` and ``call``, and answers ``(number, ok, value)`` on its standard output; the first frame has the
-number 0 and says that it is ready. It ends with its input, and engines run on, as where an agent dies.
-SIGTERM is a power cut: its engines are killed at once, and it ends.
+It takes calls as frames on its standard input, of the methods ``hello`` and ``call``, and answers on its
+standard output; the first frame has the number 0 and says that it is ready. It ends with its input, and
+engines run on, as where an agent dies. SIGTERM is a power cut: its engines are killed at once, and it ends.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from anvil_mux.cluster.agent import Agent, local_host
-from anvil_mux.cluster.frames import read_frame, write_frame
+from anvil_mux.cluster.frames import AnswerFrame, CallFrame, dump, read_frame, write_frame
 from anvil_mux.host.local import LocalHost, inventory
 from anvil_mux.host.seam import HostConfig, HostGpu, Inventory
 
@@ -64,20 +63,20 @@ class Answers:
         self._writing = threading.Lock()
         self._pool = ThreadPoolExecutor(MOST_AT_ONCE, "call")
 
-    def take(self, number: object, method: object, payload: object) -> None:
+    def take(self, call: CallFrame) -> None:
         """Have a call answered."""
-        self._pool.submit(self._answer, number, method, payload)
+        self._pool.submit(self._answer, call)
 
-    def _answer(self, number: object, method: object, payload: object) -> None:
-        ok, value = True, object()
-        if method == "hello":
-            value = self._agent.hello()
-        elif method == "call" and isinstance(payload, bytes):
-            value = self._agent.call(payload)
+    def _answer(self, call: CallFrame) -> None:
+        ok = True
+        if call.method == "hello":
+            said = dump(self._agent.hello())
+        elif call.method == "call":
+            said = self._agent.call(call.text)
         else:
-            ok, value = False, f"a simulated host has no method {method}"
+            ok, said = False, f"a simulated host has no method {call.method}"
         with self._writing:
-            write_frame(self._file, (number, ok, value))
+            write_frame(self._file, AnswerFrame(call.number, ok, said))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,11 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     signal.signal(signal.SIGTERM, lose_power)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    write_frame(answers, (0, True, {}))
+    write_frame(answers, AnswerFrame(0, True, ""))
     pool = Answers(host.agent, answers)
-    while frame := read_frame(calls):
-        number, _, method, payload, _ = frame
-        pool.take(number, method, payload)
+    while (call := read_frame(calls, CallFrame)) is not None:
+        pool.take(call)
     os._exit(0)  # calls that still wait for something are nobody's any more
 
 

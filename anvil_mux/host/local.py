@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from anvil_mux.clock import Clock
+from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
 from anvil_mux.config.prompt_cache import Mounts
@@ -127,6 +127,7 @@ class LocalHost:
         )
         self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
         self._read_ahead = ReadAhead(self._weights, lambda *read: self._board.put(WeightsRead(*read)))
+        self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
         self._is_to_monitor = False
@@ -138,10 +139,10 @@ class LocalHost:
         self._loads: dict[str, int] = {}
         """Backend -> the number of the load that brought it up; without those that were adopted."""
 
-    def start(self, clock: Clock) -> None:
+    def start(self) -> None:
         """Start its threads, which run on the CPUs of this one; without them there is no news."""
         self._is_to_monitor = bool(self._gpus)
-        clock.spawn(lambda: self.runtime.watch(self._died), "watch")
+        self._watch.start()
         self._load_logs.worker.start()
         self._tell_prompts(self._config)
 
@@ -262,6 +263,7 @@ class LocalHost:
         self._board.close()
         self._load_logs.worker.close()
         self._gpu_monitor.worker.close()
+        self._watch.close()
         self.runtime.close()
 
     def _took(self, backend: Backend, phase: str, seconds: float) -> None:
@@ -287,7 +289,10 @@ class LocalHost:
         except MuxError as error:
             why = error.message
         if why:  # else it was started again and holds its GPU; a request will see whether it answers
-            self._board.put(ServiceEnded(name, why, tuple(self.log_tail(backend)), load))
+            lines: Sequence[str] = ()
+            with suppress(Exception):  # that it ended is known without
+                lines = self.log_tail(backend)
+            self._board.put(ServiceEnded(name, why, tuple(lines), load))
 
 
 def _used(config: HostConfig) -> set[str]:

@@ -291,7 +291,7 @@ class Host(Protocol):
 
         LoadError (with the engine's last lines) after it was cleaned up; BackendError if even that failed: it
         may still hold its GPUs. Cancelled, after it was cleaned up, if it was cancelled before it answered.
-        ``number``: of the load; later ones have greater numbers.
+        ``number``: of the load; no other has the same, of whatever anvil-mux.
         """
 
     def cancel(self, backend: Backend, number: int) -> None:

@@ -79,7 +79,7 @@ class Swapper:
     def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
         """Load from the standby level ``how``.
 
-        ``number`` is greater than those of its loads before; 0: it cannot be cancelled.
+        ``number`` is that of no other load; 0: it cannot be cancelled.
         """
         with self._tools.loading(backend, number):
             try:

@@ -58,7 +58,7 @@ class Tools:
             del self._loads[backend.name]
 
     def cancel(self, backend: Backend, number: int) -> None:
-        """Cancel the load of this number, and those before it. Any thread, also before it begins."""
+        """Cancel the load of this number. Any thread, also before it begins."""
         self._cancelled[backend.name] = number
 
     def tend(self, backend: Backend) -> Callable[[], None] | None:
@@ -66,7 +66,7 @@ class Tools:
         number = self._loads.get(backend.name, 0)
 
         def tend() -> None:
-            if number <= self._cancelled.get(backend.name, 0):
+            if number == self._cancelled.get(backend.name):
                 raise Cancelled(f"the load of {backend.name} was cancelled")
 
         return tend if number else None

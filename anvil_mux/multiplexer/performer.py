@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Demote, Effects, Evict, Load, Step
+
+log = logging.getLogger(__name__)
 
 Apply = Callable[[Callable[[float], Effects]], object]
 """Tells the scheduler a fact, under the lock, and carries out what follows from it."""
@@ -45,6 +48,14 @@ class Performer:
 
     def perform(self, job: Job) -> None:
         """Performs a step and reports how it ended; the life of a worker's thread."""
+        try:
+            self._perform(job)
+        except Exception as error:  # in the scheduler, or in what it was told; without an end it is wedged
+            log.exception("the end of a step on %s could not be reported", job.step.backend)
+            why = _text(error)
+            self._apply(lambda now: self._scheduler.report_failed(job.step, now, why))
+
+    def _perform(self, job: Job) -> None:
         step, backend = job
         match step:
             case Load():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from anvil_mux.clock import Clock
@@ -52,7 +53,12 @@ class Shell:
         # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
         self.lock = clock.lock()
         self.scheduler = Scheduler(
-            config, emit, Costs(costs), Footprints(footprints), emit_leases=emit_leases
+            config,
+            emit,
+            Costs(costs),
+            Footprints(footprints),
+            emit_leases=emit_leases,
+            first_step=1 + secrets.randbits(60),
         )
         self.counts = RequestCounts(self.lock)
         # Of these two whoever needs one entry reads it without the lock.

@@ -118,6 +118,9 @@ class Outcomes:
 
     def load_cancelled(self, slot: Slot, now: float) -> None:
         """The load of the backend ended before its time, and all that it had begun was stopped."""
+        if slot.state != "cancelling":  # nobody here wanted that
+            self.load_failed(slot, now, LoadError("its load was cancelled by somebody else"))
+            return
         self._moves.enter(slot, "cancelled", now)
         slot.next_level = ""
         self._swaps.end_to(slot)

@@ -19,7 +19,7 @@ from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.alarms import VERY_MANY
 from anvil_mux.scheduler.causes import PAUSED, Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.host_facts import FoundBackend
@@ -35,7 +35,10 @@ BackendFact = Callable[[GpuGroup, Slot], object]
 
 
 class Scheduler:
-    """The facts about one configuration's GPU groups. Each comes with the moment at which it became true."""
+    """The facts about one configuration's GPU groups. Each comes with the moment at which it became true.
+
+    ``first_step``: the number of the first step. Hosts outlive a scheduler: its numbers are to be its own.
+    """
 
     def __init__(
         self,
@@ -45,10 +48,11 @@ class Scheduler:
         footprints: Footprints,
         *,
         emit_leases: bool = True,
+        first_step: int = 1,
     ) -> None:
         self.costs, self.footprints = costs, footprints
         self.layout = Layout(config, emit, costs, footprints, emit_leases=emit_leases)
-        self._settling = Settling(self.layout)
+        self._settling = Settling(self.layout, first_step)
         self._emit = emit
 
     # Facts from requests
@@ -129,6 +133,14 @@ class Scheduler:
     def evict_failed(self, step: Step, now: float, why: str) -> Effects:
         """The backend may still hold its GPUs."""
         return self._reported(step, now, lambda group, slot: group.outcomes.evict_failed(slot, now, why))
+
+    def report_failed(self, step: Step, now: float, why: str) -> Effects:
+        """The report of a step was a mistake: if its backend is still as it was, it is to be stopped."""
+        slot = self.layout.slot(step.backend)
+        if slot is None or (slot.state, "evict_failed") not in TRANSITIONS:
+            return NOTHING
+        self._settling.forget_steps([step.backend])
+        return self._told(step.backend, now, lambda group, slot: group.outcomes.evict_failed(slot, now, why))
 
     def _reported(self, step: Step, now: float, fact: BackendFact) -> Effects:
         return self._told(step.backend, now, fact) if self._settling.ends(step) else NOTHING

@@ -47,10 +47,10 @@ _UNSEEN = _SharedState("", waits=False, ready=0, is_coming=False)
 class Settling:
     """The questions to GPU groups, and all that is remembered from one fact to the next."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, first_step: int) -> None:
         self._layout = layout
         self._alarms = Alarms()
-        self._numbers = count(1)
+        self._numbers = count(first_step)
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
         self._memory_changes: dict[str, int] = {}

@@ -7,6 +7,7 @@ as lost.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -37,9 +38,10 @@ class HostsInUse:
     def __init__(self, local: LocalHost, cluster: Cluster | None, config: Config) -> None:
         self.local = local
         self.cluster = cluster
-        self._by_name: dict[str, Host] = {"": local}
-        self.all = Hosts(self._by_name)
-        self.watches: dict[str, HostWatch] = {}
+        self._adding = threading.Lock()
+        # Other threads go through these, so they are replaced as a whole and never altered.
+        self.all = Hosts({"": local})
+        self.watches: Mapping[str, HostWatch] = {}
         """The watches of hosts that were ever there."""
         self._config = config
         self._is_away = False
@@ -51,22 +53,25 @@ class HostsInUse:
 
     @property
     def _others(self) -> list[str]:
-        return [name for name in self._by_name if name]
+        return [name for name in self.all.by_name if name]
 
     def _add(self, config: Config) -> None:
         """Have the hosts that are named, and those that are there."""
         there = self.cluster.nodes if self.cluster else ()
-        for name in dict.fromkeys([*(backend.host for backend in config.backends), *there]):
-            if name not in self._by_name:
-                nowhere = RemoteHost(name, Nowhere(), Clock())
-                self._by_name[name] = self.cluster.host(name) if self.cluster else nowhere
+        with self._adding:
+            known = self.all.by_name
+            named = dict.fromkeys([*(backend.host for backend in config.backends), *there])
+            self.all.by_name = {**known, **{name: self._remote(name) for name in named if name not in known}}
+
+    def _remote(self, name: str) -> RemoteHost:
+        return self.cluster.host(name) if self.cluster else RemoteHost(name, Nowhere(), Clock())
 
     def take(self, config: Config) -> None:
         """Give each host its part of another configuration; ConfigError if one refuses, and none has it."""
         self._add(config)
         given = []
         try:
-            for name, host in self._by_name.items():
+            for name, host in self.all.by_name.items():
                 given.append(name)
                 _give(host, HostConfig.of(config, name))
         except ConfigError:
@@ -110,8 +115,8 @@ class HostsInUse:
         self._watch = watch
         for name in self.missing():
             mux.facts.host_lost(name)
-        for name in self.cluster.nodes if self.cluster else ():
-            self.watches[name] = watch(name, is_lost=False)
+        nodes = self.cluster.nodes if self.cluster else ()
+        self.watches = {name: watch(name, is_lost=False) for name in nodes}
 
     def start(self, changed: Callable[[], object]) -> None:
         """Start the threads; ``changed`` is called when other hosts, or other GPUs, are there."""
@@ -136,7 +141,7 @@ class HostsInUse:
     def sight(self) -> Sight:
         """The use of all GPUs, by name."""
         found = dict(self.news.sight())
-        for each in list(self.watches.values()):
+        for each in self.watches.values():
             found |= each.news.sight()
         return found
 
@@ -156,11 +161,12 @@ class HostsInUse:
         self._tell_problems(self.cluster.problems)
         for name in self.cluster.nodes:
             if name not in self.watches:
-                is_lost = name in self._by_name
+                is_lost = name in self.all.by_name
                 self._add(self._config)
                 _give(self.all[name], HostConfig.of(self._config, name))
-                self.watches[name] = self._watch(name, is_lost=is_lost)
-                self.watches[name].worker.start()
+                made = self._watch(name, is_lost=is_lost)
+                self.watches = {**self.watches, name: made}
+                made.worker.start()
         if is_changed:
             changed()
         return LOOK_SECONDS
@@ -181,7 +187,7 @@ class HostsInUse:
 
     def round_trips(self) -> dict[str, float]:
         """Seconds that the agents of the hosts that are here took to answer last."""
-        here = [each.host for each in list(self.watches.values()) if each.state == "here"]
+        here = [each.host for each in self.watches.values() if each.state == "here"]
         return {host.name: host.round_trip_seconds for host in here if host.round_trip_seconds is not None}
 
     def reports(self) -> list[dict[str, Any]]:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
@@ -56,21 +58,22 @@ def as_text(known: Known) -> str:
 def from_text(text: str, config: Config) -> Known:
     """Read what is known of backends that are still served, on the GPUs that they still have.
 
-    ValueError, TypeError, KeyError or AttributeError if it is not as it was written.
+    Unreadable if it is not as it was written.
     """
-    content = json.loads(text)
-    return (
-        Known(_costs(content, config), _footprints(content, config))
-        if content["version"] == VERSION
-        else Known()
-    )
+    content = frames.parse(text, is_foreign=True)
+    if isinstance(content, dict):
+        if content.pop("version", None) != VERSION:
+            return Known()
+        content.setdefault("footprints", [])  # a file may lack them
+    known: Known = frames.of(Known, content)
+    return Known(_costs(known, config), _footprints(known, config))
 
 
 def recalled(texts: Mapping[str, str], config: Config) -> Known:
     """Read what hosts of the cluster have kept, by the host's name; what cannot be read is left out."""
     found = Known()
     for host, text in texts.items():
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
+        with suppress(Unreadable):
             found = found.with_more(from_text(text, config).of_host(host, config))
     return found
 
@@ -96,7 +99,7 @@ class LearnedByHost:
         if told == self._told:
             return
         self._told = told
-        for host, keeper in list(keepers.items()):
+        for host, keeper in keepers.items():
             keeper.learned = as_text(known.of_host(host, config))
 
 
@@ -114,7 +117,7 @@ class LearnedFile:
             self._saved = from_text(self._file.read_text(), config)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, Unreadable) as error:
             self._say(f"{self._file} cannot be read, so the costs of swaps are learned from scratch: {error}")
         return self._saved
 
@@ -134,16 +137,14 @@ class LearnedFile:
             self._complain = None
 
 
-def _costs(content: Mapping[str, Any], config: Config) -> list[Cost]:
+def _costs(known: Known, config: Config) -> list[Cost]:
     models = {backend.model for backend in config.backends}
-    costs = [Cost(**about) for about in content["costs"]]
-    return [cost for cost in costs if cost.target in models and cost.seconds >= 0.0]
+    return [cost for cost in known.costs if cost.target in models and cost.seconds >= 0.0]
 
 
-def _footprints(content: Mapping[str, Any], config: Config) -> list[Footprint]:
+def _footprints(known: Known, config: Config) -> list[Footprint]:
     gpus = {backend.name: set(backend.gpus) for backend in config.backends}
-    found = [Footprint(**about) for about in content.get("footprints", ())]  # a file may lack them
-    return [each for each in found if each.backend in gpus and _is_sound(each, gpus[each.backend])]
+    return [each for each in known.footprints if each.backend in gpus and _is_sound(each, gpus[each.backend])]
 
 
 def _is_sound(footprint: Footprint, gpus: set[str]) -> bool:

@@ -61,8 +61,13 @@ class NewsReader:
         """Hand on the news that come within ``timeout`` seconds; the seconds until the next call is due."""
         for news in self._host.news(self._last, timeout):
             self._last = news.number
-            self._hand_on(news.what)
+            if isinstance(news.what, GpusSeen) or self._is_its_own(news.what.backend):
+                self._hand_on(news.what)
         return 0.0
+
+    def _is_its_own(self, backend: str) -> bool:
+        found = self._mux.overview.backend(backend)
+        return found is not None and found.host == self._name
 
     def _hand_on(self, what: AnyNews) -> None:
         match what:

@@ -18,7 +18,6 @@ import faulthandler
 import logging
 import os
 import resource
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -70,7 +69,7 @@ def serve(
     signals, notifier = Signals(), Notifier(os.environ)
     with locked(config) as lock, access_log(options) as access, event_log(options) as events:
         told = partial(_reloading, notifier)
-        fenced = TakenOver(options)
+        fenced = TakenOver(options, signals)
         if cluster:
             _claim(cluster, config, options)
         given = Given(
@@ -102,17 +101,18 @@ def serve(
 class TakenOver:
     """Ends the program when another anvil-mux has taken over the cluster."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, signals: Signals) -> None:
         self._say = partial(say, form=options.log_format)
+        self._signals = signals
         self.code = 0
         """The exit code of the program."""
 
     def end(self, why: str) -> None:
-        """End the program as SIGTERM does, once. Any thread."""
+        """End the program as the first SIGTERM does, once. Any thread."""
         if not self.code:
             self.code = TAKEN_OVER_CODE
             self._say(f"{why}: this anvil-mux ends, its engines keep running")
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._signals.end()
 
 
 def _claim(cluster: Cluster, config: Config, options: Options) -> None:
@@ -154,7 +154,7 @@ class AnvilMux:
         parts.mux.start()
         if left := parts.pause_file.seconds_left():
             parts.mux.facts.paused(left)
-        parts.hosts.local.start(parts.clock)
+        parts.hosts.local.start()
         parts.hosts.start(lambda: reloading.reload(parts))
         parts.read_ahead.worker.start()
         parts.elsewhere.take(parts.config)

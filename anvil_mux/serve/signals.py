@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
 INTERRUPTED = 130
@@ -22,11 +23,12 @@ class Signals:
         self._count = 0
         self._reloads = 0
         self._reloaded = 0
+        self._is_over = False
         # The kernel may give a signal to any thread, but its handler waits for the main thread to run Python
         # again: this wakes that.
-        self._woken, waker = os.pipe()
-        os.set_blocking(waker, False)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._tell)
         ends = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
@@ -48,9 +50,15 @@ class Signals:
             os.write(STDERR, b"anvil-mux: ended at once; engines run on\n")
             os._exit(INTERRUPTED)
 
+    def end(self) -> None:
+        """End the program as the first SIGTERM does, which may still come, or have come. Any thread."""
+        self._is_over = True
+        with suppress(BlockingIOError):  # it is awake
+            os.write(self._waker, b"\0")
+
     def wait(self) -> str:
         """Signals that come while a reload is under way lead to one more."""
-        while not self._count:
+        while not (self._count or self._is_over):
             if self._reloads > self._reloaded:
                 self._reloaded = self._reloads
                 return RELOAD

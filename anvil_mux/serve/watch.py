@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from anvil_mux.clock import Clock, Worker
 from anvil_mux.cluster.channel import AgentSilent
+from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.cluster.messages import Fenced
 from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Backend
@@ -102,7 +103,7 @@ class HostWatch:
         except Fenced as error:
             self._fenced(error.message)
             return ALONE_SECONDS
-        except AgentSilent as error:
+        except (AgentSilent, Unreadable) as error:
             return self._missed(error.message)
         self._heard = self._clock.now()
         return 0.0
@@ -127,7 +128,6 @@ class HostWatch:
         if self.state == "new":
             self._adoption.begin(self.host.name, backends)
         elif self.state == "lost":
-            self.host.settle()
             self._adoption.stop_orphans(self.host.name)
             self._come_back(backends)
         elif self._is_unknown:

@@ -9,29 +9,31 @@ import threading
 import pytest
 
 from anvil_mux.cluster import channel
-from anvil_mux.cluster.channel import AgentSilent, ChildControl, Node
+from anvil_mux.cluster.channel import AgentSilent, ChildControl
+from anvil_mux.cluster.links import Node
 
 CHILD = """
 import sys, threading
-from anvil_mux.cluster.frames import read_frame, write_frame
+from anvil_mux.cluster.frames import CallFrame, dump, read_frame, write_frame
+from anvil_mux.cluster.links import Node
 lock = threading.Lock()
-def say(*frame):
+def say(number, ok, text):
     with lock:
-        write_frame(sys.stdout.buffer, frame)
+        write_frame(sys.stdout.buffer, {"number": number, "ok": ok, "text": text})
 """
 ECHO = """
 say(0, True, "ready")
-while (frame := read_frame(sys.stdin.buffer)) is not None:
-    number, host, method, payload, timeout = frame
+while (frame := read_frame(sys.stdin.buffer, CallFrame)) is not None:
+    number, host, method, text, timeout = frame
     if method == "end":
         sys.exit(3)
     if method == "nodes":
-        a = {"name": "a", "address": "127.0.0.2", "labels": {"zone": "x"}, "alive": True, "problem": ""}
-        say(number, True, [a, {**a, "name": "b", "alive": False}])
+        a = Node("a", "127.0.0.2", (("zone", "x"),))
+        say(number, True, dump([a, a._replace(name="b", is_alive=False)]))
     elif method == "fail":
         say(number, False, "its agent has died")
     elif method != "hang":
-        say(number, True, (host, method, payload))
+        say(number, True, f"{host} {method} {text}")
 """
 
 
@@ -58,13 +60,13 @@ def test_what_the_child_prints_is_in_a_file_beside_that_of_children_before(contr
     log = tmp_path / "child.log"
     log.write_text("before\n")
     reached = control("print('a warning', file=sys.stderr, flush=True)\n" + ECHO, log=log)
-    reached.call("a", "hello", b"x", 10.0)
+    reached.call("a", "hello", "x", 10.0)
     assert log.read_text() == "before\na warning\n"
 
 
 def test_a_call_is_answered_by_the_child(control):
     reached = control(ECHO)
-    assert reached.call("a", "hello", b"x", 10.0) == ("a", "hello", b"x")
+    assert reached.call("a", "hello", "x", 10.0) == "a hello x"
     assert reached.nodes() == [Node("a", "127.0.0.2", (("zone", "x"),))]
 
 
@@ -72,28 +74,28 @@ def test_calls_of_several_threads_each_get_their_own_answer(control):
     reached = control(ECHO)
     answers = {}
     threads = [
-        threading.Thread(target=lambda n=n: answers.update({n: reached.call("a", "ask", n, 10.0)}))
+        threading.Thread(target=lambda n=n: answers.update({n: reached.call("a", "ask", str(n), 10.0)}))
         for n in range(20)
     ]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    assert answers == {n: ("a", "ask", n) for n in range(20)}
+    assert answers == {n: f"a ask {n}" for n in range(20)}
 
 
 def test_a_call_that_is_not_answered_is_silent_after_its_limit_and_others_go_on(control):
     reached = control(ECHO)
     reached.open()
     with pytest.raises(AgentSilent, match=r"no answer within 0\.01 s"):
-        reached.call("a", "hang", None, 0.01)
-    assert reached.call("a", "ask", 1, 10.0) == ("a", "ask", 1)
+        reached.call("a", "hang", "", 0.01)
+    assert reached.call("a", "ask", "1", 10.0) == "a ask 1"
 
 
 def test_an_agent_of_which_the_child_says_that_it_is_dead_is_silent(control):
     reached = control(ECHO)
     with pytest.raises(AgentSilent, match="its agent has died"):
-        reached.call("a", "fail", None, 10.0)
+        reached.call("a", "fail", "", 10.0)
 
 
 def test_calls_end_at_once_when_the_child_does_and_the_next_child_is_reached(control):
@@ -102,11 +104,11 @@ def test_calls_end_at_once_when_the_child_does_and_the_next_child_is_reached(con
     reached.open()
     first = reached.pid
     with pytest.raises(AgentSilent, match="has ended"):
-        reached.call("a", "end", None, 60.0)
+        reached.call("a", "end", "", 60.0)
     with pytest.raises(AgentSilent, match="has ended"):
-        reached.call("a", "ask", 1, 60.0)  # not at once: it may end again
+        reached.call("a", "ask", "1", 60.0)  # not at once: it may end again
     moment[0] = 10.0
-    assert reached.call("a", "ask", 2, 10.0) == ("a", "ask", 2)
+    assert reached.call("a", "ask", "2", 10.0) == "a ask 2"
     assert reached.pid not in (0, first)
 
 
@@ -125,4 +127,4 @@ def test_a_child_ends_when_nobody_calls_it_any_more(control):
     reached.close()
     assert reached.pid == 0
     with pytest.raises(AgentSilent):
-        reached.call("a", "ask", 1, 1.0)
+        reached.call("a", "ask", "1", 1.0)

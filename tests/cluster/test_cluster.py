@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from anvil_mux import __version__
-from anvil_mux.cluster import messages
-from anvil_mux.cluster.channel import AgentSilent, Node
+from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.cluster.cluster import Cluster
+from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import AgentAnswer, Claimed
 from anvil_mux.config.config import Gpu, Machine
 from anvil_mux.host.seam import HostGpu, Inventory
+from tests.cluster.answers import arguments_of
 
 GIB = 1 << 30
 
@@ -34,10 +36,10 @@ class Machines:
             raise AgentSilent("no answer")
         if method == "hello":
             version = self.versions.get(host, __version__)
-            return {"version": version, "instance": host, "epoch": str(self.epochs.get(host, 0))}
+            return frames.dump({"version": version, "instance": host, "epoch": str(self.epochs.get(host, 0))})
         call = messages.read_call(payload)
         try:
-            value = getattr(self, call.method)(host, call.owner, *call.args)
+            value = getattr(self, call.method)(host, call.owner, *arguments_of(call))
         except Claimed as error:
             return messages.write(AgentAnswer(host, error=messages.plain_error(error)))
         return messages.write(AgentAnswer(host, value))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.cluster import links
-from anvil_mux.cluster.frames import read_frame
+from anvil_mux.cluster.frames import AnswerFrame, dump, read_frame
 from anvil_mux.cluster.links import (
     AgentAway,
     AgentGone,
@@ -19,6 +19,7 @@ from anvil_mux.cluster.links import (
     Carrier,
     HostCall,
     Link,
+    Node,
     Refused,
     SilenceWatch,
 )
@@ -52,10 +53,10 @@ class FakeCluster:
         self.gate.set()
         self.asked = 0
 
-    def nodes(self) -> list[dict[str, object]]:
+    def nodes(self) -> list[Node]:
         self.asked += 1
         assert self.gate.wait(GUARD)
-        return [{"name": name, "problem": ""} for name in self.agents]
+        return [Node(name) for name in self.agents]
 
     def open(self, name: str) -> FakeAgent:
         found = self.agents[name].pop(0)
@@ -81,13 +82,13 @@ class Parent:
 
     def begin(self, host: str, method: str = "call", timeout: float = LONG) -> int:
         self._number += 1
-        self.carrier.begin(self._number, host, method, b"message", timeout)
+        self.carrier.begin(self._number, host, method, "message", timeout)
         return self._number
 
     def answer(self) -> tuple[object, ...]:
-        frame = read_frame(self._source)
+        frame = read_frame(self._source, AnswerFrame)
         assert frame
-        return frame
+        return tuple(frame)
 
     def ask(self, host: str, method: str = "call", timeout: float = LONG) -> tuple[object, ...]:
         number = self.begin(host, method, timeout)
@@ -117,17 +118,17 @@ MakeParent = Callable[[FakeCluster], Parent]
 
 
 def test_a_call_reaches_the_agent_and_its_answer_comes_back(parent_of: MakeParent) -> None:
-    agent = FakeAgent(b"answer")
+    agent = FakeAgent("answer")
     parent = parent_of(FakeCluster({"a": [agent]}))
 
-    assert parent.ask("a") == (True, b"answer")
-    assert parent.ask("a", "hello") == (True, b"answer")
+    assert parent.ask("a") == (True, "answer")
+    assert parent.ask("a", "hello") == (True, "answer")
     assert agent.asked == [("call", (b"message",)), ("hello", ())]
 
 
 @pytest.mark.parametrize(("host", "text"), [("", "the cluster has no method"), ("a", "a host has no method")])
 def test_other_methods_are_refused(host: str, text: str, parent_of: MakeParent) -> None:
-    ok, said = parent_of(FakeCluster({"a": [FakeAgent(b"")]})).ask(host, "run")
+    ok, said = parent_of(FakeCluster({"a": [FakeAgent("")]})).ask(host, "run")
     assert (ok, text in str(said)) == (False, True)
 
 
@@ -138,10 +139,10 @@ def test_a_call_is_answered_when_its_time_has_passed_and_only_once(parent_of: Ma
     first = parent.begin("a")
     assert parent.ask("a", timeout=0.0) == (False, "the agent of a did not answer in 0 s")
     until(lambda: len(agent.waiting) == 2)
-    agent.waiting[1](b"too late")
-    agent.waiting[0](b"in time")
+    agent.waiting[1]("too late")
+    agent.waiting[0]("in time")
 
-    assert parent.answer() == (first, True, b"in time")
+    assert parent.answer() == (first, True, "in time")
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -152,44 +153,44 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_calls_wait_while_their_host_is_opened_and_hold_up_no_other(parent_of: MakeParent) -> None:
     opened = threading.Event()
-    parent = parent_of(FakeCluster({"a": [opened, FakeAgent(b"a")], "b": [FakeAgent(b"b")]}))
+    parent = parent_of(FakeCluster({"a": [opened, FakeAgent("a")], "b": [FakeAgent("b")]}))
 
     waiting = [parent.begin("a"), parent.begin("a")]
-    assert parent.ask("b") == (True, b"b")
+    assert parent.ask("b") == (True, "b")
     assert parent.ask("a", timeout=0.0) == (False, "the agent of a did not answer in 0 s")
     opened.set()
 
-    assert sorted([parent.answer(), parent.answer()]) == [(number, True, b"a") for number in waiting]
+    assert sorted([parent.answer(), parent.answer()]) == [(number, True, "a") for number in waiting]
 
 
 def test_a_host_that_cannot_be_opened_says_why_and_is_tried_again_later(
     parent_of: MakeParent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = FakeCluster({"a": [Refused("no anvil-mux there"), FakeAgent(b"now")]})
+    cluster = FakeCluster({"a": [Refused("no anvil-mux there"), FakeAgent("now")]})
     parent = parent_of(cluster)
 
     monkeypatch.setattr(links, "RETRY_SECONDS", LONG)
     assert parent.ask("a") == (False, "no anvil-mux there")
     assert parent.ask("a") == (False, "no anvil-mux there")
-    assert parent.ask("", "nodes") == (True, [{"name": "a", "problem": "no anvil-mux there"}])
+    assert parent.ask("", "nodes") == (True, dump([Node("a", problem="no anvil-mux there")]))
 
-    cluster = FakeCluster({"a": [Refused("no anvil-mux there"), FakeAgent(b"now")]})
+    cluster = FakeCluster({"a": [Refused("no anvil-mux there"), FakeAgent("now")]})
     parent = parent_of(cluster)
     monkeypatch.setattr(links, "RETRY_SECONDS", 0.0)
     assert parent.ask("a") == (False, "no anvil-mux there")
-    assert parent.ask("a") == (True, b"now")
-    assert parent.ask("", "nodes") == (True, [{"name": "a", "problem": ""}])
+    assert parent.ask("a") == (True, "now")
+    assert parent.ask("", "nodes") == (True, dump([Node("a")]))
 
 
 def test_an_agent_that_is_gone_is_opened_anew_and_one_that_is_away_is_not(parent_of: MakeParent) -> None:
-    first, second = FakeAgent(AgentAway("away")), FakeAgent(b"second")
+    first, second = FakeAgent(AgentAway("away")), FakeAgent("second")
     parent = parent_of(FakeCluster({"a": [first, second]}))
 
     assert parent.ask("a") == (False, "away")
     assert parent.ask("a") == (False, "away")
     first.answer = AgentGone("gone")
     assert parent.ask("a") == (False, "gone")
-    assert parent.ask("a") == (True, b"second")
+    assert parent.ask("a") == (True, "second")
 
 
 def test_all_who_ask_for_nodes_share_one_question(parent_of: MakeParent) -> None:
@@ -237,7 +238,7 @@ class Silence:
 
 def test_silence_of_all_hosts_that_answered_ends_the_driver() -> None:
     silence = Silence(FakeAgent(), FakeAgent())
-    silence.call(0, b"answer")
+    silence.call(0, "answer")
     silence.call(1, AgentAway("away"))
     assert not silence.ended.is_set()
 
@@ -248,8 +249,8 @@ def test_silence_of_all_hosts_that_answered_ends_the_driver() -> None:
 def test_hosts_are_asked_before_they_count_as_silent() -> None:
     other = FakeAgent()
     silence = Silence(FakeAgent(), other)
-    silence.call(0, b"answer")
-    silence.call(1, b"answer")
+    silence.call(0, "answer")
+    silence.call(1, "answer")
 
     silence.call(0, AgentAway("away"))
     until(lambda: ("hello", ()) in other.asked)

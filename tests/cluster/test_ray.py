@@ -23,12 +23,14 @@ from typing import Any
 import pytest
 
 import anvil_mux
-from anvil_mux.cluster import messages
-from anvil_mux.cluster.frames import read_frame, write_frame
+from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster.frames import AnswerFrame, CallFrame, read_frame, write_frame
+from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import AgentCall, Owner
 from anvil_mux.config.config import Backend, Service
-from anvil_mux.host.seam import HostConfig
-from tests.cluster.rig import ROOT, Cluster, Host, read, why_not
+from anvil_mux.host.seam import HostConfig, Loaded
+from tests.cluster.answers import value_of
+from tests.cluster.rig import ROOT, Cluster, Host, read, wait_for, why_not
 
 pytestmark = pytest.mark.cluster
 
@@ -57,19 +59,18 @@ class Driven:
         self._reader.start()
 
     def _read(self) -> None:
-        while frame := read_frame(self.process.stdout):
+        while frame := read_frame(self.process.stdout, AnswerFrame):
             number, ok, value = frame
-            assert isinstance(number, int)
             with self._changed:
-                self._answers[number] = bool(ok), value
+                self._answers[number] = ok, value
                 self._changed.notify_all()
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
-    def begin(self, host: str, method: str, payload: object = None, timeout: float = GUARD) -> int:
+    def begin(self, host: str, method: str, text: str = "", timeout: float = GUARD) -> int:
         self._number += 1
-        write_frame(self.process.stdin, (self._number, host, method, payload, timeout))
+        write_frame(self.process.stdin, CallFrame(self._number, host, method, text, timeout))
         return self._number
 
     def answer(self, number: int, within: float = GUARD) -> tuple[bool, Any]:
@@ -83,9 +84,9 @@ class Driven:
         """Return the first frame."""
         return self.answer(0, within)
 
-    def ask(self, host: str, method: str, payload: object = None, timeout: float = GUARD) -> tuple[bool, Any]:
+    def ask(self, host: str, method: str, text: str = "", timeout: float = GUARD) -> tuple[bool, Any]:
         """Return an answer, which has to come a second after the call's time at the latest."""
-        return self.answer(self.begin(host, method, payload, timeout), timeout + 1.0)
+        return self.answer(self.begin(host, method, text, timeout), timeout + 1.0)
 
     def value(self, *call: Any) -> Any:
         ok, value = self.ask(*call)
@@ -94,11 +95,7 @@ class Driven:
 
     def call(self, host: str, method: str, *args: object) -> Any:
         """Return what the agent of a host answers to its owner."""
-        payload = messages.write(AgentCall(OWNER, method, args))
-        answer = messages.read_answer(self.value(host, "call", payload))
-        if answer.error:
-            raise messages.error_of(answer.error)
-        return answer.value
+        return value_of(method, self.value(host, "call", messages.write(AgentCall(OWNER, method, args))))
 
     def hello(self, host: str) -> dict[str, str]:
         """Return the greeting of an agent, asked until it comes: it is on its way back."""
@@ -106,12 +103,12 @@ class Driven:
             if self.process.poll() is None:
                 ok, value = self.ask(host, "hello", timeout=SHORT)
                 if ok:
-                    assert isinstance(value, dict)
-                    return value
+                    said: dict[str, str] = frames.read(dict[str, str], value)
+                    return said
         raise AssertionError(f"{host} does not come back: {value}")
 
-    def nodes(self) -> dict[str, dict[str, Any]]:
-        return {node["name"]: node for node in self.value("", "nodes")}
+    def nodes(self) -> dict[str, Node]:
+        return {node.name: node for node in frames.read(list[Node], self.value("", "nodes"))}
 
     def is_asked_until_it_ends(self, host: str) -> None:
         """Ask a host, as anvil-mux would, until the driver has ended of itself."""
@@ -181,13 +178,7 @@ Drive = Callable[..., Driven]
 def test_the_nodes_are_the_hosts_with_the_label(driven: Driven):
     nodes = driven.nodes()
     assert set(nodes) == {"a", "b"}
-    assert nodes["a"] == {
-        "name": "a",
-        "address": "127.0.0.3",
-        "labels": {"anvil-host": "a"},
-        "alive": True,
-        "problem": "",
-    }
+    assert nodes["a"] == Node("a", "127.0.0.3", (("anvil-host", "a"),))
 
 
 def test_each_host_has_an_agent_of_its_own(cluster: Cluster, driven: Driven):
@@ -248,12 +239,45 @@ def test_an_agent_of_an_older_version_is_replaced(cluster: Cluster, driven: Driv
     assert hello["instance"] != before
 
 
+@pytest.mark.parametrize("answer", ["return Evil()", "raise EvilError()", "return {}"])
+def test_an_answer_that_is_not_bytes_runs_nothing_here(
+    cluster: Cluster, driven: Driven, tmp_path: Path, answer: str
+):
+    before, ran = driven.hello("a")["instance"], tmp_path / "ran"
+    run_in_python(cluster.hosts["head"], MAKE_EVIL_AGENT.format(file=str(ran), answer=answer), "a")
+    payload = messages.write(AgentCall(OWNER, "inventory"))
+    for method in ("hello", "call"):
+        ok, said = driven.ask("a", method, payload)
+        assert not ok
+        assert "is not bytes" in said or "EvilError" in said or "has ended" in said
+    assert not ran.exists()
+    run_in_python(cluster.hosts["head"], END_AGENT, "a")
+    wait_for(lambda: driven.ask("a", "hello")[0], "a has an agent", Path(driven.log.name))
+    assert driven.hello("a")["instance"] != before
+
+
+def test_a_host_that_is_back_at_another_address_has_an_agent_there(cluster: Cluster, driven: Driven):
+    host = cluster.add("moving")
+    host.wait()
+    before = driven.hello("moving")
+    host.power_cut()
+    host.address = "127.0.0.99"
+    host.start()
+    host.wait()
+    while (hello := driven.hello("moving"))["instance"] == before["instance"]:
+        pass
+    assert (before["address"] != "127.0.0.99", hello["address"]) == (True, "127.0.0.99")
+    assert driven.nodes()["moving"].address == "127.0.0.99"
+    host.power_cut()
+    del cluster.hosts["moving"]
+
+
 def test_a_host_without_anvil_mux_says_what_to_install(cluster: Cluster, driven: Driven, tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_ANVIL_MUX)
     bare = cluster.add("bare", environ={"PYTHONPATH": str(tmp_path)})
     bare.wait()
     ok, said = driven.ask("bare", "hello")
-    problem = driven.nodes()["bare"]["problem"]
+    problem = driven.nodes()["bare"].problem
     bare.power_cut()
     del cluster.hosts["bare"]
     assert not ok
@@ -456,7 +480,7 @@ def test_a_head_that_keeps_its_memory_comes_back_unnoticed(drive: Drive):
         assert driven.ask("a", "hello", timeout=SHORT)[0]
         head.start()
         head.wait()
-        assert driven.nodes()["a"]["alive"]
+        assert driven.nodes()["a"].is_alive
         assert driven.hello("a")["instance"] == before
         driven.close()
 
@@ -496,7 +520,7 @@ class Engine:
         driven.call(host.name, "begin", 1, "load", (MODEL, "stop", 1))
         state = driven.call(host.name, "result", 1, GUARD)
         assert state.done
-        self._url = state.value.url
+        self._url = frames.of(Loaded, state.value).url
         [self.pid] = [
             pid for pid in host.pids("demo-engine") if "demo-engine" in read(f"/proc/{pid}/cmdline")
         ]
@@ -529,7 +553,7 @@ name = sys.argv[1]
 ray.kill(ray.get_actor(f"anvil-host-{name}"))
 class Old:
     def hello(self):
-        return {"version": "0.0.1"}
+        return b'{"version": "0.0.1"}'
 options = dict(name=f"anvil-host-{name}", lifetime="detached", num_cpus=0, memory=1)
 options["label_selector"] = {"anvil-host": name}
 while True:
@@ -538,7 +562,42 @@ while True:
         break
     except ValueError:
         pass  # the name is taken until the other has ended
-assert ray.get(old.hello.remote())["version"] == "0.0.1"
+assert b"0.0.1" in ray.get(old.hello.remote())
+"""
+
+MAKE_EVIL_AGENT = """
+import os, ray, sys
+ray.init("auto", namespace="anvil-mux", log_to_driver=False)
+name = sys.argv[1]
+ray.kill(ray.get_actor(f"anvil-host-{{name}}"))
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ({file!r},)
+class EvilError(Exception):
+    def __reduce__(self):
+        return os.mkdir, ({file!r},)
+class Agent:
+    def hello(self):
+        {answer}
+    def call(self, text):
+        {answer}
+    def ready(self):
+        return b""
+options = dict(name=f"anvil-host-{{name}}", lifetime="detached", num_cpus=0, memory=1)
+options["label_selector"] = {{"anvil-host": name}}
+while True:
+    try:
+        evil = ray.remote(Agent).options(**options).remote()
+        break
+    except ValueError:
+        pass  # the name is taken until the other has ended
+ray.get(evil.ready.remote())
+"""
+
+END_AGENT = """
+import ray, sys
+ray.init("auto", namespace="anvil-mux", log_to_driver=False)
+ray.kill(ray.get_actor(f"anvil-host-{sys.argv[1]}"))
 """
 
 SET_VERSIONS = """

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from anvil_mux import __version__
-from anvil_mux.cluster import messages
+from anvil_mux.cluster import frames, messages
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.messages import AgentAnswer, Fenced, Owner, StepState, UnknownStep
-from anvil_mux.cluster.remote import OtherVersion, RemoteHost
+from anvil_mux.cluster.links import Node
+from anvil_mux.cluster.messages import AgentAnswer, Fenced, Owner, StepState, UnknownStep, Unreadable
+from anvil_mux.cluster.remote import MOST_GPUS, SETTLE_SECONDS, OtherVersion, RemoteHost
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError
-from anvil_mux.host.seam import Awake, Evicted, HostConfig, Inventory, Loaded
+from anvil_mux.host.seam import Awake, Evicted, HostConfig, HostGpu, Inventory, Loaded
+from tests.cluster.answers import arguments_of
 
 RUNNING = StepState(False)
 A = Backend("a", "a", ("0",), host="h")
@@ -29,7 +32,11 @@ class Script:
         self.is_silent = False
         self.epoch = 0
         self.calls = []
-        self.answers = {"inventory": lambda: Inventory(address="10.0.0.2")}
+        self.answers = {
+            "inventory": lambda: Inventory(address="10.0.0.2"),
+            "settle": lambda timeout: True,
+            "problem": lambda: "",
+        }
         self.waits = 0
         self.during_wait = lambda: None
         clock = SimpleNamespace(
@@ -55,12 +62,13 @@ class Script:
             raise AgentSilent("no answer")
         if method == "hello":
             said = {"version": self.version, "instance": self.instance, "python": "3.11"}
-            return {**said, "epoch": str(self.epoch)}
+            return frames.dump({**said, "epoch": str(self.epoch)})
         asked = messages.read_call(payload)
         assert asked.owner == self.host.owner
-        self.calls.append((asked.method, *asked.args))
+        args = arguments_of(asked)
+        self.calls.append((asked.method, *args))
         try:
-            value = self.answers.get(asked.method, lambda *args: None)(*asked.args)
+            value = self.answers.get(asked.method, lambda *args: None)(*args)
         except AgentSilent:
             raise
         except Exception as error:
@@ -91,7 +99,7 @@ def results(*each):
         if isinstance(found, Exception):
             raise found
         found = found() if callable(found) else found
-        return found if found is RUNNING else StepState(True, found)
+        return found if isinstance(found, StepState) else StepState(True, found)
 
     return result
 
@@ -100,8 +108,9 @@ def test_a_contact_claims_configures_and_takes_the_inventory_once_for_each_run_o
     made = Script()
     made.host.reconfigure(CONFIG)
     assert made.host.contact()
-    assert made.called("claim", "inventory", "reconfigure") == [
+    assert made.called("claim", "settle", "inventory", "reconfigure") == [
         ("claim", "", False),
+        ("settle", SETTLE_SECONDS),
         ("inventory",),
         ("reconfigure", CONFIG),
     ]
@@ -271,3 +280,77 @@ def test_somebody_who_watches_gpus_is_told_to_the_agent_with_the_next_question_f
     agent.host.news(0, 2.0)
     assert [call[0] for call in agent.called("watch_gpus", "news")] == ["watch_gpus", "news", "news"]
     assert agent.host.problem() == "Docker does not answer"
+
+
+# A host that was taken over
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.3:80", "http://127.0.0.1:9292", "http://[::1", "file:///etc"])
+def test_an_engine_that_is_said_to_be_elsewhere_than_on_its_host_is_never_asked(agent, url):
+    agent.answers["result"] = results(Loaded(url, "stop"), Awake(url))
+    with pytest.raises(BackendError, match="is not its own address"):
+        agent.host.load(A, "stop", 1)
+    with pytest.raises(BackendError, match="is not its own address"):
+        agent.host.adopt(A)
+    assert agent.host.answers(A, 1.0) is False
+
+
+def test_a_host_speaks_of_its_own_backends_and_gpus_alone(agent):
+    agent.answers["orphans"] = lambda: [A, replace(A, name="b", host="other")]
+    assert agent.host.orphans() == [A]
+    lies = Evicted("sleep", {"0": 5, "1": 7, "2": -1}, -3, {"0": -1})
+    agent.answers["result"] = results(lies, lies, lies)
+    asleep = Evicted("sleep", {"0": 5})
+    assert [agent.host.evict(A, "sleep"), agent.host.demote(A, "sleep", "stop"), agent.host.adopt(A)] == [
+        asleep
+    ] * 3
+    agent.answers["result"] = results(Evicted("vanish"))
+    with pytest.raises(BackendError, match="knows a way 'vanish'"):
+        agent.host.evict(A, "stop")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        Inventory((HostGpu("0", "a"), HostGpu("0", "b")), address="10.0.0.2"),
+        Inventory((HostGpu("0 or 1", "a"),), address="10.0.0.2"),
+        Inventory((HostGpu("0", "a", total=-1),), address="10.0.0.2"),
+        Inventory(memory=-1, address="10.0.0.2"),
+        Inventory(tuple(HostGpu(str(each), "") for each in range(MOST_GPUS + 1)), address="10.0.0.2"),
+        Inventory(address="10.0.0.3"),
+    ],
+)
+def test_a_description_that_cannot_be_true_is_refused_and_the_one_before_holds(agent, told):
+    agent.host.node = Node("h", "10.0.0.2")
+    agent.answers["inventory"] = lambda: told
+    with pytest.raises(BackendError, match=r"cannot be true|is in the cluster at 10\.0\.0\.2"):
+        agent.host.look()
+    assert agent.host.inventory() == Inventory(address="10.0.0.2")
+
+
+def test_an_answer_of_another_type_is_an_error_and_nothing_else(agent):
+    agent.answers |= {"running": lambda: {"a": 1}, "result": results(Awake("http://10.0.0.2:1"))}
+    with pytest.raises(Unreadable):
+        agent.host.running()
+    with pytest.raises(Unreadable):
+        agent.host.load(A, "stop", 1)
+
+
+# Steps of before
+
+
+def test_whoever_claims_a_host_waits_for_the_steps_of_whoever_had_it(agent):
+    agent.instance = "two"
+    agent.answers["settle"] = lambda timeout: False
+    with pytest.raises(AgentSilent, match="still under way"):
+        agent.host.contact()
+    with pytest.raises(AgentSilent):
+        agent.host.running()
+    agent.answers["settle"] = lambda timeout: True
+    assert agent.host.contact()
+
+
+def test_a_step_that_the_agent_does_not_wait_for_is_asked_for_again_after_a_pause(agent):
+    agent.answers["result"] = results(lambda: StepState(False, was_awaited=False), RUNNING, Evicted("stop"))
+    assert agent.host.evict(A, "stop") == Evicted("stop")
+    assert agent.waits == 1

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.cluster import messages
-from anvil_mux.cluster.frames import read_frame, write_frame
-from anvil_mux.cluster.messages import AgentCall, StepState
+from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster.frames import AnswerFrame, CallFrame, read_frame, write_frame
+from anvil_mux.cluster.messages import AgentCall
 from anvil_mux.host.seam import Awake, HostGpu
+from tests.cluster.answers import returned_by, value_of
 from tests.cluster.test_agent import CONFIG, FIRST, M, pid_of
 from tests.host.test_process import gone, running
 
@@ -31,35 +32,31 @@ class Process:
             [*argv, "--gpus", "2", "--memory", "7"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._number = 0
-        assert self.read() == (0, True, {}), "it says first that it is ready"
+        assert self.read() == (0, True, ""), "it says first that it is ready"
 
-    def send(self, method: str, payload: bytes = b"") -> int:
+    def send(self, method: str, text: str = "") -> int:
         assert self.process.stdin
         self._number += 1
-        write_frame(self.process.stdin, (self._number, "b", method, payload, GUARD))  # type: ignore[arg-type]
+        write_frame(self.process.stdin, CallFrame(self._number, "b", method, text, GUARD))  # type: ignore[arg-type]
         return self._number
 
     def read(self) -> tuple[Any, ...]:
         assert self.process.stdout
-        frame = read_frame(self.process.stdout)  # type: ignore[arg-type]
+        frame = read_frame(self.process.stdout, AnswerFrame)  # type: ignore[arg-type]
         assert frame is not None
-        return frame
+        return tuple(frame)
 
     def call(self, method: str, *args: object) -> Any:
         number = self.send("call", messages.write(AgentCall(FIRST, method, args)))
         answered, ok, value = self.read()
         assert (answered, ok) == (number, True)
-        answer = messages.read_answer(value)
-        if answer.error:
-            raise messages.error_of(answer.error)
-        return answer.value
+        return value_of(method, value)
 
     def step(self, number: int, method: str, *args: object) -> Any:
         self.call("begin", number, method, args)
         state = self.call("result", number, GUARD)
-        assert isinstance(state, StepState)
         assert state.done
-        return state.value
+        return frames.of(returned_by(method), state.value)
 
     def close(self) -> int:
         if self.process.stdin and not self.process.stdin.closed:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from anvil_mux.clock import Clock
+from anvil_mux import clock
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.prompt_cache import mounts_of_process
 from anvil_mux.errors import Cancelled, ConfigError
@@ -41,10 +41,38 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "anvil-mux" / "seam").mkdir(parents=True)
     host = LocalHost(CONFIG)
-    host.start(Clock())
+    host.start()
     yield host
     host.stop(A)
     host.close()
+
+
+def test_a_mistake_ends_neither_the_watch_nor_hides_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(clock, "AFTER_MISTAKE_SECONDS", 0.0)
+    (tmp_path / "anvil-mux" / "seam").mkdir(parents=True)
+    host = LocalHost(CONFIG)
+    watch, mistakes = host.runtime.watch, [OSError("too many open files")]
+
+    def fail_once(died: Callable[[str], None]) -> None:
+        if mistakes:
+            raise mistakes.pop()
+        watch(died)
+
+    def no_log(*_: object) -> list[str]:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(host.runtime, "watch", fail_once)
+    host.start()
+    try:
+        host.load(A, "stop", 1)
+        monkeypatch.setattr(host.runtime, "log_tail", no_log)
+        os.kill(host.runtime.pids(A)[0], signal.SIGKILL)
+        *_, ended = read_until(host, ServiceEnded)
+        assert ended == ServiceEnded("a", "was killed by SIGKILL", (), 1)
+    finally:
+        host.stop(A)
+        host.close()
 
 
 def plain(value: object) -> bool:
@@ -171,7 +199,7 @@ def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: Lo
     assert found
     files.write({}, [found])
     later = LocalHost(host._config)
-    later.start(Clock())
+    later.start()
     assert read_until(later, PromptsKept) == [PromptsKept("k", 1, 5, 6)]
     later.close()
 

@@ -197,6 +197,13 @@ def test_a_load_that_is_cancelled_while_its_engine_is_not_ready_is_cleaned_up_an
     assert (runtime.calls, len(pauses)) == (["start", "stop"], 3)
 
 
+def test_the_cancel_of_one_load_is_none_of_another_whichever_number_is_greater(healthy: Stub):
+    swapper = Swapper(Notes(healthy.url))
+    swapper.cancel(BACKEND, 7)
+    for number in (6, 8):
+        assert swapper.load(BACKEND, "stop", number).how == "stop"
+
+
 class CancelledMeanwhile(Notes):
     """A runtime that learns of the cancel of load 7 while it starts the service."""
 

@@ -1051,6 +1051,38 @@ def test_load_and_unload_from_outside(seed):
 
 
 @SEEDS
+@pytest.mark.parametrize("fact", ["loaded", "evicted", "load_failed", "evict_failed", "load_cancelled"])
+def test_a_step_whose_report_is_a_mistake_has_failed_and_wedges_nothing(fact, seed, monkeypatch, caplog):
+    perform = {
+        "load_failed": lambda step, nth: Outcome(1.0, LoadError("no") if nth == 0 else None),
+        "evict_failed": lambda step, nth: Outcome(1.0, BackendError("no") if nth == 1 else None),
+        "load_cancelled": lambda step, nth: Outcome(1.0, Cancelled("by whom?") if nth == 0 else None),
+    }.get(fact, lambda step, nth: Outcome(1.0))
+
+    def main(stage):
+        outcomes, fail = type(stage.mux.overview._shell.scheduler), [True]
+        right = getattr(outcomes, fact)
+
+        def once(self, step, now, *about, **left):
+            if fail.pop() if fail else False:
+                assert self._settling.ends(step)
+                raise KeyError("a mistake")
+            return right(self, step, now, *about, **left)
+
+        monkeypatch.setattr(outcomes, fact, once)
+        stage.request(0.0, "a")
+        stage.request(10.0, "b")
+        stage.clock.sleep(100.0)
+        last = stage.request(0.0, "a")
+        stage.clock.sleep(100.0)
+        assert last.leased
+        assert not fail
+        assert "could not be reported" in caplog.text
+
+    Stage(perform=perform, seed=seed).play(main)
+
+
+@SEEDS
 def test_what_ran_before_is_leased_without_a_load(seed):
     def main(stage):
         running = {"a": "http://127.0.0.1:9001", "b": "http://127.0.0.1:9002", "x": "http://127.0.0.1:9003"}

@@ -172,6 +172,16 @@ def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     driver.sound()
 
 
+def test_a_load_that_somebody_else_cancelled_has_failed():
+    driver, first = loading("a")
+    driver.core.load_cancelled("a", 3.0)
+    assert driver.state("a") == "stopped"
+    assert ends(driver, first) == ["load_failed"]
+    assert "its load was cancelled by somebody else" in first.error.message
+    assert driver.core.slots["a"].failed_starts == 1
+    driver.sound()
+
+
 def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
     driver, _ = loading("a")
     driver.core.load_failed("a", 1.0, LoadError("no"))
@@ -2562,7 +2572,8 @@ def test_every_state_can_be_reached(state):
 def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact):
     driver = reached(state)
     before, log = repr(driver.core), list(driver.log)
-    known = "cancelled" if (state, fact) == ("cancelling", "load_failed") else fact
+    same = {("cancelling", "load_failed"): "cancelled", ("loading", "cancelled"): "load_failed"}
+    known = same.get((state, fact), fact)
     after = TRANSITIONS.get((state, known))
     if after:
         FACTS[fact](driver.core, 1.0)

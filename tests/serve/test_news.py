@@ -73,6 +73,13 @@ def test_each_kind_of_news_is_told_once() -> None:
     ]
 
 
+def test_a_host_has_no_news_of_the_backends_of_others() -> None:
+    listener = Listener(ServiceEnded("a", "ended"), LoadSaid("a", "x"), PromptsKept("a", 1, 1, 1))
+    reader = NewsReader("h", cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
+    reader.read()
+    assert listener.told == []
+
+
 def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     other = OtherProcess("0", 1, 3 << 30)
     sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}

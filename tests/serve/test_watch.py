@@ -49,7 +49,6 @@ class House:
             contact=self.contact,
             running=lambda: [each.name for each in self.running],
             adopt=lambda backend: self.found[backend.name],
-            settle=tell("settle"),
             given_up=tell("given up"),
             is_way_open=lambda: self.way_is_open,
         )
@@ -176,7 +175,6 @@ def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(hou
     asleep = Evicted("sleep", {"0": 5})
     house.found = {"a": Awake("http://h:1"), "b": asleep, "c": Unfit("it answers for another model")}
     assert house.turns(1.0) == [
-        ("settle",),
         ("stop orphans", "h"),
         ("back", "h", {"a": "http://h:1"}, {"b": asleep}),
         ("stop", [(C, "it answers for another model")]),
@@ -186,7 +184,7 @@ def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(hou
 
 def test_a_host_that_was_not_there_at_the_start_comes_like_one_that_was_lost(monkeypatch):
     made = House(monkeypatch, is_lost=True)
-    assert made.turns(1.0) == [("settle",), ("stop orphans", "h"), ("back", "h", {}, {}), ("stop", [])]
+    assert made.turns(1.0) == [("stop orphans", "h"), ("back", "h", {}, {}), ("stop", [])]
 
 
 def test_a_host_that_another_anvil_mux_has_taken_is_not_used_any_more(house):
