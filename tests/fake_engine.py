@@ -371,6 +371,7 @@ class Rig:
         *,
         patience: Patience | None = None,
         max_connections: int = 2048,
+        max_bodies: int = 1 << 30,
         keys: Keyring | None = None,
         tls: ssl.SSLContext | None = None,
         mechanism: Mechanism | None = None,
@@ -416,6 +417,7 @@ class Rig:
             self.handler,
             self.mux,
             max_connections=max_connections,
+            max_bodies=max_bodies,
             tls=tls,
             client_timeout=self.config.client_timeout,
         )

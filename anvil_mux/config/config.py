@@ -301,6 +301,8 @@ class Config:
     """Bytes of a JSON request body."""
     max_upload: int = 512 << 20
     """Bytes of a multipart request body, spooled to disk."""
+    max_bodies: int | None = None
+    """Bytes of memory for the bodies of all requests together; None: a part of the host's."""
     default_model: str | None = None
     any_of: dict[str, AnyOf] = field(default_factory=dict)
     """Names that stand for several models."""

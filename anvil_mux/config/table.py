@@ -298,6 +298,11 @@ SETTINGS: dict[str, Setting] = {
     "loading_grace": _live(SECONDS, "How long a waiting stream is silent before it gets keep-alive lines."),
     "max_body": _live(SIZE, "The largest JSON request."),
     "max_upload": _live(SIZE, "The largest multipart request (audio, images)."),
+    "max_bodies": _live(
+        settings.MEMORY,
+        "The most memory that the bodies of all requests take together, also while they wait; further ones "
+        "are refused as overloaded. At least max_body; by default 1/8 of the memory that anvil-mux can have.",
+    ),
     "default_model": _live(TEXT, "The model for requests that name none."),
     "any_of": _live(
         any_of.KIND,

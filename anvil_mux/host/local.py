@@ -16,7 +16,7 @@ from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
 from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import ConfigError, MuxError
-from anvil_mux.host import gpu, rights
+from anvil_mux.host import gpu, meminfo, rights
 from anvil_mux.host.adopt import Adopter, Notes
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.gpu_monitor import GpuMonitor
@@ -198,6 +198,10 @@ class LocalHost:
 
     def problem(self) -> str:
         return self.runtime.problem()
+
+    def own_memory(self) -> int:
+        """The bytes that this process could ever have."""
+        return meminfo.own_memory()
 
     def missing_rights(self) -> list[str]:
         """A warning for each right that a checkpoint needs, and this process has not."""

@@ -29,6 +29,12 @@ def host_memory(proc: Path = Path("/proc")) -> tuple[int | None, int | None]:
     return total, total - free
 
 
+def own_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The bytes that this process could ever have, of the host or by its control groups; 0: unknown."""
+    limits = [limit for _, _, limit in _groups(proc, groups)]
+    return min([_amounts(proc / "meminfo").get("MemTotal", 0) << 10, *limits])
+
+
 def cache_room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of files that may be brought into the page cache without taking memory from anybody; 0: none.
 
@@ -45,6 +51,14 @@ def cache_room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 
 def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
     """Bytes that each control group around this process may still have, or could do without."""
+    for folder, names, limit in _groups(proc, groups):
+        used = [int(text) for text in _lines(folder / names.used) if text.isdigit()]
+        if used:
+            yield limit - used[0] + _amounts(folder / "memory.stat").get(names.unused, 0)
+
+
+def _groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _GroupFiles, int]]:
+    """The control groups around this process that have a limit, in bytes."""
     for line in _lines(proc / "self" / "cgroup"):
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
@@ -53,9 +67,8 @@ def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
         place = PurePosixPath(path)
         for folder in (root / each.relative_to("/") for each in (place, *place.parents)):
             limits = [int(text) for name in names.limits for text in _lines(folder / name) if text.isdigit()]
-            used = [int(text) for text in _lines(folder / names.used) if text.isdigit()]
-            if limits and used:
-                yield min(limits) - used[0] + _amounts(folder / "memory.stat").get(names.unused, 0)
+            if limits:
+                yield folder, names, min(limits)
 
 
 def _amounts(file: Path) -> dict[str, int]:

@@ -42,6 +42,17 @@ CODINGS: dict[str, Callable[[], Unpacker] | None] = {
 }
 
 
+RATIO = 100
+"""How many times its size a body may have unpacked; texts have a tenth of that."""
+FREE = 1 << 20
+"""The size that any body may have unpacked."""
+
+
+def room(packed: int, limit: int) -> int:
+    """The size that a body of ``packed`` bytes may have unpacked, where any may have ``limit``."""
+    return min(limit, FREE + RATIO * packed)
+
+
 def unpacked(body: bytes | bytearray, coding: str, limit: int) -> bytes:
     """Unpack ``body``; BadRequest 415 or 400, or TooLarge above ``limit`` bytes."""
     make = CODINGS.get(coding.strip().lower())

@@ -44,8 +44,6 @@ class Target:
     """The model that a request names, and what follows from that under its configuration."""
 
     model: str
-    limited: Key | None
-    """The request's key, if it may have so many requests at once and no more."""
     replicas: int
     explains: bool
     """Whether they are not sent on, but answered with where they would go."""

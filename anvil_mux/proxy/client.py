@@ -8,7 +8,7 @@ A head is read without waiting for it (``receive``: front.py knows when there is
 the moment in which a client that was just answered may ask again (``next_request``). What was read beyond it
 (a body, a pipelined request) stays in the buffer. The body of the request is then read once, by one of
 ``read_body`` and ``read_pieces``, or by nobody: ``can_resume`` says whether the connection is in step for
-another request all the same.
+another request all the same, which it is if all of a small body is here. Nobody waits for what nobody reads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import select
 import time
 from collections.abc import Iterator
 from socket import MSG_DONTWAIT, SHUT_WR, SO_RCVTIMEO, SOL_SOCKET, socket
+from ssl import SSLContext
+from threading import Lock
 
-from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, TooLarge
+from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Overloaded, TooLarge
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.sockets import Unread, timeval
@@ -39,11 +41,33 @@ NEXT_SECONDS = 0.2
 LOOK_SECONDS = 0.25
 """How often it is looked whether a client that is behind still takes what it is sent."""
 BODY_SECONDS = 30.0
-"""The longest silence within a body, and what any body may take."""
+"""The longest silence within a body, and the time over which its rate counts."""
 BODY_RATE = 1024
-"""Bytes per second that a body must come with after that."""
+"""Bytes per second that a body must come with; one that is whole before its rate counts need not."""
+STEP = 1 << 20
+"""The most by which the memory for a body grows at once."""
 DISCARD = 65536
-"""An unread body up to this is read and dropped to keep the connection; beyond, it is closed."""
+"""An unread body up to this is dropped to keep the connection, if all of it has come; else that is closed."""
+
+
+class BodyMemory:
+    """The memory that the bodies of all requests take together. Any thread; ``most`` may be set anew.
+
+    What came together with its head is not counted: each connection has room for that anyway.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._lock = Lock()
+        self.held = 0  # guarded by the lock
+
+    def take(self, count: int) -> None:
+        """Count bytes more, or fewer; Overloaded if there is no room for them."""
+        with self._lock:
+            if count > 0 and self.held + count > self.most:
+                text = f"overloaded: the bodies of all requests have {self.most} bytes of memory (max_bodies)"
+                raise Overloaded(f"{text}. Try again.")
+            self.held += count
 
 
 class Client:
@@ -52,6 +76,8 @@ class Client:
     __slots__ = (
         "_begun",
         "_buffer",
+        "_held",
+        "_memory",
         "_patience",
         "_searched",
         "_timeout",
@@ -59,6 +85,7 @@ class Client:
         "address",
         "last_head",
         "socket",
+        "tls",
     )
 
     def __init__(
@@ -67,8 +94,16 @@ class Client:
         address: str,
         patience: float = 60.0,
         last: LastHead[http1.Request] | None = None,
+        *,
+        memory: BodyMemory | None = None,
+        tls: SSLContext | None = None,
     ) -> None:
         """``patience``: seconds in which it may take nothing that it is sent. ``last``: a head to expect."""
+        self.tls = tls
+        """The context of the handshake that is still to be done, with TLS."""
+        self._memory = memory
+        self._held = 0
+        """Bytes of its request's body that are counted in the memory of all."""
         self.socket = connection
         self.address = address
         self._patience = patience
@@ -94,6 +129,8 @@ class Client:
 
         ClientGone: it has closed, or broke off.
         """
+        if self.tls:
+            return True
         data = self._come(MSG_DONTWAIT)
         if data is None:
             return False
@@ -172,8 +209,10 @@ class Client:
     def read_body(self, request: http1.Request, limit: int) -> bytes | bytearray:
         """The whole body in memory, once; TooLarge above ``limit`` bytes."""
         length = request.length
-        if request.chunked or not length:
-            return b"".join(self.read_pieces(request, limit))
+        if request.chunked:
+            return self._read_chunks(request, limit)
+        if not length:
+            return b""
         buffer = self._buffer
         if len(buffer) >= length and length <= limit:
             # All of a buffer is not a copy of it.
@@ -184,26 +223,48 @@ class Client:
 
     def _read_into(self, request: http1.Request, length: int, limit: int) -> bytearray:
         self._agree_to(request, limit)
-        body = bytearray(length)
-        have = len(self._buffer)
-        body[:have] = self._buffer
+        body = bytearray(self._buffer)
+        have = len(body)
         self._buffer = b""
         pace = _Pace()
-        with memoryview(body) as view:
-            while have < length:
-                self._wait_at_most(BODY_SECONDS)
-                try:
-                    count = self.socket.recv_into(view[have:])
-                except BlockingIOError:
-                    raise pace.too_slow() from None
-                except OSError as error:
-                    raise ClientGone(f"The client broke off: {error}.") from None
-                if not count:
-                    raise ClientGone("The client closed its connection in the middle of the request's body.")
-                have += count
-                pace.check(have)
+        while have < length:
+            if have == len(body):  # it grows with what comes: what is announced need not come
+                more = min(length - have, max(READ, min(have, STEP)))
+                self.hold(more)
+                body += bytes(more)
+            self._wait_at_most(BODY_SECONDS)
+            try:
+                with memoryview(body) as view, view[have:] as rest:
+                    count = self.socket.recv_into(rest)
+            except BlockingIOError:
+                raise pace.too_slow() from None
+            except OSError as error:
+                raise ClientGone(f"The client broke off: {error}.") from None
+            if not count:
+                raise ClientGone("The client closed its connection in the middle of the request's body.")
+            have += count
+            pace.check(have)
         self._unread, self._begun = None, False
         return body
+
+    def _read_chunks(self, request: http1.Request, limit: int) -> bytearray:
+        body = bytearray()
+        for piece in self.read_pieces(request, limit):
+            self.hold(len(piece))
+            body += piece
+        return body
+
+    def hold(self, count: int) -> None:
+        """Count bytes more, or fewer, of its request's body in the memory of all; Overloaded."""
+        if self._memory:
+            self._memory.take(count)
+            self._held += count
+
+    def let_go(self) -> None:
+        """Count nothing more for its request, which is over."""
+        if self._memory and self._held:
+            self._memory.take(-self._held)
+            self._held = 0
 
     def read_pieces(self, request: http1.Request, limit: int) -> Iterator[bytes]:
         """The body as it comes, without its framing."""
@@ -246,21 +307,25 @@ class Client:
         request = self._unread
         if request is None:
             return True
-        if self._begun:
-            return False
-        return not request.chunked and not request.expect_continue and (request.length or 0) <= DISCARD
-
-    def discard_body(self) -> bool:
-        """Reads and drops an unread body; False if the connection is no longer in step."""
-        if self._unread is None:
-            return True
-        if not self.can_resume():
+        length = request.length or 0
+        if self._begun or request.chunked or request.expect_continue or length > DISCARD:
             return False
         try:
-            for _ in self.read_pieces(self._unread, DISCARD):
-                pass
-        except (BadRequest, ClientGone):
+            while len(self._buffer) < length:
+                data = self._come(MSG_DONTWAIT)
+                if data is None:
+                    return False
+                self._buffer += data
+        except ClientGone:
             return False
+        return True
+
+    def discard_body(self) -> bool:
+        """Drops an unread body; False if the connection is no longer in step."""
+        if not self.can_resume():
+            return False
+        if self._unread is not None:
+            self._buffer, self._unread = self._buffer[self._unread.length or 0 :], None
         return True
 
     def take_rest(self) -> bytes:
@@ -326,14 +391,18 @@ def _none_sent(error: OSError) -> int:
 class _Pace:
     """Watches that a body comes fast enough."""
 
-    __slots__ = ("_since",)
+    __slots__ = ("_had", "_since")
 
     def __init__(self) -> None:
         self._since = time.monotonic()
+        self._had = 0
 
     def check(self, have: int) -> None:
-        if time.monotonic() - self._since > BODY_SECONDS + have / BODY_RATE:
-            raise self.too_slow()
+        now = time.monotonic()
+        if now - self._since > BODY_SECONDS:
+            if have - self._had < BODY_SECONDS * BODY_RATE:
+                raise self.too_slow()
+            self._since, self._had = now, have
 
     def too_slow(self) -> BadRequest:
         return BadRequest("the request's body came too slowly", status=408)

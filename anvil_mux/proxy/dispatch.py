@@ -78,9 +78,6 @@ class Dispatcher:
             self._answer_and_unload(question, reply, record)
         elif not target.loads and not self._mux.overview.is_ready(target.model):
             raise BadRequest(f"{target.model} is not loaded, and autoload=false does not load it")
-        elif target.limited:
-            with self._mux.counts.under_way(target.limited):
-                self._send(question, reply, record)
         else:
             self._send(question, reply, record)
 

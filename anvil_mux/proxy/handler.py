@@ -83,6 +83,7 @@ class Handler:
         keep_pause: Keep = lambda pause: False,
         usage: UsageSince = lambda since: [],
     ) -> None:
+        self._mux = mux
         self._records = records
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
         self._access = Access(config, keys or Keyring(), only_local_hosts=False)
@@ -141,18 +142,11 @@ class Handler:
                 asked = replace(asked, key=entry.key)
             if asked.route is api.NO_ROUTE:
                 self.local.answer(asked, reply, record)
+            elif asked.key and asked.key.requests is not None:
+                with self._mux.counts.under_way(asked.key):
+                    self._ask_engine(asked, reply, record)
             else:
-                question = self._questions.read(asked, client)
-                record.model, record.preset = question.target.model, question.target.preset
-                record.stream = question.stream
-                if access.config.capture:
-                    reply.capture = Capture()
-                    reply.capture.asked(question.body)
-                try:
-                    self._dispatcher.answer(question, reply, record)
-                finally:
-                    if isinstance(question.body, Spool):
-                        question.body.close()
+                self._ask_engine(asked, reply, record)
         except ClientGone as gone:
             reply.keep, reply.status, reply.code = False, gone.status, gone.code
         except Unauthorized as error:
@@ -164,6 +158,19 @@ class Handler:
             reply.refuse(MuxError("Internal error in anvil-mux; its log says more."))
         self._record(record, asked, reply)
         return reply.keep
+
+    def _ask_engine(self, asked: Asked, reply: Reply, record: Served) -> None:
+        question = self._questions.read(asked, reply.client)
+        record.model, record.preset = question.target.model, question.target.preset
+        record.stream = question.stream
+        if asked.access.config.capture:
+            reply.capture = Capture()
+            reply.capture.asked(question.body)
+        try:
+            self._dispatcher.answer(question, reply, record)
+        finally:
+            if isinstance(question.body, Spool):
+                question.body.close()
 
     def refuse_unread(self, client: Client, error: MuxError) -> None:
         """Answers something that could not be read as a request."""

@@ -136,7 +136,6 @@ def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
     )
     return Target(
         model,
-        limited=key if key and key.requests is not None else None,
         replicas=access.replicas[model],
         explains=EXPLAIN in asked.request.fields,
         loads=naming.may_load(asked.request.query),
@@ -202,7 +201,7 @@ def read_json(asked: Asked, client: Client) -> bytes | bytearray:
     request = asked.request
     body = client.read_body(request, asked.access.config.max_body)
     if b"content-encoding" in request.fields:
-        body = _unpacked(asked, body)
+        body = _unpacked(asked, client, body)
     kind = request.fields.get(b"content-type", b"")
     if kind != b"application/json" and naming.media(kind, body) != "json":
         raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
@@ -211,12 +210,18 @@ def read_json(asked: Asked, client: Client) -> bytes | bytearray:
 
 def _read(asked: Asked, client: Client) -> bytes | bytearray:
     """The body of any kind, in memory."""
-    return _unpacked(asked, client.read_body(asked.request, asked.access.config.max_body))
+    return _unpacked(asked, client, client.read_body(asked.request, asked.access.config.max_body))
 
 
-def _unpacked(asked: Asked, body: bytes | bytearray) -> bytes | bytearray:
+def _unpacked(asked: Asked, client: Client, body: bytes | bytearray) -> bytes | bytearray:
     packed = _coding(asked.request)
-    return coding.unpacked(body, packed, asked.access.config.max_body) if packed else body
+    if not packed:
+        return body
+    most = coding.room(len(body), asked.access.config.max_body)
+    client.hold(most)
+    content = coding.unpacked(body, packed, most)
+    client.hold(len(content) - most)
+    return content
 
 
 def _coding(request: http1.Request) -> str:

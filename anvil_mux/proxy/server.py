@@ -2,10 +2,11 @@
 
 A new connection is kept at the front (front.py) until a request's head has come; then a thread (threads.py)
 reads it, has the handler answer it, and waits for a moment for the next one before it gives the connection
-back. Before each request it moves to where such threads are to run just then (affinity.py). A connection
-over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle connections
-closed, waiting requests refused, running ones finished in time. Until then whoever comes is told that the
-program ends: /readyz by its status, and requests for models with when to try again.
+back. With TLS it is kept there until its first byte has come, and the thread does the handshake first. Before
+each request the thread moves to where such threads are to run just then (affinity.py). A connection over the
+limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle connections closed,
+waiting requests refused, running ones finished in time. Until then whoever comes is told that the program
+ends: /readyz by its status, and requests for models with when to try again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from http.server import ThreadingHTTPServer
 from ipaddress import ip_address
@@ -29,10 +31,10 @@ from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy import client as limits
 from anvil_mux.proxy.affinity import Affinity, CPUs
-from anvil_mux.proxy.client import Client
+from anvil_mux.proxy.client import BodyMemory, Client
 from anvil_mux.proxy.front import ClientConnection, Front
 from anvil_mux.proxy.handler import Handler
-from anvil_mux.proxy.threads import Task, Threads
+from anvil_mux.proxy.threads import Threads
 from anvil_mux.proxy.tls import accepted
 
 STACK_BYTES = 512 * 1024
@@ -62,6 +64,7 @@ class Server(ThreadingHTTPServer):
         mux: Multiplexer,
         *,
         max_connections: int = 16384,
+        max_bodies: int = 1 << 30,
         affinity: Affinity | None = None,
         tls: ssl.SSLContext | None = None,
         client_timeout: float = 60.0,
@@ -82,6 +85,7 @@ class Server(ThreadingHTTPServer):
         """The moment at which the accepting thread last came by."""
         self._over = False
         self.max_connections = max_connections
+        self.bodies = BodyMemory(max_bodies)
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         threading.stack_size(STACK_BYTES)
@@ -130,16 +134,18 @@ class Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.connections) >= self.max_connections:
             self._turn_away(request)
-        elif self.tls is None:
-            self._begin(self._connection(request, client_address))
-        else:
-            self._run(partial(self._begin_tls, request, client_address, self.tls), request)
-
-    def _connection(self, request: socket.socket, address: tuple[str, int]) -> ClientConnection:
-        client = Client(request, address[0], self.client_timeout, self._last_head.copy())
+            return
+        client = Client(
+            request,
+            client_address[0],
+            self.client_timeout,
+            self._last_head.copy(),
+            memory=self.bodies,
+            tls=self.tls,
+        )
         connection = ClientConnection(request, client)
         self.connections.add(connection)
-        return connection
+        self.front.watch(connection) if client.tls else self._begin(connection)
 
     def _begin(self, connection: ClientConnection) -> None:
         """Most clients have sent their request already when their connection is accepted."""
@@ -150,27 +156,26 @@ class Server(ThreadingHTTPServer):
         else:
             self.serve(connection) if whole else self.front.watch(connection)
 
-    def _begin_tls(self, request: socket.socket, address: tuple[str, int], context: ssl.SSLContext) -> None:
-        with request:
-            try:
-                plain = accepted(request, context, 2 * self.client_timeout)
-            except ClientGone:
-                return
-        self.front.watch(self._connection(plain, address))
-
     def serve(self, connection: ClientConnection) -> None:
-        self._run(partial(self._serve, connection), connection.socket, connection)
+        self._run(self._serve, connection)
 
     def refuse_late(self, connection: ClientConnection) -> None:
-        self._run(partial(self._refuse_late, connection), connection.socket, connection)
+        self._run(self._refuse_late, connection)
 
-    def _run(self, task: Task, request: socket.socket, connection: ClientConnection | None = None) -> None:
+    def _run(self, task: Callable[[ClientConnection], object], connection: ClientConnection) -> None:
         try:
-            self._pool.run(task)
+            self._pool.run(partial(self._ending, task, connection))
         except RuntimeError:  # no more threads
-            if connection:
-                self.connections.discard(connection)
-            self._turn_away(request)
+            self.connections.discard(connection)
+            self._turn_away(connection.socket)
+
+    def _ending(self, task: Callable[[ClientConnection], object], connection: ClientConnection) -> None:
+        """Do ``task``; a mistake in it ends the connection."""
+        try:
+            task(connection)
+        except BaseException:
+            self.end(connection)
+            raise
 
     def end(self, connection: ClientConnection) -> None:
         """Close a connection. Any thread that it belongs to."""
@@ -184,6 +189,11 @@ class Server(ThreadingHTTPServer):
         """Serve its requests as long as they follow each other; then the front watches it, or it is over."""
         client, returns = connection.client, False
         try:
+            if client.tls:
+                connection.socket = client.socket = accepted(
+                    client.socket, client.tls, 2 * self.client_timeout
+                )
+                client.tls, connection.is_known = None, False
             while True:
                 self.affinity.follow()
                 request = client.next_request()
@@ -202,6 +212,11 @@ class Server(ThreadingHTTPServer):
         else:
             self._part(connection)
 
+    def _shake_hands(self, connection: ClientConnection, context: ssl.SSLContext) -> None:
+        client = connection.client
+        connection.socket = client.socket = accepted(client.socket, context, 2 * self.client_timeout)
+        client.tls, connection.is_known = None, False
+
     def _serve_one(self, connection: ClientConnection, request: http1.Request) -> bool:
         """Whether another request may follow."""
         client = connection.client
@@ -210,6 +225,7 @@ class Server(ThreadingHTTPServer):
             keep = self.handler.serve(client, request)
             return keep and client.discard_body() and not self.handler.probes.draining
         finally:
+            client.let_go()
             self.busy.discard(connection)
 
     def _refuse_late(self, connection: ClientConnection) -> None:

@@ -35,11 +35,11 @@ def build_context(cert: str, key: str) -> ssl.SSLContext:
 def accepted(connection: socket.socket, context: ssl.SSLContext, patience: float) -> socket.socket:
     """The plain end of a client's connection; ClientGone if it does not begin TLS.
 
-    Closing it ends the connection.
+    Closing it ends the connection, which is handed over.
     """
     connection.settimeout(HANDSHAKE_SECONDS)
     try:
-        return Plain(context.wrap_socket(connection.dup(), server_side=True), patience).socket
+        return Plain(context.wrap_socket(connection, server_side=True), patience).socket
     except OSError as error:
         raise ClientGone(f"The client did not begin TLS: {error}.") from None
 
@@ -67,7 +67,12 @@ class Plain:
         self._secure.setblocking(False)
         self._inner.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="tls", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            for end in (self.socket, self._inner, secure):
+                end.close()
+            raise OSError(str(error)) from None
 
     def _run(self) -> None:
         with self._inner, self._secure:

@@ -6,6 +6,7 @@ The address is bound here, so that whatever prevents serving is said before anyt
 from __future__ import annotations
 
 import os
+import resource
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.settings import gib
 from anvil_mux.host.local import LocalHost
-from anvil_mux.host.seam import LOG_LINES, Host, HostConfig
+from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.handler import Handler
@@ -48,6 +49,11 @@ from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.journal import NORMAL, Journal
 from anvil_mux.telemetry.metrics import Metrics
 from anvil_mux.telemetry.usage import Usage
+
+FILES, FILES_WITH_TLS = 2, 4
+"""The descriptors of a connection whose request is answered."""
+OWN_FILES = 256
+"""Descriptors that are not for connections, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +88,11 @@ class Parts:
         self.say = partial(say, form=options.log_format)
         self.clock = Clock()
         local = LocalHost(HostConfig.of(config), given.lock)
-        self.config = config = complete(config, local)
+        read, config = config, complete(config, local)
+        self.config = config
         """The configuration that is in effect."""
+        for warning in [each for each in config.warnings if each not in read.warnings]:
+            self.say(f"warning: {warning}")
         self.missing_rights: list[str] = []
         """Warnings about what a checkpoint needs here and we lack, as of the start or the last reload."""
         self.hosts = HostsInUse(local, given.cluster, config)
@@ -236,6 +245,7 @@ class Parts:
                 self.handler,
                 self.mux,
                 max_connections=self.config.max_connections,
+                max_bodies=self.config.max_bodies or 0,
                 affinity=self.affinity,
                 tls=tls,
                 client_timeout=self.config.client_timeout,
@@ -280,10 +290,24 @@ class Parts:
         return self.hosts.all.log_tail(found, lines) if found else []
 
 
-def complete(config: Config, host: Host) -> Config:
+def complete(config: Config, host: LocalHost) -> Config:
     """Complete the configuration by what the machine says, and by the files that are read here."""
-    config = replace(config, said=credentials.digests(config))
+    config = bounded(replace(config, said=credentials.digests(config)), host.own_memory())
     memory = host.inventory().memory
     if config.host_memory is not None or memory is None:
         return config
     return replace(config, host_memory=memory * 9 // 10)  # the rest is the system's
+
+
+def bounded(config: Config, memory: int) -> Config:
+    """The configuration with no more memory for bodies and no more connections than there can be."""
+    bodies = max(config.max_bodies or memory // 8, config.max_body)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = (files - min(OWN_FILES, files // 4)) // (FILES_WITH_TLS if config.tls_cert else FILES)
+    if config.max_connections <= most or files == resource.RLIM_INFINITY:
+        return replace(config, max_bodies=bodies)
+    warning = (
+        f"max_connections is {most} instead of {config.max_connections}: "
+        f"this program may open {files} files (ulimit -n)"
+    )
+    return replace(config, max_bodies=bodies, max_connections=most, warnings=(*config.warnings, warning))

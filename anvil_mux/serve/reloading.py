@@ -57,6 +57,7 @@ def reconfigure(parts: Parts, config: Config) -> Change:
     parts.config = config
     parts.handler.reconfigure(config, keys)
     parts.server.max_connections = config.max_connections
+    parts.server.bodies.most = config.max_bodies or 0
     parts.server.tls = tls
     parts.metrics.know(config)
     parts.elsewhere.take(config)

@@ -136,7 +136,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            machines: {b: {host_memory: 8GiB}},
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
-           client_timeout: 7, max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
+           client_timeout: 7, max_upload: 2MB, max_bodies: 3GB, default_model: a, on_exit: stop,
+           routing: lmetric,
            host_memory: 64GiB, preload: yes, hooks: {url: "http://x"},
            allowed_hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert,
            tls_key: /key, when_paused: wait, capture: 50, home_after: 8, any_of: {any: [a]}, read_ahead: no}
@@ -148,7 +149,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.drain_timeout, found.queue_timeout, found.max_wait, found.max_queue) == (0, 60, 2, 3)
     assert (found.max_connections, found.upstream_timeout, found.loading_grace) == (4, 5, 6)
     assert found.client_timeout == 7
-    assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
+    assert (found.max_body, found.max_upload, found.max_bodies) == (1 << 20, 2_000_000, 3_000_000_000)
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.preload, found.backends[0].preload) == (64 << 30, True, True)
     assert found.memory_of_hosts == {"b": 8 << 30}

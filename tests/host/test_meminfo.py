@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.host.meminfo import cache_room
+from anvil_mux.host.meminfo import cache_room, own_memory
 
 GIB = 1 << 30
 
@@ -31,6 +31,14 @@ def room(proc: Path, cgroup: str = "", **files: str) -> float:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return cache_room(proc, groups) / GIB
+
+
+def test_a_process_has_the_memory_of_its_host_or_as_much_as_a_group_around_it_may(proc: Path) -> None:
+    room(proc)
+    assert own_memory(proc, proc.parent / "cgroup") == 100 * GIB
+    room(proc, "0::/a/b\n", a__max=str(30 * GIB), a__b__max="max")
+    assert own_memory(proc, proc.parent / "cgroup") == 30 * GIB
+    assert own_memory(proc.parent / "none") == 0
 
 
 def test_pages_that_are_mapped_and_a_tenth_of_the_memory_are_left_alone(proc: Path) -> None:

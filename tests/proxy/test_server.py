@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.errors import LoadError
+from anvil_mux.errors import BadRequest, LoadError
 from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
 from anvil_mux.proxy import client, front, server, threads
 from anvil_mux.proxy.affinity import CPUs
@@ -188,6 +189,99 @@ def test_a_large_unread_body_closes_the_connection_after_the_answer(rig: Rig) ->
     for _ in range(3):
         connection.send(SMUGGLED)  # a reset would destroy the answer under way
     assert connection.is_closed()
+
+
+def test_a_refused_body_that_has_not_come_is_not_waited_for(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000\r\n\r\n{")
+    answer = connection.read()
+    assert (answer.status, answer.header(b"connection")) == (404, b"close")
+    assert connection.is_closed()
+
+
+def test_a_body_has_to_come_at_its_rate_to_the_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came fast at first could else be held for hours."""
+    moments = iter([0.0, 10.0, 20.0, 31.0, 50.0, 62.0, 70.0])
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    pace = client._Pace()
+    for have in (30 << 20, 30 << 20, 31 << 20, 31 << 20):
+        pace.check(have)
+    with pytest.raises(BadRequest, match="too slowly"):
+        pace.check((31 << 20) + 1000)
+
+
+# The memory of bodies
+
+
+def announced(length: int) -> bytes:
+    return HEAD + b"Content-Length: %d\r\n\r\n" % length
+
+
+def test_a_body_takes_the_memory_that_has_come_and_not_what_is_announced(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(announced(60 << 20) + b"{" + b" " * 99_999)
+    held = seen(lambda: rig.server.bodies.held, lambda held: held > 60_000)
+    assert held <= 300_000
+    connection.leave()
+    assert seen(lambda: rig.server.bodies.held, lambda held: not held) == 0
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "gzip"])
+def test_bodies_beyond_the_memory_for_all_are_refused_for_a_while(
+    make_rig: Callable[..., Rig], framing: str
+) -> None:
+    rig = make_rig(max_bodies=3 << 20)
+    waiting = rig.client()
+    body = b'{"model":"a","x":"%b"}' % (b"x" * (2 << 20))
+    waiting.post(body)
+    asked = rig.engine.next()
+    further = rig.client()
+    if framing == "length":
+        further.send(announced(len(body)))
+    elif framing == "chunked":
+        further.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(b" " * (2 << 20)))
+    else:
+        packed = gzip.compress(body)
+        further.send(HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%b" % (len(packed), packed))
+    if framing == "length":
+        further.socket.sendall(body[: 3 << 19])
+    answer = further.read()
+    assert (answer.status, code(answer.body)) == (503, "overloaded")
+    assert b"max_bodies" in answer.body
+    assert answer.header(b"retry-after") == b"5"
+    asked.send(JSON_OK)
+    assert waiting.read().status == 200
+    assert seen(lambda: rig.server.bodies.held, lambda held: not held) == 0
+    again = rig.client()
+    again.post(body)
+    rig.engine.next().send(JSON_OK)
+    assert again.read().status == 200
+
+
+def test_a_body_unpacks_to_no_more_than_its_size_pays_for(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(
+        gzip.compress(b'{"model":"a","x":"%b"}' % bytes(30 << 20)), extra=b"Content-Encoding: gzip\r\n"
+    )
+    answer = connection.read()
+    assert (answer.status, code(answer.body)) == (413, "request_too_large")
+
+
+def test_a_keys_requests_count_from_their_heads(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(keys=keys.load(None, {"ANVIL_API_KEYS": "a-key-of-ones-own requests=1"}))
+    rig.engine.answer = lambda _: JSON_OK
+    shown = b"Authorization: Bearer a-key-of-ones-own\r\n"
+    sending, further = rig.client(), rig.client()
+    sending.send(HEAD + shown + b"Content-Length: 13\r\n\r\n{")
+
+    def status() -> int:
+        further.post(ASK_A, extra=shown)
+        return further.read().status
+
+    assert seen(status, lambda status: status == 429) == 429
+    sending.send(ASK_A[1:])
+    assert sending.read().status == 200
+    assert seen(status, lambda status: status == 200) == 200
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(make_rig: Callable[..., Rig]) -> None:

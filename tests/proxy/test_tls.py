@@ -19,7 +19,7 @@ from anvil_mux.proxy import tls
 from anvil_mux.serve.credentials import tls_context
 from tests.cli.test_cli import compose, state
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
-from tests.running import begin
+from tests.running import begin, seen
 
 __all__ = ["state"]
 
@@ -140,8 +140,32 @@ def test_who_begins_and_says_nothing_is_not_waited_for_long(
     rig: Rig, connect: Callable[[], RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.05)
-    silent = rig.client()
-    assert silent.is_closed()
+    begun = rig.client()
+    begun.send(b"\x16\x03\x01\x02\x00\x01")
+    assert begun.is_closed()
+
+
+def test_who_has_not_begun_is_a_connection_and_holds_no_thread(
+    make_rig: Callable[..., Rig], files: tuple[str, str]
+) -> None:
+    rig = make_rig(tls=tls.build_context(*files), max_connections=3)
+    before = threading.active_count()
+    silent = [rig.client() for _ in range(3)]
+    assert seen(lambda: len(rig.server.connections), lambda count: count == 3) == 3
+    assert threading.active_count() == before
+    assert rig.client().rest().startswith(b"HTTP/1.1 503 ")
+    silent[0].leave()
+    assert seen(lambda: len(rig.server.connections), lambda count: count == 2) == 2
+
+
+def test_a_handshake_that_fails_is_a_connection_no_more(rig: Rig) -> None:
+    plain = rig.client()
+    plain.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    try:
+        plain.rest()
+    except ConnectionResetError:
+        pass
+    assert not seen(lambda: rig.server.connections, lambda connections: not connections)
 
 
 def test_old_versions_are_refused(rig: Rig) -> None:
