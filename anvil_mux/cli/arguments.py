@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -98,7 +99,7 @@ def configuration(
     from anvil_mux.host import check
 
     return plugins.load(
-        files or composefile.find_files(Path.cwd()),
+        files or composefile.find_files(Path.cwd(), os.environ),
         present=gpus_present(),
         overrides=overrides,
         judge=check.why_not_checkpoint if here else None,

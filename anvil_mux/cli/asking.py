@@ -276,7 +276,7 @@ def address(given: argparse.Namespace) -> str:
     if not url:
         home = state_folder("", os.environ)
         try:
-            files: Sequence[str | Path] = files_given or find_files(Path.cwd())
+            files: Sequence[str | Path] = files_given or find_files(Path.cwd(), os.environ)
         except ConfigError:
             files = ()
         found = remote.places(home)
@@ -295,7 +295,7 @@ def _configured_url(files: Sequence[str]) -> str | None:
     from anvil_mux.config.table import SETTINGS
 
     try:
-        paths = [Path(file) for file in files] or find_files(Path.cwd())
+        paths = [Path(file) for file in files] or find_files(Path.cwd(), os.environ)
         document = interpolate.read(paths[-1])
         scope = interpolate.Scope(interpolate.environment(document.file.parent, os.environ))
         said = os.environ.get("ANVIL_LISTEN") or scope.fill(str(document.content["x-anvil"]["listen"]))

@@ -691,7 +691,7 @@ def _files_served() -> Sequence[str]:
     from anvil_mux.state import state_folder
 
     try:
-        find_files(Path.cwd())
+        find_files(Path.cwd(), os.environ)
     except ConfigError:
         found = remote.places(state_folder("", os.environ))
         return found[0].files if len(found) == 1 else ()

@@ -29,7 +29,7 @@ def run(given: argparse.Namespace) -> int:
     from anvil_mux.host import check
     from anvil_mux.importing.suggested import suggest
 
-    files = [Path(file) for file in given.files] or [*composefile.find_files(Path.cwd())]
+    files = [Path(file) for file in given.files] or [*composefile.find_files(Path.cwd(), os.environ)]
     documents = [interpolate.read(file) for file in files]
     made = suggest(documents, os.environ, [gpu.id for gpu in check.gpus_here()])
     found = any("x-anvil" in each for each in made.written.services.values())
@@ -54,8 +54,9 @@ def run(given: argparse.Namespace) -> int:
     engines = [row for row in made.rows if row.model]
     say(
         f"{counted(engines, 'model')}; with this added, check has {counted(problems, 'problem')} and "
-        f"{counted(warnings, 'warning')}. Paste it into the file, or use it as a second file (needs "
-        f"Docker Compose): anvil-mux check --suggest {names} > {OVERRIDE}; anvil-mux check {names} {OVERRIDE}"
+        f"{counted(warnings, 'warning')}. Paste it into the file, or use it as a second file (which "
+        f"needs Docker Compose, but for processes): anvil-mux check --suggest {names} > {OVERRIDE}; "
+        f"anvil-mux check {names} {OVERRIDE}"
     )
     return 0
 

@@ -1,7 +1,8 @@
 """Compose files -> one mapping, through the Compose program or without it.
 
 ``docker compose config`` knows every form that Compose knows, so it is asked where it can be; it needs no
-Docker Engine. Where it is missing, or where the caller wants none of it, interpolate.py reads one file.
+Docker Engine. Where it is missing interpolate.py reads one file, and for local processes several. ``x-anvil``
+is merged by overlay.py in each case.
 Either way the variables are in, and what the file left open (unset variables) is a warning.
 """
 
@@ -11,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,20 @@ from typing import Any
 import yaml
 
 from anvil_mux.command import Done, run
-from anvil_mux.config import compose_words, interpolate
+from anvil_mux.config import compose_words, interpolate, overlay
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.overlay import Layer, Layers
+from anvil_mux.config.problems import KeyInFile
 from anvil_mux.errors import ConfigError
 
 FILE_NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")
+OVERRIDE_NAMES = (
+    "compose.override.yml",
+    "compose.override.yaml",
+    "docker-compose.override.yml",
+    "docker-compose.override.yaml",
+)
 COMPOSE_TIMEOUT = 60.0
 SHARED = ("networks", "volumes", "secrets", "configs")
 """The things beside services that services use."""
@@ -42,39 +52,55 @@ class Content:
     """Whether it was read without the Compose program."""
     shared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """``SHARED`` -> name -> description."""
+    places: Mapping[KeyPath, KeyInFile] = field(default_factory=dict)
+    """The key of each setting of ``x-anvil`` -> the file whose value counts, and its key there."""
 
 
 Compose = Callable[[Sequence[str], Mapping[str, str]], Done | None]
 """Runs a command; None where there is no such program."""
 
 
-def find_files(folder: Path) -> tuple[Path, ...]:
-    """The compose file that Compose itself would take in ``folder``, with its override file; ConfigError."""
+def find_files(folder: Path, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """The compose files that Compose itself would take in ``folder``; ConfigError."""
     folder = folder.absolute()
+    variables = interpolate.environment(folder, environ)
+    if named := variables.get("COMPOSE_FILE"):
+        separator = variables.get("COMPOSE_PATH_SEPARATOR") or os.pathsep
+        return tuple(folder / file for file in named.split(separator))
     for place in (folder, *folder.parents):
-        for name in FILE_NAMES:
-            if (place / name).is_file():
-                stem, _, suffix = name.rpartition(".")
-                overrides = (place / f"{stem}.override.{each}" for each in (suffix, "yml", "yaml"))
-                return (place / name, *[each for each in overrides if each.is_file()][:1])
+        if found := [place / name for name in FILE_NAMES if (place / name).is_file()]:
+            overrides = [place / name for name in OVERRIDE_NAMES if (place / name).is_file()]
+            return (found[0], *overrides[:1])
     raise ConfigError([f"{folder}: no compose.yaml here or above; name a compose file on the command line"])
 
 
 def combine(
-    documents: Sequence[Document], environ: Mapping[str, str], compose: Compose | None = None
+    documents: Sequence[Document],
+    environ: Mapping[str, str],
+    compose: Compose | None = None,
+    *,
+    process: bool = False,
 ) -> Content:
-    """The content of the files, through ``compose`` if that is given and there is such a program."""
-    if compose is not None:
+    """The content of the files, through ``compose`` if that is given and there is such a program.
+
+    ``process``: the services are local processes, of which Compose knows nothing.
+    """
+    if compose is not None and not process:
         answer = compose(compose_config([document.file for document in documents]), environ)
         if answer is not None:
-            return _composed(documents, answer)
-    if len(documents) > 1:
+            return _composed(documents, answer, environ)
+    if len(documents) > 1 and not process:
         text = f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"
         raise ConfigError([Diagnostic(text, page="running.md#docker-or-podman")])
-    content, unset = interpolate.resolve(documents[0], environ)
-    warnings = tuple(_unset(documents, name) for name in unset)
+    variables = interpolate.environment(documents[0].file.parent, environ)
+    content: Any = {}
+    warnings: list[str] = []
+    for document in documents:
+        resolved, unset = interpolate.resolve(document, variables)
+        content = overlay.laid_over(content, resolved)
+        warnings += [_unset(documents, name) for name in unset]
     project = _project(documents[0].file, content, environ)
-    return _content(content, project, warnings, plain=True)
+    return _content(content, project, warnings, Layers(documents, variables), plain=True)
 
 
 def compose_config(files: Iterable[Path]) -> list[str]:
@@ -96,7 +122,7 @@ def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> Done | None:
     return done
 
 
-def _composed(documents: Sequence[Document], answer: Done) -> Content:
+def _composed(documents: Sequence[Document], answer: Done, environ: Mapping[str, str]) -> Content:
     said, warnings = [], []
     for line in answer.err.splitlines():
         if warning := re.search(r'level=warning msg="(.*)"\s*$', line):
@@ -108,13 +134,33 @@ def _composed(documents: Sequence[Document], answer: Done) -> Content:
         raise ConfigError(compose_words.in_plain_words(why, documents))
     # It prints every $ that stands for itself as $$.
     content = yaml.load(answer.out.replace("$$", "$"), interpolate.Loader) or {}
-    return _content(content, content.get("name", ""), tuple(warnings), plain=False)
+    try:
+        variables = interpolate.environment(documents[0].file.parent, environ)
+    except ConfigError:
+        variables = dict(environ)  # Compose has read the file, whatever we make of it
+    layers = Layers(documents, variables)
+    return _content(content, content.get("name", ""), warnings, layers, plain=False)
 
 
-def _content(content: Mapping[str, Any], project: str, warnings: tuple[str, ...], *, plain: bool) -> Content:
+def _content(
+    content: dict[str, Any], project: str, warnings: Iterable[str], layers: Layers, *, plain: bool
+) -> Content:
+    places: dict[KeyPath, KeyInFile] = {}
+
+    def lay(holder: Any, key: KeyPath, found: Sequence[Layer]) -> None:
+        """Merge what several files have; what one file has is right as it was read."""
+        if not plain and len(found) > 1:
+            holder[overlay.OURS] = overlay.merged(found)
+        counting = overlay.origins(found).items()
+        places.update({(*key, overlay.OURS, n): (each.document, (*each.key, n)) for n, each in counting})
+
+    lay(content, (), layers.of_all())
+    for name, described in overlay.mapping(content.get("services")).items():
+        with suppress(ConfigError):  # what stands at an address, or is not there, Compose alone has read
+            lay(described, ("services", name), layers.of_service(name))
     shared = {kind: found for kind in SHARED if isinstance(found := content.get(kind), dict)}
-    services, settings = content.get("services"), content.get("x-anvil")
-    return Content(services, settings, project, warnings, plain=plain, shared=shared)
+    services, settings = content.get("services"), content.get(overlay.OURS)
+    return Content(services, settings, project, tuple(warnings), plain=plain, shared=shared, places=places)
 
 
 def _warning(documents: Sequence[Document], text: str) -> str:

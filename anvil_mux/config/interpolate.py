@@ -14,7 +14,7 @@ is worked out even where it is not needed, and a ``$`` in front of anything else
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,84 +92,124 @@ def read(file: Path) -> Document:
     return Document(file, content, walk.lines, tuple(walk.tags))
 
 
-def resolve(document: Document, environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def resolve(document: Document, variables: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The content with its variables replaced, and the names of those that are not set; ConfigError."""
-
-    def at(key: KeyPath, text: object) -> Diagnostic:
-        return as_diagnostic(text).at(document.place(key), key, ".".join(key))
-
-    problems = [at(key, f"{tag} {NEED_COMPOSE}") for key, tag in document.tags]
-    problems += [at(key, NEED_COMPOSE) for key in _other_files(document.content)]
-    scope = Scope(environment(document.file.parent, environ))
-
-    def fill(value: Any, key: KeyPath) -> Any:
-        match value:
-            case str():
-                try:
-                    return scope.fill(value)
-                except ValueError as error:
-                    problems.append(at(key, error))
-            case dict():
-                return {name: fill(inner, (*key, str(name))) for name, inner in value.items()}
-            case list():
-                return [fill(inner, (*key, str(index))) for index, inner in enumerate(value)]
-        return value
-
-    content = fill(document.content, ())
+    problems: list[str] = [_problem(document, key, f"{tag} {NEED_COMPOSE}") for key, tag in document.tags]
+    problems += [_problem(document, key, NEED_COMPOSE) for key in _other_files(document.content)]
+    scope = Scope(variables)
+    content = _fill(document, document.content, (), scope, problems)
     if problems:
         raise ConfigError(problems)
     return content, tuple(scope.unset)
 
 
-def environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Merge ``environ`` over the variables of ``folder/.env``."""
-    file = folder / ".env"
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return dict(environ)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{file}: cannot be read: {error}"]) from None
-    known = dict(environ)
-    problems = []
-    for number, line in enumerate(lines, 1):
-        try:
-            name, value = _assignment(line, known)
-        except ValueError as error:
-            text = f"{file}:{number}: {error}"
-            problems.append(Diagnostic(text, write="NAME=value", place=Position(str(file), number)))
-            continue
-        if name and name not in environ:
-            known[name] = value
+def filled(document: Document, value: Any, key: KeyPath, scope: Scope) -> Any:
+    """The value at a key of the file with its variables replaced; ConfigError."""
+    problems: list[str] = []
+    found = _fill(document, value, key, scope, problems)
     if problems:
         raise ConfigError(problems)
+    return found
+
+
+def _fill(document: Document, value: Any, key: KeyPath, scope: Scope, problems: list[str]) -> Any:
+    match value:
+        case str():
+            try:
+                return scope.fill(value)
+            except ValueError as error:
+                problems.append(_problem(document, key, error))
+        case dict():
+            return {n: _fill(document, each, (*key, str(n)), scope, problems) for n, each in value.items()}
+        case list():
+            return [_fill(document, each, (*key, str(at)), scope, problems) for at, each in enumerate(value)]
+    return value
+
+
+def _problem(document: Document, key: KeyPath, text: object) -> Diagnostic:
+    return as_diagnostic(text).at(document.place(key), key, ".".join(key))
+
+
+ENV_FILE = ".env"
+
+
+def environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Merge ``environ`` over the variables of ``folder/.env``, or of the files in COMPOSE_ENV_FILES."""
+    named = [Path(file) for file in environ.get("COMPOSE_ENV_FILES", "").split(",") if file]
+    return variables_of(named or [folder / ENV_FILE], environ)
+
+
+def variables_of(files: Sequence[Path], environ: Mapping[str, str]) -> dict[str, str]:
+    """Merge ``environ`` over the variables of files, of which the later is the stronger; ConfigError."""
+    known = dict(environ)
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError([f"{file}: cannot be read: {error}"]) from None
+        try:
+            for name, value in _assignments(text, known):
+                if name not in environ:
+                    known[name] = value
+        except ValueError as error:
+            why, begins = error.args
+            line = text.count("\n", 0, begins) + 1
+            said = f"{file}:{line}: {why}"
+            found = Diagnostic(said, write="NAME=value", place=Position(str(file), line))
+            raise ConfigError([found]) from None
     return known
 
 
-ASSIGNMENT = re.compile(
-    r"""\s*(?:export\s+)?(?P<name>[\w.-]+)\s*[=:]\s*
-        (?: '(?P<literal>(?:[^'\\]|\\.)*)'\s*(?:\#.*)?
-          | "(?P<quoted>(?:[^"\\]|\\.)*)"\s*(?:\#.*)?
-          | (?P<bare>[^'"].*)? )$""",
-    re.VERBOSE,
-)
-ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "$": "$$"}
+NO_STATEMENT = re.compile(r"(?:\s|#[^\n]*)*(?:export[^\S\n]+)?")
+NAMED = re.compile(r"([^=:\n]*)([=:]?)[^\S\n]*")
+QUOTED = {quote: re.compile(rf"{quote}((?:[^{quote}\\]|\\.)*){quote}", re.DOTALL) for quote in "'\""}
+ESCAPE = re.compile(r"\\(0[0-7]{3}|.)", re.DOTALL)
+ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", '"': '"', "\\": "\\"}
 
 
-def _assignment(line: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Name and value of one line of a .env file; no name where the line sets nothing."""
-    if not line.strip() or line.lstrip().startswith("#") or re.fullmatch(r"\s*(export\s+)?\w+\s*", line):
-        return "", ""
-    found = ASSIGNMENT.match(line)
+def _assignments(text: str, known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Name and value of each assignment of a .env file; ValueError(what is wrong, where it begins).
+
+    A value in quotes may have several lines, and behind it another assignment may follow in the same line.
+    """
+    at = NO_STATEMENT.match(text).end()  # type: ignore[union-attr]
+    while at < len(text):
+        begins, found = at, NAMED.match(text, at)
+        assert found is not None
+        name, at = found[1].strip(), found.end()
+        if not re.fullmatch(r"[\w.\[\]-]*", name):
+            raise ValueError("is not NAME=VALUE", begins)
+        if found[2]:
+            try:
+                value, at = _value(text, at, known)
+            except ValueError as error:
+                raise ValueError(error.args[0], begins) from None
+            if name:
+                yield name, value
+        at = NO_STATEMENT.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _value(text: str, at: int, known: Mapping[str, str]) -> tuple[str, int]:
+    """The value that begins at a place of a .env file, and where it ends."""
+    quote = text[at : at + 1]
+    if quote not in QUOTED:
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        return Scope(known).fill(text[at:end].partition(" #")[0].strip()), end
+    found = QUOTED[quote].match(text, at)
     if found is None:
-        raise ValueError("is not NAME=VALUE (values of several lines need the Docker Compose program)")
-    if found["literal"] is not None:
-        return found["name"], found["literal"].replace("\\'", "'")
-    if found["quoted"] is not None:
-        value = re.sub(r"\\(.)", lambda each: ESCAPES.get(each[1], each[0]), found["quoted"])
-    else:
-        value = (found["bare"] or "").split(" #")[0].strip()
-    return found["name"], Scope(known).fill(value)
+        raise ValueError(f"a quote ({quote}) is opened here and not closed")
+    if quote == "'":
+        return found[1].replace("\\'", "'"), found.end()
+    return Scope(known).fill(ESCAPE.sub(_unescaped, found[1])), found.end()
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    if len(escape[1]) > 1:
+        return chr(int(escape[1], 8))
+    return "$$" if escape[1] == "$" else ESCAPES.get(escape[1], escape[0])
 
 
 NAME = re.compile(r"[_a-zA-Z][_a-zA-Z0-9]*")

@@ -4,7 +4,7 @@ Flags win over the environment (``ANVIL_*``), that over the file, that over the 
 
 ``docker compose config`` reads the files where that program exists. It is not asked where runtime is process
 (so that needs no Docker), and where it is missing interpolate.py reads one file itself. Both give the same
-``Config``. Compose merges ``x-anvil`` of several files key by key at no level: the last file's replaces it.
+``Config``. Of several files each setting is, whole, that of the last one that has it (overlay.py).
 
 Problems are collected and raised together, each with file, line and key. What works but will cause trouble
 is in ``Config.warnings``.
@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from anvil_mux.config import any_of, interpolate, settings
+from anvil_mux.config import any_of, interpolate, overlay, settings
 from anvil_mux.config.backends import BackendReader, Surroundings
 from anvil_mux.config.candidates import Places
 from anvil_mux.config.checking import Checks
@@ -31,6 +31,7 @@ from anvil_mux.config.config import Backend, Config, Gpu, Judge, Machine, defaul
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.misplaced import misplaced
 from anvil_mux.config.names import Names
+from anvil_mux.config.overlay import Layers
 from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.reading import read, take
@@ -105,10 +106,14 @@ class _ConfigReader:
         self._overrides = {key: value for key, value in overrides.items() if value is not None}
         self._problems = Problems(documents)
         self._origins = self._problems.origins
-        self._variables = interpolate.environment(self._folder, environ)
+        try:
+            self._variables = interpolate.environment(self._folder, environ)
+        except ConfigError:
+            self._variables = dict(environ)  # whoever reads the files, Compose or we, says what is wrong
 
     def load(self, compose: Compose | None) -> Config:
-        content = combine(self._documents, self._environ, None if self._wants_process() else compose)
+        content = combine(self._documents, self._environ, compose, process=self._wants_process())
+        self._problems.places = content.places
         self._problems.warnings += content.warnings
         values = self._top_level(content.settings)
         values.setdefault("project", content.project or default_of(Config, "project"))
@@ -175,15 +180,11 @@ class _ConfigReader:
 
     def _wants_process(self) -> bool:
         """Whether the runtime is ``process``, seen before the Compose program is asked for anything."""
-        found: object = ""
-        for document in self._documents:
-            top = document.content.get("x-anvil")
-            if isinstance(top, dict):
-                found = top.get("runtime", "")  # Compose takes all of it from the last file
-        found = self._overrides.get("runtime") or self._environ.get("ANVIL_RUNTIME") or found
+        given = self._overrides.get("runtime") or self._environ.get("ANVIL_RUNTIME")
+        layer = overlay.origins(Layers(self._documents, self._variables).of_all()).get("runtime")
         try:
-            return interpolate.Scope(self._variables).fill(str(found)) == "process"
-        except ValueError:
+            return (given or (layer and layer.filled("runtime"))) == "process"
+        except ConfigError:
             return False
 
     # Settings

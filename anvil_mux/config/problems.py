@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.table import SETTINGS
 from anvil_mux.errors import ConfigError
+
+KeyInFile = tuple[Document, KeyPath]
 
 
 class Problems:
@@ -19,6 +21,8 @@ class Problems:
         self.warnings: list[str] = []
         self.origins = dict.fromkeys(SETTINGS, "default")
         """Setting -> what gave its value: a file and line, a variable, "flag" or "default"."""
+        self.places: Mapping[KeyPath, KeyInFile] = {}
+        """The key of a setting -> where it stands, if that is known better than by its name."""
 
     def raise_all(self) -> None:
         """Raise ConfigError with every problem, if there is one."""
@@ -92,18 +96,18 @@ class Problems:
 
     def place(self, key: KeyPath) -> Position:
         """The file and line that a key of the merged files comes from."""
-        return self._document(key).place(key)
+        documents = self._documents
+        if "x-anvil" in key:
+            at = key.index("x-anvil") + 1
+            if found := self.places.get(key[: at + 1]):
+                document, setting = found
+                return document.place((*setting, *key[at + 1 :]))
+            documents = [each for each in documents if key[:at] in each.lines][-1:] or documents
+        return max(reversed(documents), key=lambda document: document.knows(key)).place(key)
 
     def where(self, key: KeyPath) -> str:
         """The file, line and key that a key of the merged files comes from."""
-        return self._document(key).where(key)
-
-    def _document(self, key: KeyPath) -> Document:
-        documents = self._documents
-        if "x-anvil" in key:  # all of it is the last file's that has it
-            whole = key[: key.index("x-anvil") + 1]
-            documents = [each for each in documents if whole in each.lines][-1:] or documents
-        return max(reversed(documents), key=lambda document: document.knows(key))
+        return f"{self.place(key)}" + (f": {'.'.join(key)}" if key else "")
 
 
 def _elsewhere(found: Diagnostic, origin: str, below: str, key: KeyPath, write: str) -> Diagnostic:

@@ -13,10 +13,10 @@ from typing import Any
 
 from anvil_mux.config import interpolate, service
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.overlay import laid_over
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing.docker_run import ServiceKeys
 from anvil_mux.importing.model_names import about_vram, is_path, models, more_models, shown_name, unnamed
-from anvil_mux.importing.overlay import laid_over
 from anvil_mux.importing.roles import Role, find_role, flags
 from anvil_mux.importing.written import Note, Written
 

@@ -19,7 +19,7 @@ import yaml
 from anvil_mux.cluster.local import HOSTS
 from anvil_mux.command import Done
 from anvil_mux.config import config, service, settings, table
-from anvil_mux.config.composefile import compose_config, find_files, run_compose
+from anvil_mux.config.composefile import OVERRIDE_NAMES, compose_config, find_files, run_compose
 from anvil_mux.config.config import Config, Gpu, Machine
 from anvil_mux.config.interpolate import Scope
 from anvil_mux.errors import ConfigError
@@ -882,9 +882,55 @@ def test_a_variable_counts_as_unset_where_nothing_stands_in_for_it() -> None:
 
 
 def test_a_bad_dot_env_is_told_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / ".env").write_text('A=1\nB="two\nlines"\n')
-    first, second = problems(tmp_path, SERVICE % "")
-    assert (first.partition(": ")[0], second.partition(": ")[0]) == (".env:2", ".env:3")
+    (tmp_path / ".env").write_text('A="1\n2"\nB="two\nlines\n')
+    [found] = problems(tmp_path, SERVICE % "")
+    assert found == '.env:3: a quote (") is opened here and not closed'
+
+
+DOT_ENV = [
+    ("V=one  # c", "one"),
+    ("export V='t$wo'", "t$wo"),
+    ("V='it\\'s'", "it's"),
+    ('V="two\nlines"\nW=x', "two\nlines"),
+    ("V='two\nlines'", "two\nlines"),
+    ('W="x" V=y', "y"),
+    ("W='x'V=y", "y"),
+    ('V="x" # c\nW=1', "x"),
+    ("\ufeffV=bom", "bom"),
+    ("V=crlf\r\nW='a\r\nb'\r\n", "crlf"),
+    ('V="a\\tb\\"c\\\\d\\$e\\q\\0101"', 'a\tb"c\\d$e\\qA'),
+    ("V: yaml", "yaml"),
+    ("W=1\nW=2\nV=$W", "2"),
+    ("V=x#y", "x#y"),
+    ("V=$$x", "$x"),
+    ("V=", ""),
+    ("V\n", ""),
+    ("#V=1\n  V = 2 ", "2"),
+    ("V=${W:-z}", "z"),
+    ("V.W=1\nV[0]=2\nV=3", "3"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), DOT_ENV)
+def test_a_dot_env_is_read_as_compose_reads_it(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / ".env").write_text(text, newline="")
+    (a,) = plain(tmp_path, "services: {a: {x-anvil: {}, command: ['$V']}}").backends
+    assert a.service.command == (expected,)
+
+
+def test_the_files_of_variables_are_those_that_compose_takes(tmp_path: Path) -> None:
+    for name, text in ((".env", "V=dot\nW=dot"), ("one", "V=1\nW=1"), ("two", "W=2")):
+        (tmp_path / name).write_text(text)
+    environ = {"COMPOSE_ENV_FILES": f"{tmp_path}/one,{tmp_path}/two"}
+    (a,) = plain(tmp_path, "services: {a: {x-anvil: {}, command: [$V$W]}}", environ=environ).backends
+    assert a.service.command == ("12",)
+
+
+def test_what_compose_reads_is_not_refused_by_our_reader(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("not for us ' x")
+    answer = Done(0, "name: p\nservices: {a: {image: x, x-anvil: {}}}", "")
+    found = load([write(tmp_path, SERVICE % "")], compose=lambda argv, environ: answer, environ={})
+    assert [each.name for each in found.backends] == ["a"]
 
 
 def test_a_second_file_needs_compose(tmp_path: Path) -> None:
@@ -984,14 +1030,43 @@ def test_the_compose_file_is_found_upward_with_its_override(tmp_path: Path) -> N
     inner = tmp_path / "one" / "two"
     inner.mkdir(parents=True)
     second = write(tmp_path, "", "docker-compose.yml")
-    assert find_files(inner) == (second,)
-    first, override = write(tmp_path, "", "compose.yml"), write(tmp_path, "", "compose.override.yaml")
-    assert find_files(inner) == (first, override)
+    assert find_files(inner, {}) == (second,)
+    first = write(tmp_path, "", "compose.yml")
+    for name in OVERRIDE_NAMES[::-1]:
+        override = write(tmp_path, "", name)
+        assert find_files(inner, {}) == (first, override)
+
+
+def test_compose_file_names_the_files_in_the_environment_or_in_dot_env(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    first, second = tmp_path / "sub" / "a.yaml", tmp_path / "b.yaml"
+    assert find_files(tmp_path, {"COMPOSE_FILE": f"sub/a.yaml:{second}"}) == (first, second)
+    environ = {"COMPOSE_FILE": "sub/a.yaml|b.yaml", "COMPOSE_PATH_SEPARATOR": "|"}
+    assert find_files(tmp_path, environ) == (first, second)
+    (tmp_path / ".env").write_text("COMPOSE_FILE=b.yaml")
+    assert find_files(tmp_path, {}) == (second,)
+    assert find_files(tmp_path, {"COMPOSE_FILE": "sub/a.yaml"}) == (first,)
+    assert find_files(tmp_path, {"COMPOSE_FILE": ""}) == (tmp_path / "compose.yaml",)
+
+
+def test_the_files_are_those_that_compose_finds(tmp_path: Path, compose: config.Compose) -> None:
+    names = ("compose.yml", "docker-compose.yml", *OVERRIDE_NAMES)
+    for name in names:
+        write(tmp_path, f"services: {{a: {{image: x, labels: {{'{name}': here}}}}}}", name)
+    environ = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    for name in ("", *names[2:]):
+        if name:
+            (tmp_path / name).unlink()
+        (tmp_path / "at").write_text(f"cd {tmp_path} && exec docker compose config")
+        answer = compose(["sh", str(tmp_path / "at")], environ)
+        assert answer
+        (taken,) = yaml.safe_load(answer.out)["services"].values()
+        assert [*taken["labels"]] == sorted(file.name for file in find_files(tmp_path, {}))
 
 
 def test_no_compose_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no compose\.yaml here or above; name a compose file"):
-        find_files(tmp_path)
+        find_files(tmp_path, {})
 
 
 # The files we ship
@@ -1143,16 +1218,101 @@ def test_compose_and_the_fallback_read_many_forms_alike(tmp_path: Path, compose:
     assert (without.project, without.port) == ("forms-x", 9393)
 
 
-def test_compose_merges_files_and_the_last_x_anvil_counts(tmp_path: Path, compose: config.Compose) -> None:
-    first = write(tmp_path, "x-anvil: {max_wait: 1}\nservices: {a: {image: x, x-anvil: {pin: true}}}")
-    second = write(
-        tmp_path, "x-anvil: {max_queue: 2}\nservices: {a: {command: y, x-anvil: {port: 1}}}", "two.yaml"
+@pytest.mark.parametrize(("text", "expected"), DOT_ENV)
+def test_compose_reads_the_same_dot_env(
+    tmp_path: Path, compose: config.Compose, text: str, expected: str
+) -> None:
+    (tmp_path / ".env").write_text(text, newline="")
+    file = write(tmp_path, "services: {a: {image: x, x-anvil: {}, command: ['$V']}}")
+    environ = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    assert load([file], compose=compose, environ=environ).backends[0].service.command == (expected,)
+
+
+# Several files
+
+BASE = """
+include: [{path: [other/included.yaml]}]
+x-anvil: {gpus: ["0", "1"], max_wait: 1, policy: {name: debounce, quiet: 2}}
+services:
+  a: {image: x, x-anvil: {gpus: ["0"], vram: "${SIZE:-1GiB}", pin: true, aliases: [n]}}
+  b: {image: x, x-anvil: {gpus: ["0"], pin: true}}
+  c: {extends: a, x-anvil: {gpus: ["1"], aliases: []}}
+  d: {extends: {file: other/file.yaml, service: "${BASE:-base}"}, x-anvil: {vram: 2GiB, set: {top_k: "$TOP"}}}
+  e: {image: x, x-anvil: {pin: true}}
+  f: {image: x, x-anvil: {pin: true, ttl: 5}}
+"""
+OVER = """
+x-anvil:
+  gpus: ["1", "0", "2"]
+  policy: eager
+  max_queue: 2
+services:
+  a: {command: y, x-anvil: {gpus: ["1"], pin: }}
+  b: {x-anvil: !override {gpus: ["1"]}}
+  e: {x-anvil: !reset null}
+  f: {x-anvil: {ttl: !reset 0}}
+  included: {x-anvil: {vram: 3GiB}}
+"""
+OTHER = """services:
+  base: {extends: root, x-anvil: {gpus: ["1"], vram: 1GiB}}
+  root: {image: x, x-anvil: {gpus: ["0"], aliases: ["$WHERE"]}}
+"""
+INCLUDED = """
+x-anvil: {policy: nobody-reads-this}
+services: {included: {image: x, x-anvil: {gpus: ["1"], aliases: ["$INCLUDED"]}}}
+"""
+
+
+@pytest.fixture
+def laid(tmp_path: Path) -> list[Path]:
+    """Two files, one of which extends a third and one of which includes a fourth."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".env").write_text("INCLUDED=by-its-own\nWHERE=not-here")
+    (tmp_path / ".env").write_text("WHERE=first\nTOP='$literal'")
+    write(tmp_path / "other", OTHER, "file.yaml")
+    write(tmp_path / "other", INCLUDED, "included.yaml")
+    return [write(tmp_path, BASE), write(tmp_path, OVER, "over.yaml")]
+
+
+def test_each_setting_is_that_of_the_last_file_that_has_it(laid: list[Path], compose: config.Compose) -> None:
+    environ = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    found = load(laid, compose=compose, environ=environ)
+    assert [each.name for each in found.backends] == ["a", "b", "c", "d", "f", "included"]
+    a, b, c, d, f, included = found.backends
+    assert [gpu.id for gpu in found.gpus] == ["1", "0", "2"]
+    assert (found.max_wait, found.max_queue, found.policy) == (1.0, 2, "eager")
+    assert (a.gpus, a.vram, a.pin, a.aliases, a.service.command) == (("1",), GIB, False, ("n",), ("y",))
+    assert (b.gpus, b.pin) == (("1",), False)
+    assert (c.gpus, c.vram, c.pin) == (("1",), GIB, True)
+    assert (d.gpus, d.vram, d.aliases, d.set) == (("1",), 2 * GIB, ("first",), (("top_k", '"$literal"'),))
+    assert (f.pin, f.ttl) == (True, None)
+    assert (included.gpus, included.vram, included.aliases) == (("1",), 3 * GIB, ("by-its-own",))
+
+
+def test_a_setting_is_named_by_the_file_whose_value_counts(laid: list[Path], compose: config.Compose) -> None:
+    environ = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "SIZE": "huge", "TOP": "1"}
+    laid[1].write_text(OVER.replace("max_queue: 2", "max_queue: x"))
+    (laid[0].parent / "other" / "file.yaml").write_text(OTHER.replace('["$WHERE"]', "[{}]"))
+    with pytest.raises(ConfigError) as caught:
+        load(laid, compose=compose, environ=environ)
+    said = [str(problem).removeprefix(f"{laid[0].parent}/") for problem in caught.value.problems]
+    assert [" ".join(each.split(": ")[:2]) for each in said] == [
+        "over.yaml:5 x-anvil.max_queue",
+        "compose.yaml:5 services.a.x-anvil.vram",
+        "compose.yaml:5 services.c.x-anvil.vram",
+        "other/file.yaml:3 services.d.x-anvil.aliases",
+    ]
+
+
+def test_files_of_processes_are_laid_over_each_other_without_compose(tmp_path: Path) -> None:
+    first = write(
+        tmp_path,
+        "x-anvil: {runtime: process}\n"
+        "services: {a: {command: x, environment: {A: 1, B: 1}, x-anvil: {ttl: 1}}}",
     )
-    found = load([first, second], compose=compose)
-    (a,) = found.backends
-    assert (a.service.image, a.service.command, a.port, a.pin) == ("x", ("y",), 1, False)
-    assert (found.max_queue, found.max_wait) == (2, "auto")
-    assert found.origins["max_queue"] == f"{second}:1"
+    second = write(tmp_path, "services: {a: {environment: [B=2], x-anvil: {gpus: []}}}", "two.yaml")
+    (a,) = load([first, second], compose=None, environ={}).backends
+    assert (a.service.command, a.service.environment, a.ttl) == (("x",), (("A", "1"), ("B", "2")), 1.0)
 
 
 def test_flag_values_are_found_in_both_spellings() -> None:

@@ -36,8 +36,8 @@ from anvil_mux.cli.main import main
 from anvil_mux.command import Done
 from anvil_mux.config import composefile, interpolate
 from anvil_mux.config.config import Config
+from anvil_mux.config.overlay import laid_over
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing.overlay import laid_over
 from anvil_mux.importing.suggested import Suggestion, suggest
 from anvil_mux.importing.weights import weights_of
 from anvil_mux.plugins import load
@@ -448,6 +448,17 @@ def test_the_command_prints_the_yaml_and_says_the_rest_beside_it(
         ("db", "", f"{file}:3"),
     ]
     assert told["problems"] == []
+
+
+def test_its_own_recipe_works_for_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, second = tmp_path / "compose.yaml", tmp_path / "second.yaml"
+    file.write_text(
+        "x-anvil: {runtime: process}\nservices: {a: {command: llama-server -m /m/a.gguf --port 80}}"
+    )
+    assert main(["check", "--suggest", str(file)]) == 0
+    second.write_text(capsys.readouterr().out)
+    (a,) = load([file, second], environ={}, compose=None).backends
+    assert (a.model, a.service.command[-1]) == ("a", "80")
 
 
 def test_the_command_tells_what_compose_would_refuse_in_the_file(
