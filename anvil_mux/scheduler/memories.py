@@ -48,7 +48,12 @@ class SharedMemories:
         return [pair for each in self._of(but) for pair in each.insisting(but)]
 
     def call(self, target: Slot, missing: Mapping[str, int], own: Collection[Slot], now: float) -> bool:
-        return all(each.call(target, missing, own, now) for each in self._of(target))
+        found = [(each, each.idle_for(missing[each.name], own, now)) for each in self._of(target)]
+        if any(idle is None for _, idle in found):
+            return False
+        for each, idle in found:
+            each.have_evicted(idle or (), target.model)
+        return True
 
     def answer(self, slot: Slot, now: float) -> str:
         return next(filter(None, [each.answer(slot, now) for each in self._of(slot)]), "")

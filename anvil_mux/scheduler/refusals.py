@@ -121,15 +121,27 @@ def lack_of_memory(
     may_go = ("ready", "draining", "evicting")
     others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
     others = [slot for slot in others if not slot.host.is_cut_off]
-    for slot in state.own(model):
+    first: MuxError | None = None
+    for slot in [slot for slot in state.own(model) if slot.host.is_awaited and slot.state != "stuck"]:
         if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
-            continue
-        if lack := state.placement.others_before(slot):
-            return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
-        short = state.memory.short(slot, others)
-        if short > 0 and not call(slot, state.memory.missing(slot, others)):
-            who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
-            return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
+            return None  # its turn comes
+        error = _lack_of(state, slot, others, call)
+        if error is None:
+            return None
+        first = first or error
+    return first
+
+
+def _lack_of(
+    state: GroupState, slot: Slot, others: Sequence[Slot], call: Callable[[Slot, Mapping[str, int]], bool]
+) -> MuxError | None:
+    """The same for one backend; ``others``: those of its GPU group that could make room for it."""
+    if lack := state.placement.others_before(slot):
+        return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
+    short = state.memory.short(slot, others)
+    if short > 0 and not call(slot, state.memory.missing(slot, others)):
+        who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
+        return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
     return None
 
 

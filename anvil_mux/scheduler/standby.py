@@ -17,7 +17,7 @@ before anything is drained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from anvil_mux.config.config import Backend
@@ -130,7 +130,14 @@ class HostMemory:
         ``missing``: see there; ``own``: the slots of its GPU group. Backends that are being evicted already
         are waited for.
         """
-        short, idle = missing[self.name], []
+        idle = self.idle_for(missing[self.name], own, now)
+        if idle is not None:
+            self.have_evicted(idle, target.model)
+        return idle is not None
+
+    def idle_for(self, short: int, own: Collection[Slot], now: float) -> list[str] | None:
+        """The idle residents of other GPU groups that hold the bytes that are ``short``; None: too few do."""
+        idle = []
         for slot, worth in self._slots.values():
             if slot in own:
                 continue
@@ -138,16 +145,19 @@ class HostMemory:
                 short -= 0 if slot.host.is_cut_off else slot.ram
             elif slot.ram and _is_idle(slot, now):
                 idle.append((worth(slot, now), slot.name, slot.ram))
-        called = {}
+        found = []
         for _, name, ram in sorted(idle):
             if short > 0:
-                called[name] = target.model
+                found.append(name)
                 short -= ram
-        if short > 0:
-            return False
-        self._called |= called
-        self.changes += 1 if called else 0
-        return True
+        return None if short > 0 else found
+
+    def have_evicted(self, backends: Iterable[str], model: str) -> None:
+        """Have residents evicted for a model; their GPU groups are asked again if that is news to any."""
+        called = dict.fromkeys(backends, model)
+        if not called.items() <= self._called.items():
+            self._called |= called
+            self.changes += 1
 
     def answer(self, slot: Slot, now: float) -> str:
         """The model for which a resident is to be evicted; "" for none, and if it is not idle any more."""

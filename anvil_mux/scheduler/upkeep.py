@@ -124,8 +124,9 @@ class Upkeep:
         for slot in idle:
             self._swaps.evict(slot, now, Cause("idle", seconds=slot.ttl or 0.0))
         for slot in self._state.ready if self._state.memory.budget is not None else ():
-            if model := self._state.memory.answer(slot, now):
-                cause, severs = Cause("host_memory_needed", model), Cause("evicted", model)
+            model = self._state.common.models.get(self._state.memory.answer(slot, now))
+            if model and model.queue.tickets:
+                cause, severs = Cause("host_memory_needed", model.name), Cause("evicted", model.name)
                 self._swaps.evict(slot, now, cause, severs=severs)
                 return True
         return bool(idle)

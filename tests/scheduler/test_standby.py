@@ -8,11 +8,14 @@ from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.memories import SharedMemories
+from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Evict, Load
 from anvil_mux.sim.simulate import Arrival, Engines, Outcome, _Simulation, check, simulate
 from tests.scheduler.test_group import TEN, Driver, Never, backend
+from tests.scheduler.test_scheduler import House, names
 from tests.sim.test_simulate import HOST_MEMORY, LAYOUTS, world
 
 LEVELS = ("sleep", "sleep-2", "checkpoint", "stop")
@@ -528,6 +531,80 @@ def test_who_was_asked_to_go_and_is_used_again_stays_and_the_line_is_asked_again
     assert host.answer(slots["a"], 1.0) == ""
     assert host.changes > changes
     assert not host.call(slots["b"], {"": 2}, [slots["b"]], 1.0)
+
+
+def a_short_host(monkeypatch):
+    """``a`` is idle, ``b`` lacks the host memory that it has, and it is not known whether ``other`` runs."""
+    rounds = itertools.count()
+    affected = Settling._affected
+
+    def counted(settling, now):
+        assert next(rounds) < 100, "the groups are asked again and again"
+        return affected(settling, now)
+
+    monkeypatch.setattr(Settling, "_affected", counted)
+    house = House(
+        backend("a", "0", ram=6),
+        backend("other", "0"),
+        backend("b", "1", ram=6),
+        host_memory=10,
+        max_wait=20.0,
+    )
+    house.core.expected(["a", "other"])
+    house.core.adopted("a", 0.0)
+    ticket = house.ticket("b", 1.0)
+    house.core.requested(ticket, 1.0)
+    assert names(house.core.time_passed(21.0).steps) == []
+    return house, ticket
+
+
+def test_who_is_to_go_and_cannot_before_its_gpus_are_known_is_called_once(monkeypatch):
+    house, _ = a_short_host(monkeypatch)
+    assert names(house.core.looked_at("other", 30.0).steps) == ["evict a"]
+
+
+def test_who_was_to_go_for_a_queue_that_is_gone_stays(monkeypatch):
+    house, ticket = a_short_host(monkeypatch)
+    house.core.abandoned(ticket, 25.0)
+    assert names(house.core.looked_at("other", 30.0).steps) == []
+    assert house.core.layout.slot("a").state == "ready"
+
+
+def test_nobody_goes_on_one_host_of_a_gang_if_there_is_no_room_on_the_other():
+    gang = backend("gang", "0", ram=6, host="h1", more=(("h2", ("0",)),))
+    idle, busy = Slot(backend("a", "1", ram=6, host="h1"), {}), Slot(backend("b", "1", ram=6, host="h2"), {})
+    target = Slot(gang, {})
+    hosts = [HostMemory(10, name="h1"), HostMemory(10, name="h2")]
+    for host, slot in zip(hosts, (idle, busy), strict=True):
+        slot.state, slot.loaded = "ready", 0.0
+        for each in (slot, target):
+            host.join(each, lambda slot, now: 0.0)
+    busy.holders["a request"] = 1.0
+    memory = SharedMemories(hosts)
+    assert not memory.call(target, memory.missing(target), [target], 1.0)
+    assert memory.answer(idle, 1.0) == ""
+    busy.holders.clear()
+    assert memory.call(target, memory.missing(target), [target], 2.0)
+    assert [memory.answer(slot, 2.0) for slot in (idle, busy)] == ["gang", "gang"]
+
+
+def test_of_two_replicas_on_a_host_with_too_little_memory_for_one_the_other_is_loaded():
+    """``big`` could not run beside ``c``, which is in use; ``small`` can once ``a`` has gone."""
+    house = House(
+        backend("small", "0", model="m", ram=4),
+        backend("big", "1", model="m", ram=9),
+        backend("tie", "0", "1"),
+        backend("a", "2", ram=4),
+        backend("c", "3", ram=4),
+        host_memory=10,
+        max_wait=20.0,
+    )
+    house.resident("a"), house.resident("c")
+    house.core.requested(house.ticket("c", 1.0), 1.0)
+    ticket = house.ticket("m", 2.0)
+    house.core.requested(ticket, 2.0)
+    assert names(house.core.time_passed(22.0).steps) == ["evict a"]
+    assert ticket.error is None
 
 
 def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
