@@ -124,6 +124,8 @@ class Shell:
         begun = [job for job in jobs if not isinstance(job.step, Cancel)]
         if begun:
             self.workers.submit(begun)
+        for mistake in effects.mistakes:
+            log.error("a mistake in the scheduler; what it concerns is tried again", exc_info=mistake)
 
     def _time_passed(self) -> None:
         self.apply(self.scheduler.time_passed)

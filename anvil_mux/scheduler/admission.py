@@ -113,7 +113,7 @@ class Admission:
         if begins:
             self._note_pause(model, now)
         self.enqueue(model, ticket, now)
-        if self._state.deferred is not None:
+        if self._state.deferred:
             return True
         return len(model.queue.tickets) == 1 and model.name not in coming(self._state.swaps)
 
@@ -122,7 +122,9 @@ class Admission:
         used = max(slot.last_used for slot in model.slots)
         if model.is_used or used == -FOREVER:
             return
-        if all(slot.loaded <= used for slot in self._state.slots.values()):
+        gpus = {gpu for slot in self._state.own(model) for gpu in slot.holds}
+        rivals = [slot for slot in self._state.slots.values() if not slot.holds.keys().isdisjoint(gpus)]
+        if all(slot.loaded <= used for slot in (*model.slots, *rivals)):
             model.demand.returned(now - used)
 
     def enqueue(

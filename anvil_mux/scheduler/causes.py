@@ -11,7 +11,32 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from anvil_mux.scheduler.hosts import LOCAL
 
+DecisionKind = Literal[
+    "room_free",
+    "oldest_first",
+    "waited_enough",
+    "quiet",
+    "not_quiet",
+    "held_longest",
+    "enough_wait",
+    "none_awaited",
+    "more_awaited",
+    "swap_cost",
+    "slice_over",
+    "slice",
+    "worth_it",
+    "too_few",
+    "in_use",
+    "paid_for",
+    "replicas_busy",
+    "min_residency",
+    "policy",
+    "policy_text",
+]
+"""The kinds of a cause that a policy may give for its decision."""
+
 Kind = Literal[
+    DecisionKind,
     # of a drain, an eviction or a demotion
     "overdue",
     "idle",
@@ -35,28 +60,9 @@ Kind = Literal[
     "home",
     "wake_to_demote",
     "unwanted",
-    # of a policy's decision
-    "room_free",
-    "oldest_first",
-    "waited_enough",
-    "quiet",
-    "not_quiet",
-    "held_longest",
-    "enough_wait",
-    "none_awaited",
-    "more_awaited",
-    "swap_cost",
-    "slice_over",
-    "slice",
-    "worth_it",
-    "too_few",
-    "in_use",
-    "paid_for",
-    "replicas_busy",
-    "min_residency",
-    "policy",
-    "policy_text",
+    # of a plug-in's mistake
     "policy_failed",
+    "eviction_failed",
     # of a state that a backend entered
     "adopted",
     "reprieved",
@@ -184,6 +190,7 @@ SENTENCES: dict[Kind, str] = {
     "policy": "decided by the policy",
     "policy_text": "{detail}",
     "policy_failed": "the policy failed: {detail}",
+    "eviction_failed": "the eviction failed, and `cost` chooses in its place: {detail}",
     "adopted": "was running already",
     "reprieved": "stays loaded: it no longer has to make room",
     "load_failed": "load failed: {detail}",
@@ -265,12 +272,29 @@ def _filled(template: str, cause: Cause) -> str:
     return template.format(**figures)
 
 
-_KINDS = frozenset(get_args(Kind))
+_KINDS, _DECISIONS = frozenset(get_args(Kind)), frozenset(get_args(DecisionKind))
+_NUMBER = (int, float)
+_FIGURES: tuple[Any, ...] = (str, str, str, tuple, str, _NUMBER, _NUMBER, _NUMBER, _NUMBER, str, str)
+"""The types of a cause's figures, in their order."""
 
 
-def is_cause(value: object) -> bool:
-    """Whether a value is a cause of a known kind: a policy may come from outside."""
-    return isinstance(value, Cause) and value.kind in _KINDS
+def is_decided(value: object) -> bool:
+    """Whether a value is the cause of a decision, with figures of their types: a policy may be anybody's."""
+    if (
+        not isinstance(value, Cause)
+        or value.kind not in _DECISIONS
+        or not all(map(isinstance, value, _FIGURES))
+    ):
+        return False
+    return all(isinstance(each, str) for each in value.residents)
+
+
+def mistake(error: Exception) -> str:
+    """An exception of anybody's code in words, also if it has none."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
 
 
 def to_json(cause: Cause) -> dict[str, Any]:

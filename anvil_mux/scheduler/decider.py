@@ -23,18 +23,18 @@ from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, victims, waiting
-from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo, Unload
+from anvil_mux.scheduler.policies import FOREVER, Decision, Spill, Stay, Unload
 from anvil_mux.scheduler.preloads import next_preload
 from anvil_mux.scheduler.refusals import lack_of_memory
 from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.snapshot import ask, snapshot
-from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.snapshot import Contest, ask, contests, snapshot
+from anvil_mux.scheduler.state import Deferred, GroupState
 from anvil_mux.scheduler.steps import Step, Ticket, Wait
 from anvil_mux.scheduler.swap import SwapInProgress
 from anvil_mux.scheduler.upkeep import Upkeep
 
 SHORTEST_DEFERRAL = 1.0
-"""Seconds before which a swap that is held back is not announced again."""
+"""Seconds for which a swap is held back before that is announced, and before it is announced again."""
 
 
 class Decider:
@@ -51,12 +51,12 @@ class Decider:
         """The version of the state for which they hold, and until when."""
         self._ask_again = FOREVER
         """When the policy is asked again."""
-        self._announced: tuple[Ticket | None, float] = None, FOREVER
-        """The ticket for which a swap was last said to be held back, and when that is said again."""
+        self._announce: dict[Ticket, float] = {}
+        """The first tickets of queues whose swaps are held back, and when that is announced (again)."""
 
     def begin_anew(self) -> None:
         """Plan anew, and announce anew what is held back: the configuration is another."""
-        self._announced, self._state.deferred = (None, FOREVER), None
+        self._announce, self._state.deferred = {}, {}
         self._state.changed()
 
     def plans_hold(self, now: float) -> bool:
@@ -99,10 +99,21 @@ class Decider:
         state = self._state
         if state.swaps or state.idlers or state.routed or not self._plans:
             return False
-        return state.memory.budget is None and len(state.ready) < 2
+        return state.memory.budget is None and not any(map(self._has_choice, self._plans.values()))
+
+    def _has_choice(self, found: Plan) -> bool:
+        """Whether other residents than its victims might make room, were leases others."""
+        if len(self._state.ready) < 2:
+            return False
+        there = [slot for slot in self._state.ready if not slot.holds.keys().isdisjoint(found.target.holds)]
+        return len(there) > 1
 
     def _wait(self, until: float, now: float) -> Wait:
-        return Wait(self._ask_again if now < self._ask_again < until else until)
+        if mistake := self._state.placement.mistake:
+            self._state.placement.mistake = ""
+            self._blame(self._state.common.settings.eviction, Cause("eviction_failed", detail=mistake), now)
+        soonest = self._ask_again if now < self._ask_again < until else until
+        return Wait(soonest, min([at for at in self._announce.values() if at > now], default=FOREVER))
 
     def _next_moment(self, models: list[Model], now: float) -> float:
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
@@ -140,7 +151,7 @@ class Decider:
         if self._ask_policy(plans, now):
             return True
         if held and not plans:
-            self._tell_of_stay(*held[0], now)
+            self._defer_for_stay(*held[0], now)
         return False
 
     def _serve_overdue(self, models: list[Model], busy: set[str], now: float) -> bool:
@@ -209,30 +220,68 @@ class Decider:
     # The policy
 
     def _ask_policy(self, plans: Mapping[str, Plan], now: float) -> bool:
-        """Do what the policy says; whether that was anything."""
+        """Do what the policy says of each set of queues that compete; whether that was anything."""
         state = self._state
-        state.deferred, self._ask_again = None, FOREVER
+        before, state.deferred, self._ask_again = state.deferred, {}, FOREVER
+        for ticket in [ticket for ticket in self._announce if not self._waits(ticket)]:
+            del self._announce[ticket]
         more = {} if plans else spills(state, now)
         if not (plans or more or state.ready):
             return False  # nothing to be loaded, nothing to be evicted
-        seen = snapshot(state, now, plans, [spill for _, spill in more.values()] if more else ())
-        decision = ask(state.policy, seen)
-        if isinstance(decision, Stay):
-            self._ask_again = min(decision.until, decision.again)
-            if plans:
-                self._defer(state.models[next(iter(plans))], decision, now)
-                self._ask_again = min(self._ask_again, self._announced[1])
-        elif isinstance(decision, SwapTo) and decision.model in plans:
-            found = plans[decision.model]
-            self._swaps.begin(found.target, found.victims, now, decision.cause)
-            return True
-        elif isinstance(decision, SwapTo) and decision.model in more:
-            found = more[decision.model][0]
-            self._swaps.begin(found.target, found.victims, now, decision.cause, preload=True)
-            return True
-        elif isinstance(decision, Unload) and decision.model in state.models:
-            return self._unload(state.models[decision.model], decision.cause, now)
+        for each in contests(state, plans):
+            if self._decide(each, before, more, now):
+                state.deferred = before | state.deferred
+                return True
         return False
+
+    def _decide(
+        self,
+        contest: Contest,
+        before: Mapping[str, Deferred],
+        more: Mapping[str, tuple[Plan, Spill]],
+        now: float,
+    ) -> bool:
+        """Do what the policy says of queues that compete, or of more replicas; whether that was anything.
+
+        Of the same queues and plans it is asked again only when its answer may be another: what becomes of
+        them does not depend on how often something happens on other GPUs.
+        """
+        state, plans = self._state, contest.plans
+        first = next(iter(plans), "")
+        held, subject = before.get(first), contest.subject(state)
+        if (
+            held
+            and held.contest == subject
+            and not held.is_over
+            and now < min(held.stay.until, held.stay.again)
+        ):
+            decision: Decision = held.stay
+        else:
+            spilling = [spill for _, spill in more.values()] if more else ()
+            decision = ask(state.policy, snapshot(state, now, plans, spilling, here=contest.residents))
+        if isinstance(decision, Stay):
+            self._ask_again = min(self._ask_again, decision.until, decision.again)
+            if decision.cause.kind == "policy_failed":
+                self._blame(state.policy, decision.cause, now)
+            if plans:
+                self._defer(state.models[first], Deferred(decision, subject, contest.residents), now)
+            return False
+        if isinstance(decision, Unload):
+            return self._unload(state.models[decision.model], decision.cause, now)
+        found = plans.get(decision.model) or more[decision.model][0]
+        self._swaps.begin(found.target, found.victims, now, decision.cause, preload=not plans)
+        return True
+
+    def _waits(self, ticket: Ticket) -> bool:
+        model = self._state.models.get(ticket.model)
+        return model is not None and ticket in model.queue.tickets
+
+    def _blame(self, plugin: object, cause: Cause, now: float) -> None:
+        """Report a mistake of a plug-in, the first of each."""
+        blamed = self._state.common.blamed
+        if blamed.get(cause.kind) is not plugin:
+            blamed[cause.kind] = plugin
+            self._state.emit(Event(now, "plugin_failed", "", cause=cause))
 
     def _unload(self, model: Model, cause: Cause, now: float) -> bool:
         slots = [slot for slot in self._state.own(model) if slot.state == "ready" and not slot.pinned]
@@ -241,18 +290,19 @@ class Decider:
             self._swaps.evict(slot, now, cause, severs=POLICY)
         return bool(slots)
 
-    def _tell_of_stay(self, model: Model, evicted: list[Slot], now: float) -> None:
-        """Announce that the queue of ``model`` waits for the min_residency of its victims."""
+    def _defer_for_stay(self, model: Model, evicted: list[Slot], now: float) -> None:
+        """Note that the queue of ``model`` waits for the min_residency of its victims."""
         stays = {slot.name: until for slot in evicted if (until := slot.stays_until) > now}
         until = min(max(stays.values()), model.queue.overdue_at)
-        self._defer(model, Stay(until, Cause("min_residency", residents=tuple(stays))), now)
+        stay = Stay(until, Cause("min_residency", residents=tuple(stays)))
+        self._defer(model, Deferred(stay, (), evicted), now)
 
-    def _defer(self, model: Model, stay: Stay, now: float) -> None:
-        """Note a swap that is held back, and announce it: once for each queue, and when its time is over."""
-        self._state.deferred = model.name, stay
-        first = model.queue.first
-        if first is not self._announced[0] or now >= self._announced[1]:
-            self._announced = first, max(stay.until, now + SHORTEST_DEFERRAL)
+    def _defer(self, model: Model, deferred: Deferred, now: float) -> None:
+        """Note a swap that is held back, and announce it: once it has been, and when its time is over."""
+        self._state.deferred[model.name] = deferred
+        first, stay = model.queue.first, deferred.stay
+        if now >= self._announce.setdefault(first, now + SHORTEST_DEFERRAL):
+            self._announce[first] = max(stay.until, now + SHORTEST_DEFERRAL)
             size, left = len(model.queue.tickets), stay.until - now
             self._state.emit(
                 Event(now, "deferred", model.name, ticket=first.id, size=size, seconds=left, cause=stay.cause)

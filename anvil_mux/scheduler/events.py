@@ -58,7 +58,9 @@ KINDS = {
     "released": "a lease ended; if it has a `cause`, before its answer was complete",
     "gone": "the client of a waiting request closed its connection",
     "failed": "a request ended without a lease; the `detail` of its `cause` is the error's code",
-    "deferred": "the policy holds a swap back for at most `seconds`; repeated if it is held back longer",
+    "deferred": "the policy has held a swap back for a second, and does so for at most `seconds` more; "
+    "repeated after that",
+    "plugin_failed": "a policy or an eviction from outside made a mistake; the first one of each is reported",
     "draining": "a backend gets no new requests, to make room for `target` or for another `cause`",
     "severed": "a request was aborted because the drain ended, after `seconds`; its `cause` is evicted "
     "(for `target`), unloaded, changed, removed, idle, surplus, policy, silent, host_lost, "

@@ -171,13 +171,21 @@ class GpuGroup:
             self.admission.take_back(slot, now)
         if model.unload_when_idle and self.requested.unload_when_idle(model, now):
             return True
-        deferred, leases = state.deferred, len(slot.holders)
-        if deferred is not None and (leases < deferred[1].leases or not self._decider.plans_hold(now)):
+        leases = len(slot.holders)
+        if state.deferred and self._matters(slot, leases, now):
             return True
         if leases:
             return False
         comes_back = bool(state.homes) and not slot.backend.home
         return slot.state == "draining" or slot.ttl is not None or comes_back
+
+    def _matters(self, slot: Slot, leases: int, now: float) -> bool:
+        """Whether the end of a lease may change what is decided about swaps that are held back."""
+        held = self.state.deferred
+        for model, each in held.items():
+            if leases < each.stay.leases and slot in each.residents:
+                held[model] = each._replace(is_over=True)
+        return not self._decider.plans_hold(now) or any(each.is_over for each in held.values())
 
     def _note_use(self, model: Model, slot: Slot, ticket: Ticket, seconds: float, now: float) -> None:
         slot.last_used = now

@@ -1,9 +1,9 @@
 """When a queue is overdue: its bound, which is fixed when it begins.
 
 The bound is ``max_wait``, or less where a load would come too late for ``queue_timeout`` then. With ``auto``
-it follows the load. A round is what it takes to load all models that wait in the GPU group now, one after the
-other, and this one last. Where that is ``LEAST_SECONDS`` at most, so is the bound. Else it is two rounds: one
-in which all could be served oldest first, and one more, of ``CHOICE_SECONDS`` at most, for the answers in
+it follows the load. A round is what it takes to load all models that wait for the same GPUs now, one after
+the other, and this one last. Where that is ``LEAST_SECONDS`` at most, so is the bound. Else it is two rounds:
+one in which all could be served oldest first, and one more, of ``CHOICE_SECONDS`` at most, for the answers in
 between, which nobody knows beforehand, and for the policy to choose in. A bound shorter than what a round
 really takes makes every queue overdue before its turn comes, and then each policy serves them oldest first.
 
@@ -18,6 +18,7 @@ log can compute each bound again.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from anvil_mux.scheduler.model import Model, ModelSettings
@@ -57,12 +58,30 @@ def bound(state: GroupState, model: Model, now: float) -> Bound:
 
 def round_seconds(state: GroupState, model: Model, load_seconds: float) -> float:
     """How long the loads of a round take that ends with that of ``model``, as far as is known."""
-    others = [
-        each.queue.load_seconds
+    waiting = {
+        each.name: _gpus(state, each)
         for each in state.models.values()
         if each.queue.tickets and not each.ready and each is not model and each.home in ("", state.name)
-    ]
-    return load_seconds + math.fsum(others)
+    }
+    others = in_round(_gpus(state, model), waiting)
+    return load_seconds + math.fsum([state.models[name].queue.load_seconds for name in others])
+
+
+def _gpus(state: GroupState, model: Model) -> set[str]:
+    return {gpu for slot in state.own(model) for gpu in slot.holds}
+
+
+def in_round(gpus: Set[str], waiting: Mapping[str, Set[str]]) -> list[str]:
+    """The models that wait for some of these ``gpus``, or for a GPU for which one of these waits.
+
+    ``waiting``: a model that waits -> the GPUs of its backends.
+    """
+    found: list[str] = []
+    left, reached = dict(waiting), set(gpus)
+    while more := [name for name, own in left.items() if not reached.isdisjoint(own)]:
+        found += more
+        reached.update(*[left.pop(name) for name in more])
+    return found
 
 
 def most_seconds(settings: ModelSettings, one: float) -> float:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from anvil_mux.config.config import Backend, Gpu, gpu_name
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler import eviction as whom
+from anvil_mux.scheduler.causes import mistake
 from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.slot import HOLDING, STAYING, Slot
 
@@ -32,6 +33,8 @@ class Placement:
     ) -> None:
         """Make the slots of these backends. ``eviction``: the one that holds when victims are chosen."""
         self._hosts, self._eviction = hosts, eviction
+        self.mistake = ""
+        """The last mistake of the eviction that was not reported yet."""
         self.others: Mapping[str, int] = {}
         """GPU -> bytes that other processes hold there."""
         self.capacity: dict[str, int] = {}
@@ -218,7 +221,11 @@ class Placement:
             )
             for s, frees in slots
         ]
-        chosen = whom.victims(self._eviction(), candidates, missing)
+        try:
+            chosen = whom.victims(self._eviction(), candidates, missing)
+        except Exception as error:  # anybody's code
+            self.mistake = mistake(error)
+            chosen = whom.victims(whom.LeastLoss(), candidates, missing)
         return None if chosen is None else [self.slots[name] for name in chosen]
 
     def _at_most(self, slots: list[Slot], target: Slot, without: Collection[Slot]) -> list[Slot] | None:

@@ -23,6 +23,9 @@ from anvil_mux.scheduler.preparing import Prepared
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
 
+AFTER_MISTAKE_SECONDS = 1.0
+"""When a GPU group is asked again in which something went wrong."""
+
 
 class _Gathered(NamedTuple):
     """The effects of a fact, while its groups are asked: see ``Effects``."""
@@ -30,6 +33,7 @@ class _Gathered(NamedTuple):
     woken: list[Ticket]
     cut: list[Ticket]
     steps: list[Step]
+    mistakes: list[Exception]
 
 
 class _SharedState(NamedTuple):
@@ -129,7 +133,7 @@ class Settling:
 
         ``gone``: groups that are not asked any more, in which tickets may have ended.
         """
-        found = _Gathered([], [], [])
+        found = _Gathered([], [], [], [])
         if self._layout.moved:
             exchange = self._layout.move()
             still = [group for group in groups if self._layout.by_name.get(group.name) is group]
@@ -141,13 +145,18 @@ class Settling:
             asked = self._with_siblings(asked, now)
         while asked:
             for group in asked:
-                self._ask(group, now, found)
+                try:
+                    self._ask(group, now, found)
+                except Exception as error:  # what is gathered from others is done all the same
+                    found.mistakes.append(error)
+                    _collect(group, found)
+                    self._alarms.set(group, now + AFTER_MISTAKE_SECONDS)
             asked = self._affected(now) if self._layout.bounded or self._layout.spread else []
         return Effects(*found, ask_at=min(self._alarms.first, self._layout.pause.until))
 
     def collected(self, group: GpuGroup) -> Effects:
         """The tickets that ended in a group that need not be asked."""
-        found = _Gathered([], [], [])
+        found = _Gathered([], [], [], [])
         _collect(group, found)
         return Effects(*found)
 
@@ -222,7 +231,7 @@ class Settling:
                 found.cut.extend(step.severed)
             found.steps.append(self._numbered(step))
         _collect(group, found)
-        self._alarms.set(group, step.until)
+        self._alarms.set(group, min(step))
 
     def _numbered(self, step: Step) -> Step:
         """``step`` with its number: that of the load that it cancels, or one of its own."""

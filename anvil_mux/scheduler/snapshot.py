@@ -6,11 +6,12 @@ that it would begin stands in the snapshot, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.causes import Cause, is_cause
+from anvil_mux.scheduler.causes import Cause, is_decided, mistake
 from anvil_mux.scheduler.costs import NO_COST, Cost
 from anvil_mux.scheduler.drains import too_late
 from anvil_mux.scheduler.model import Model
@@ -25,11 +26,52 @@ from anvil_mux.scheduler.policies import (
     Snapshot,
     Spill,
     Stay,
+    SwapTo,
+    Unload,
     decide,
 )
 from anvil_mux.scheduler.refusals import refusal
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
+
+
+class Contest(NamedTuple):
+    """Queues that compete for GPUs, and what is resident there: a policy is asked about these together."""
+
+    plans: Mapping[str, Plan]
+    """Model -> the swap that could begin now, oldest queue first."""
+    residents: Sequence[Slot]
+
+    def subject(self, state: GroupState) -> tuple[Hashable, ...]:
+        """All that a policy's answer depends on, but for time, leases, and what is learned."""
+        queues = [(state.models[name].queue, found) for name, found in self.plans.items()]
+        plans = [
+            (found.target, *found.victims, len(queue), next(reversed(queue.tickets)))
+            for queue, found in queues
+        ]
+        return (*self.residents, *plans)
+
+
+def contests(state: GroupState, plans: Mapping[str, Plan]) -> list[Contest]:
+    """The queues that could have their swaps now, apart where they need other GPUs and evict other backends.
+
+    Those with the queue of the highest priority come first, then those with the oldest. Last come the
+    residents that no queue could evict, if there are any.
+    """
+    order = sorted(plans, key=lambda name: -state.models[name].priority)
+    apart: list[tuple[set[str], set[Hashable]]] = []
+    for name in order:
+        names, goods = {name}, set[Hashable]((*plans[name].target.holds, *plans[name].victims))
+        for each in [each for each in apart if not each[1].isdisjoint(goods)]:
+            apart.remove(each)
+            names, goods = names | each[0], goods | each[1]
+        apart.append((names, goods))
+    found, left = [], state.ready
+    for names, goods in sorted(apart, key=lambda each: min(map(order.index, each[0]))):
+        there = [slot for slot in left if slot in goods or not slot.holds.keys().isdisjoint(goods)]
+        left = [slot for slot in left if slot not in there]
+        found.append(Contest({name: plans[name] for name in plans if name in names}, there))
+    return [*found, Contest({}, left)] if left or not found else found
 
 
 def snapshot(
@@ -39,12 +81,14 @@ def snapshot(
     spills: Iterable[Spill] = (),
     *,
     most: float = FOREVER,
+    here: Sequence[Slot] | None = None,
 ) -> Snapshot:
     """Make the snapshot for a policy; ``plans`` are the swaps that could begin now, oldest queue first.
 
-    An empty queue is shown as if a request had come now, whose bound were ``most``.
+    An empty queue is shown as if a request had come now, whose bound were ``most``. ``here``: the residents
+    that are shown; by default all.
     """
-    residents = [_resident(state, slot, now) for slot in state.ready]
+    residents = [_resident(state, slot, now) for slot in (state.ready if here is None else here)]
     queues = [_queue(state.models[name], found, now, most) for name, found in plans.items()]
     if len(queues) > 1:
         queues.sort(key=lambda queue: -queue.priority)
@@ -102,14 +146,34 @@ def _queue(model: Model, found: Plan, now: float, most: float) -> Queue:
 
 
 def ask(policy: Policy, seen: Snapshot) -> Decision:
-    """Ask the policy; if it fails everything stays as it is."""
+    """Ask the policy; if it fails, or its answer is not sound as a whole, everything stays as it is."""
     try:
         decision = decide(policy, seen)
-        if not is_cause(decision.cause):
-            raise TypeError(f"its cause is {decision.cause!r}, and no Cause")
+        _check(decision, seen)
         return decision
     except Exception as error:  # anybody's code; max_wait serves every queue all the same
-        return Stay(cause=Cause("policy_failed", detail=repr(error)))
+        return Stay(cause=Cause("policy_failed", detail=mistake(error)))
+
+
+def _check(decision: Decision, seen: Snapshot) -> None:
+    """Raise TypeError or ValueError if any part of a decision is not what it has to be."""
+    if isinstance(decision, Stay):
+        for each in (decision.until, decision.leases, decision.again):
+            if not isinstance(each, (int, float)) or math.isnan(each):
+                raise TypeError(f"it says {decision!r}, and {each!r} is no number")
+    elif isinstance(decision, SwapTo):
+        _check_name(decision, [each.model for each in seen.queues] + [each.model for each in seen.spills])
+    elif isinstance(decision, Unload):
+        _check_name(decision, [each.model for each in seen.residents])
+    else:
+        raise TypeError(f"it answers {decision!r}, and none of Stay, SwapTo and Unload")
+    if not is_decided(decision.cause):
+        raise TypeError(f"its cause is {decision.cause!r}, and no Cause of a decision")
+
+
+def _check_name(decision: SwapTo | Unload, models: list[str]) -> None:
+    if not isinstance(decision.model, str) or decision.model not in models:
+        raise ValueError(f"it says {decision!r}, and that is none of {', '.join(models) or 'no models'}")
 
 
 class Awaited(NamedTuple):
@@ -154,7 +218,8 @@ def _planned(state: GroupState, model: Model, now: float) -> Awaited:
     plans = {name: each for name, each in found.items() if each}
     if model.name not in plans:
         return Awaited(overdue_at=overdue_at)
-    decision = ask(state.policy, snapshot(state, now, plans, most=most))
+    together, here = next(each for each in contests(state, plans) if model.name in each.plans)
+    decision = ask(state.policy, snapshot(state, now, together, most=most, here=here))
     target, victims, _, expected = plans[model.name]
     known = state.costs.knows(model.name, target.level, target.host.name)
     return Awaited(

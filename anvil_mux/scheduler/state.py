@@ -75,6 +75,8 @@ class Common:
     models: Mapping[str, Model]
     states: Mapping[str, list[GroupState]]
     """Model -> the states of the GPU groups that have backends of it."""
+    blamed: dict[str, object] = field(default_factory=dict)
+    """Kind of cause -> the plug-in of which a mistake was reported."""
     touched: dict[GroupState, None] = field(default_factory=dict)
     """The states in which something has changed, until the GPU groups that share a model with them were asked
     (settling.py)."""
@@ -91,6 +93,19 @@ class Still(NamedTuple):
     """Whether victims depend on nothing else: not on a choice among them, on time or on the host's memory."""
     victims: dict[Hashable, list[Slot] | None] = {}
     """The GPU memory that a backend needs -> the victims that make room for it, as far as that was asked."""
+
+
+class Deferred(NamedTuple):
+    """The swaps to queues that compete for GPUs, held back."""
+
+    stay: Stay
+    """Until when, and why."""
+    contest: tuple[Hashable, ...]
+    """The queues, how long each is, and the plans for them: the policy said so of these."""
+    residents: Collection[Slot]
+    """The residents that it was shown."""
+    is_over: bool = False
+    """Whether the policy is to be asked again, since a lease ended that may matter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,8 +131,8 @@ class GroupState:
     """Tickets that ended after waiting in a queue; the driver takes and wakes them."""
     taken_back: list[Ticket] = field(default_factory=list)
     """Tickets taken from a replica that had not begun with them; the driver takes and cuts them."""
-    deferred: tuple[str, Stay] | None = None
-    """The model whose swap the policy holds back, and until when and why."""
+    deferred: dict[str, Deferred] = field(default_factory=dict)
+    """The first model of each set of queues whose swaps the policy holds back."""
     version: int = 0
     still: Still = field(default_factory=Still)
     """The last findings about it, which hold for one version (planner.py)."""

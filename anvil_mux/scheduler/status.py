@@ -248,10 +248,10 @@ def _home_seconds(state: GroupState, model: Model, now: float) -> float | None:
 
 def _deferral(state: GroupState, model: Model, now: float) -> Deferral | None:
     """Until when and why the policy holds the swap to a model back, in whichever GPU group."""
-    found = [each.deferred for each in state.states_of(model) if each.deferred]
-    stay = next((stay for name, stay in found if name == model.name), None)
-    if stay is None or not model.queue:
+    found = [each.deferred[model.name] for each in state.states_of(model) if model.name in each.deferred]
+    if not found or not model.queue:
         return None
+    stay = found[0].stay
     return Deferral(max(stay.until - now, 0.0), stay.cause)
 
 

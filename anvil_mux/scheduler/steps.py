@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -152,6 +153,8 @@ class Wait(NamedTuple):
     """Nothing to do before ``until`` or the next fact."""
 
     until: float
+    announced_at: float = math.inf
+    """When a swap that is held back is announced, unless it has begun by then."""
 
 
 Step = Load | Cancel | Evict | Demote
@@ -170,6 +173,8 @@ class Effects(NamedTuple):
     cut: Sequence[Ticket] = ()
     """Leases that ended before their requests did."""
     steps: Sequence[Step] = ()
+    mistakes: Sequence[Exception] = ()
+    """Mistakes of ours in single GPU groups: what all others have to do stands here all the same."""
     ask_at: float | None = None
     """When ``time_passed`` is to be said, without a fact before; None: at the moment that was said last."""
 

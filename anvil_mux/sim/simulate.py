@@ -30,7 +30,7 @@ from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.model import model_settings
-from anvil_mux.scheduler.overdue import bound_seconds
+from anvil_mux.scheduler.overdue import bound_seconds, in_round
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.refusals import no_room_to_wait
@@ -366,6 +366,8 @@ class _Simulation:
     # Effects
 
     def _carry_out(self, effects: Effects, now: float) -> None:
+        for mistake in effects.mistakes:
+            raise mistake
         for ticket in effects.woken:
             self._waiting -= 1
             self._go_on(ticket, now)
@@ -549,7 +551,7 @@ class _Checker:
             self._judge_host(event)
         elif event.kind in _FLAGS:
             self._judge_flag(event, _FLAGS[event.kind])
-        elif event.kind not in ("pinned", "unpinned", "deferred", "paused"):
+        elif event.kind not in ("pinned", "unpinned", "deferred", "paused", "plugin_failed"):
             self._judge_move(event)
         self._then.read(event)
         if event.kind == "queued":
@@ -761,13 +763,18 @@ class _Checker:
             return
         others = self.rounds.get(event.model, set()) - {event.model}
         waiting = [each for each in others if self._queues[each].tickets and not self._is_resident(each)]
-        loads = [event.load, *[self._queues[each].load for each in waiting]]
+        gpus = {each: self._gpus_of(each) for each in waiting}
+        before = in_round(self._gpus_of(event.model), gpus)
+        loads = [event.load, *[self._queues[each].load for each in before]]
         if event.model not in self.rounds or min(loads) <= 0.0:
             return
         latest = self._config.queue_timeout - event.seconds
         bound = bound_seconds(self._settings[event.model], math.fsum(loads), latest)
         fine = event.bound == bound or abs(event.bound - bound) <= ROUNDING
         self._claim(fine, event, f"its bound is {event.bound:g} s, and by its round {bound:g} s")
+
+    def _gpus_of(self, model: str) -> set[str]:
+        return {gpu for name in self._of_model[model] for gpu in self._slots[name].holds}
 
     def _overdue(self, model: str, since: float) -> float:
         bound = min(self._queues[model].bound, self._settings[model].max_wait)  # logs of old have no bounds

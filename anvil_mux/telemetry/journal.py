@@ -224,7 +224,7 @@ def _is_failure(event: Event) -> bool:
 
 def _level(event: Event) -> int:
     """How much must be asked for to be told; what single requests go through is for -v."""
-    if _is_failure(event) or event.kind in ("reload_failed", "host_lost"):
+    if _is_failure(event) or event.kind in ("reload_failed", "plugin_failed", "host_lost"):
         return QUIET
     return NORMAL if event.kind in _NORMAL else VERBOSE
 
@@ -317,6 +317,7 @@ _PLAIN = {
     "unpinned": "unpinned: may be evicted for other models again",
     "reloaded": "configuration reloaded: {reason}",
     "reload_failed": "configuration refused, nothing has changed: {reason}",
+    "plugin_failed": "{reason}",
     "host_lost": "{reason}: its requests are severed, and nothing is loaded there",
     "host_back": "{reason}",
     "host_drained": "{reason}: its models are drained and stopped, and none is loaded there",

@@ -121,6 +121,7 @@ class Situation:
                 "deferred"
                 | "reloaded"
                 | "reload_failed"
+                | "plugin_failed"
                 | "host_lost"
                 | "host_back"
                 | "host_drained"

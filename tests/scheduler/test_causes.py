@@ -71,8 +71,8 @@ def test_what_is_no_cause_is_refused(told):
 
 @pytest.mark.parametrize("value", [None, "my reason", ("overdue",), Cause("astrology")])
 def test_a_policy_that_gives_anything_else_is_found_out(value):
-    assert not causes.is_cause(value)
-    assert causes.is_cause(Cause("policy_text", detail="mine"))
+    assert not causes.is_decided(value)
+    assert causes.is_decided(Cause("policy_text", detail="mine"))
 
 
 def test_no_cause_has_no_words():

@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.causes import POLICY, Cause, is_cause
+from anvil_mux.scheduler.causes import POLICY, Cause, is_decided
 from anvil_mux.scheduler.policies import (
     FOREVER,
     PAUSES,
@@ -622,7 +622,7 @@ def honoured(name, snapshot):
             assert model in [line.model for line in snapshot.queues]
         case Unload(model):
             assert model in [resident.model for resident in snapshot.residents]
-    assert is_cause(decision.cause)
+    assert is_decided(decision.cause)
     assert decision.cause != POLICY or decision == Stay()
     return decision
 

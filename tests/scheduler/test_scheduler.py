@@ -8,6 +8,7 @@ from anvil_mux.errors import Draining, LoadError, WaitedTooLong
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import NOTHING, Ticket
 
@@ -233,3 +234,34 @@ def test_a_group_knows_its_own_gpus_and_models_only():
         host, _, gpu = name.partition("-")
         assert list(group.state.placement.capacity) == [f"{host}/{gpu}"]
         assert list(group.state.models) == [f"m{gpu}"]
+
+
+def test_a_mistake_in_one_gpu_group_takes_nothing_from_the_others(monkeypatch):
+    """Both lack host memory that ``c`` frees, and are asked about it in one go."""
+    house = House(
+        backend("a", "0", ram=4),
+        backend("b", "1", ram=4),
+        backend("c", "2", ram=8),
+        host_memory=10,
+        max_wait=5.0,
+    )
+    house.resident("c")
+    tickets = [house.ticket("a", 1.0), house.ticket("b", 1.0)]
+    for ticket in tickets:
+        house.core.requested(ticket, 1.0)
+    (evict,) = house.core.time_passed(6.0).steps
+    broken, answer = house.core.layout.by_name["0"], GpuGroup.next_step
+
+    def next_step(group, now):
+        if group is broken and now < 8.0:
+            raise ZeroDivisionError
+        return answer(group, now)
+
+    monkeypatch.setattr(GpuGroup, "next_step", next_step)
+    effects = house.core.evicted(evict, 7.0)
+    assert names(effects.steps) == ["load b"]
+    assert {type(mistake) for mistake in effects.mistakes} == {ZeroDivisionError}
+    assert effects.ask_at == 8.0
+    again = house.core.time_passed(8.0)
+    assert names(again.steps) == ["load a"]
+    assert not again.mistakes

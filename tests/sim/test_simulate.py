@@ -443,7 +443,7 @@ def test_an_idle_model_goes_though_no_request_comes_and_a_line_may_be_overdue_be
         (39.0, "loading", "a", first),
     ]
     assert [(e.at, e.model, e.seconds, e.cause) for e in log if e.kind == "deferred"] == [
-        (30.0, "a", 26.0, Cause("min_residency", residents=("b",))),
+        (31.0, "a", 25.0, Cause("min_residency", residents=("b",))),
     ]
 
 

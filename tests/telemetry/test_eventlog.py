@@ -687,7 +687,7 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     kinds = [event.kind for event in runs[0].events]
     unseen = {"gone", "failed", "severed", "standby", "demoting", "stuck", "deferred", "cancelling"}
     of_hosts = {kind for kind in KINDS if kind.startswith("host_")}
-    assert {*kinds} == KINDS.keys() - unseen - of_hosts - {"reloaded", "reload_failed"}
+    assert {*kinds} == KINDS.keys() - unseen - of_hosts - {"reloaded", "reload_failed", "plugin_failed"}
     assert [kinds.count(kind) for kind in ("leased", "released", "loading")] == [3, 3, 2]
     learned = replay(runs)
     assert [request.model for request in learned.requests] == ["a", "b", "b", "b"]

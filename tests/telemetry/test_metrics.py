@@ -340,6 +340,8 @@ def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
         replace(backend, min_residency=5.0 * (policy == "min_residency")) for backend in CONFIG.backends
     ]
     config = replace(CONFIG, backends=tuple(backends), policy=policy if policy in POLICIES else "eager")
+    if policy == "debounce":
+        config = replace(config, policy_settings={"quiet": 2.0})
     trace = [Arrival(at / 4, "ab"[at // 3 % 2], 2.0) for at in range(200)]
     log = simulate(config, trace, Engines({}, 3.0))
     kinds = {event.cause.kind for event in log if event.kind == "deferred" and event.cause}
