@@ -29,7 +29,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.host.engine import find_engine, names_told
 from anvil_mux.protocol import foreign
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.1
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.05
 PAUSE_SHARE = 0.01
 """Share of a load's time so far by which a look may come too late."""
 POLL_TIMEOUT = 5.0

@@ -131,7 +131,7 @@ def test_the_served_model_counts_where_it_differs_from_our_name():
 
 
 @pytest.mark.parametrize("load_seconds", [0.1, 1.0, 10.0, 40.0])
-def test_a_look_is_late_by_a_hundredth_of_the_load_and_a_tenth_of_a_second_at_most(load_seconds: float):
+def test_a_look_is_late_by_a_hundredth_of_the_load_and_a_twentieth_of_a_second_at_most(load_seconds: float):
     with engine(**{"GET_/health": 503, "GET_/v1/models": serving("qwen3")}) as stub:
         waiting = Waiting()
 
@@ -141,9 +141,9 @@ def test_a_look_is_late_by_a_hundredth_of_the_load_and_a_tenth_of_a_second_at_mo
                 stub.answers["GET /health"] = 200
 
         await_ready(VLLM, stub.url, ended=lambda: None, deadline=1e9, now=waiting.now, sleep=pause)
-    assert waiting.time - 1000.0 - load_seconds <= min(max(0.02, load_seconds / 100), 0.1)
+    assert waiting.time - 1000.0 - load_seconds <= min(max(0.01, load_seconds / 100), 0.05) + 1e-9
     assert stub.seen.count("GET /v1/models") == 1
-    assert len(waiting.pauses) <= 10 * load_seconds + 200
+    assert len(waiting.pauses) <= 20 * load_seconds + 300
 
 
 def test_an_engine_that_ended_fails_at_once_and_says_how():
