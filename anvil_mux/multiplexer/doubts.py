@@ -98,7 +98,10 @@ class Doubts:
             found = self._clock.latch()
             doubt.waiting.append(found)
         if is_new:
-            self._clock.spawn(partial(self._look_into, backend, doubt), f"doubt-{backend.name}")
+            try:
+                self._clock.spawn(partial(self._look_into, backend, doubt), f"doubt-{backend.name}")
+            except RuntimeError:  # no thread can be started: the next request that fails has another try
+                self._settle(backend.name, doubt)
         found.wait(LOST_SECONDS if backend.host else KNOWN_SECONDS)
         return ticket.crash
 

@@ -197,9 +197,9 @@ class Multiplexer:
                 assert tend is not None
                 tend(self._clock.now())
         except BaseException as error:
-            if ticket.prefill:
-                self._shell.apply(partial(self._scheduler.released, ticket.prefill, whole=False))
             self._shell.apply(partial(self._abandon, ticket, error))
+            if ticket.prefill:  # it is leased with the other, which cannot be leased any more
+                self._shell.apply(partial(self._scheduler.released, ticket.prefill, whole=False))
             raise
 
     def _wait_for_lease(self, ticket: Ticket, pause: float) -> bool:

@@ -21,7 +21,7 @@ from itertools import count, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import EITHER, STAGES, Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
 from anvil_mux.scheduler.causes import BY_HAND, FOUND, PRELOADS
 from anvil_mux.scheduler.costs import Cost, Costs
@@ -643,16 +643,26 @@ class _Checker:
         return any(self._has_place(model, each) for each in needed)
 
     def _has_place(self, model: str, backend: str = "") -> bool:
-        """Whether there is a place at any backend that is ready, or at this one."""
-        for name in self._of_model.get(model, ()):
-            each = self._backends[name]
-            if backend in ("", name) and each.state == "ready":
-                if not self._hosts[name].isdisjoint(self._lost | self._cleared):
-                    continue
-                limit = self._slots[name].backend.concurrency
-                if limit is None or len(each.leases) < limit:
-                    return True
-        return False
+        """Whether there is a place at any backend that is ready, or this one; of two stages one for each."""
+        ready = [
+            name
+            for name in self._of_model.get(model, ())
+            if backend in ("", name)
+            and self._backends[name].state == "ready"
+            and self._hosts[name].isdisjoint(self._lost | self._cleared)
+        ]
+        free = [name for name in ready if self._is_free(name)]
+        stages = [self._takers(ready, stage) for stage in STAGES]
+        if self._settings[model].staged and not backend and all(stages):
+            return all(not free_of.isdisjoint(free) for free_of in stages)
+        return bool(free)
+
+    def _is_free(self, name: str) -> bool:
+        limit = self._slots[name].backend.concurrency
+        return limit is None or len(self._backends[name].leases) < limit
+
+    def _takers(self, names: Iterable[str], stage: str) -> set[str]:
+        return {name for name in names if self._slots[name].backend.infer_type in (stage, EITHER)}
 
     def _judge_move(self, event: Event) -> None:
         backend = self._backends[event.backend]

@@ -896,6 +896,60 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
     assert [e.cause for e in stage.log if e.kind == "loading"][1] is not None
 
 
+def test_where_no_thread_can_look_for_a_backend_nothing_is_in_doubt_and_the_next_request_looks_anew():
+    def main(stage):
+        stage.engines.ended = lambda backend: "exited with code 139"
+        spawn, refused = stage.clock.spawn, []
+
+        def spawn_once_in_vain(run, name):
+            if name == "doubt-a" and not refused:
+                refused.append(name)
+                raise RuntimeError("can't start new thread")
+            return spawn(run, name)
+
+        stage.clock.spawn = spawn_once_in_vain
+        with stage.mux.lease("a") as lease:
+            before = stage.clock.now()
+            assert stage.mux.facts.unreachable(lease) is None
+            assert stage.clock.now() == before
+            assert stage.mux.facts.doubts._open == {}
+            assert "exited with code 139" in stage.mux.facts.unreachable(lease).why
+
+    Stage().play(main)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_request_in_two_stages_that_gives_up_as_its_turn_comes_leaves_no_lease(seed):
+    """At 10 the first one ends, and the second, which waits for its places, has nobody any more."""
+
+    def leave(now):
+        if now >= 10.0:
+            raise ClientGone("it left")
+
+    def main(stage):
+        for model in ("prefill", "decode"):
+            assert stage.mux.facts.adopt({model: "http://127.0.0.1:1000"}) == []
+        first = stage.mux.lease("m", staged=True)
+        assert first.prefill is not None
+
+        def second():
+            with pytest.raises(ClientGone), stage.mux.lease("m", leave, staged=True):
+                raise ClientGone("it left")  # it may have its lease just before
+
+        stage.later(0.0, second)
+        stage.clock.sleep(10.0)
+        first.release()
+        stage.clock.sleep(10.0)
+        slots = stage.mux._layout.slots
+        assert {slot.name: len(slot.holders) for slot in slots} == {"prefill": 0, "decode": 0}
+
+    stages = [
+        replace(one(kind, gpu), model="m", infer_type=kind, concurrency=1)
+        for kind, gpu in zip(("prefill", "decode"), "01", strict=True)
+    ]
+    Stage(Config(policy="eager", backends=tuple(stages)), seed=seed).play(main)
+
+
 @SEEDS
 @pytest.mark.parametrize("answer", [True, None, False])
 def test_a_backend_that_answers_in_the_end_stays_as_it_is(answer, seed):
