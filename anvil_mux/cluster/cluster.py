@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import Claimed, Fenced, Owner
 from anvil_mux.cluster.remote import LIMIT_SECONDS, RemoteHost
 from anvil_mux.config.config import Gpu, Machine
-from anvil_mux.errors import MuxError
+from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.seam import HostConfig, Inventory
 from anvil_mux.state import write_whole
 
@@ -146,15 +147,20 @@ def machine(found: Inventory, labels: tuple[tuple[str, str], ...]) -> Machine:
 
 
 def owner_id(folder: Path) -> str:
-    """Return what tells the anvil-mux of one state folder from others, in every run."""
+    """Return what tells the anvil-mux of one state folder from others, in every run; BackendError."""
     file = folder / "owner"
     try:
-        return file.read_text().strip()
-    except OSError:
+        with suppress(FileNotFoundError):
+            if found := file.read_text().strip():
+                return found
         made = secrets.token_hex(8)
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        write_whole(file, made)
+        write_whole(file, made, is_durable=True)
         return made
+    except (OSError, ValueError) as error:
+        raise BackendError(
+            f"{file} cannot be read or written ({error}), and says which hosts are its own"
+        ) from None
 
 
 def side_by_side(do: Callable[[RemoteHost], T], hosts: Iterable[RemoteHost]) -> dict[str, T]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from anvil_mux.cluster.messages import Claimed, Fenced, Owner
@@ -25,7 +26,9 @@ class Ownership:
         self._folder = folder
         self._lock: int | None = None
         self._is_given_up = False
-        self._owner = self._read()
+        self._owner: Owner | None = None
+        with suppress(BackendError):  # whoever wants to change anything reads it again, and is told
+            self._owner = self._read()
 
     @property
     def owner(self) -> Owner | None:
@@ -81,8 +84,12 @@ class Ownership:
             raise BackendError(
                 f"another agent of host {self._host}, or a command that it began, still runs there"
             ) from None
+        try:
+            self._owner = self._read()  # another agent may have written it since
+        except BackendError:
+            os.close(lock)
+            raise
         self._lock = lock
-        self._owner = self._read()  # another agent may have written it since
         return lock
 
     def close(self) -> None:
@@ -92,17 +99,23 @@ class Ownership:
             self._lock = None
 
     def _read(self) -> Owner | None:
+        """Read the owner; BackendError where it cannot be told who that is: it may still be there."""
         try:
             found = json.loads(self._file.read_text())
             owner = Owner(int(found["epoch"]), str(found["id"]), str(found["name"]))
             self._is_given_up = bool(found["given_up"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise BackendError(
+                f"{self._file} cannot be read ({type(error).__name__}: {error}), so it is not known to whom"
+                f" host {self._host} belongs: remove that file there if no other anvil-mux has the host"
+            ) from None
         return owner
 
     def _write(self, owner: Owner, *, is_given_up: bool) -> None:
         try:
-            write_whole(self._file, json.dumps({**owner._asdict(), "given_up": is_given_up}))
+            write_whole(self._file, json.dumps({**owner._asdict(), "given_up": is_given_up}), is_durable=True)
         except OSError as error:
             raise BackendError(f"{self._file} cannot be written: {error.strerror}") from None
         self._owner, self._is_given_up = owner, is_given_up

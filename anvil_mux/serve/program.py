@@ -27,6 +27,7 @@ from anvil_mux.clock import watch_threads
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.cluster.messages import Claimed, Fenced
 from anvil_mux.config.config import Config
+from anvil_mux.errors import BackendError
 from anvil_mux.serve import credentials, reloading
 from anvil_mux.serve.building import Given, Parts
 from anvil_mux.serve.leaving import leave_engines
@@ -124,6 +125,9 @@ def _claim(cluster: Cluster, config: Config, options: Options) -> None:
         cluster.close()
         why = "two on one cluster would evict each other's engines"
         raise CannotServe(f"{error.message} ({why})") from None
+    except BackendError as error:
+        cluster.close()
+        raise CannotServe(error.message) from None
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.host.seam import Evicted
 from anvil_mux.serve import credentials
 from anvil_mux.serve.building import Parts, complete
 from anvil_mux.telemetry import eventlog
@@ -52,21 +52,32 @@ def reconfigure(parts: Parts, config: Config) -> Change:
     config, change = within(before, read), compare(before, read)
     keys, tls = credentials.checked(config, insecure=parts.options.insecure)
     parts.hosts.take(config)
-    for warning in [each for each in config.warnings if each not in before.warnings]:
-        parts.say(f"warning: {warning}")
-    parts.config = config
-    parts.handler.reconfigure(config, keys)
-    parts.server.max_connections = config.max_connections
-    parts.server.bodies.most = config.max_bodies or 0
-    parts.server.tls = tls
-    parts.metrics.know(config)
-    parts.elsewhere.take(config)
-    if parts.event_log:
-        parts.event_log.head(eventlog.header(config, parts.clock.wall(0.0)))
+
+    def take_effect(running: Mapping[str, str], standby: Mapping[str, Evicted]) -> list[str]:
+        """Let those know it first who hear of what follows; requests mean it once its models are there."""
+        parts.metrics.know(config)
+        if parts.event_log:
+            parts.event_log.head(eventlog.header(config, parts.clock.wall(0.0)))
+        refused = parts.mux.facts.reconfigure(config, running, standby)
+        parts.config = config
+        parts.handler.reconfigure(config, keys)
+        parts.server.max_connections = config.max_connections
+        parts.server.bodies.most = config.max_bodies or 0
+        parts.server.tls = tls
+        parts.elsewhere.take(config)
+        return refused
+
     # What runs on a host that is not here is found when it is.
     added = [each for each in config.backends if each.name in change.added and parts.hosts.is_here(each.host)]
-    with parts.hosts.busy(each.host for each in added):
-        parts.adoption.take_over(added, partial(parts.mux.facts.reconfigure, config))
+    try:
+        with parts.hosts.busy(each.host for each in added):
+            parts.adoption.take_over(added, take_effect)
+    except MuxError:  # a host was lost meanwhile
+        if parts.config is before:
+            parts.hosts.take(before)
+        raise
+    for warning in [each for each in config.warnings if each not in before.warnings]:
+        parts.say(f"warning: {warning}")
     for host in parts.hosts.missing():
         parts.mux.facts.host_lost(host)
     parts.look_at_rights()

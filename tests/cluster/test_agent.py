@@ -305,11 +305,27 @@ def test_of_two_agents_of_one_name_one_changes_nothing_until_the_other_has_ended
     later("claim", SECOND.name, True)
 
 
-def test_a_broken_note_of_the_owner_is_none(rig: Rig, tmp_path: Path):
-    folder = tmp_path / "anvil-mux" / "agent-b"
-    folder.mkdir(parents=True)
-    (folder / "owner").write_text('{"epoch": "x"}')
-    assert rig.owned()("running") == ["m.b"]
+@pytest.mark.parametrize("content", ['{"epoch": "x"}', "", '{"epoch": 9}', None])
+def test_a_note_of_the_owner_that_cannot_be_read_is_no_invitation(
+    rig: Rig, tmp_path: Path, content: str | None
+):
+    note = tmp_path / "anvil-mux" / "agent-b" / "owner"
+    note.parent.mkdir(parents=True)
+    if content is None:
+        note.mkdir()
+    else:
+        note.write_text(content)
+    mux = Caller(rig.agent(), FIRST)
+    for _ in range(2):
+        with pytest.raises(BackendError, match=r"owner cannot be read .* remove that file there if no other"):
+            mux("claim", "", True)
+        with pytest.raises(BackendError, match="owner cannot be read"):
+            mux("reconfigure", CONFIG)
+    if content is None:
+        note.rmdir()
+    else:
+        note.unlink()
+    mux("claim", "", False)
 
 
 # Steps

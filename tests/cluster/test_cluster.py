@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from anvil_mux import __version__
 from anvil_mux.cluster import frames, messages
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.cluster import Cluster
+from anvil_mux.cluster.cluster import Cluster, owner_id
 from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import AgentAnswer, Claimed
 from anvil_mux.config.config import Gpu, Machine
+from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import HostGpu, Inventory
 from tests.cluster.answers import arguments_of
 
@@ -128,3 +131,17 @@ def test_what_hosts_keep_is_recalled_from_those_that_answer():
     cluster.look()
     machines.silent.add("b")
     assert cluster.recall() == {"a": "learned", "b": ""}
+
+
+def test_who_an_anvil_mux_is_outlives_a_power_cut_or_is_an_error(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    (tmp_path / "owner").write_text("")
+    first = owner_id(tmp_path)
+    assert first
+    assert synced == [f"{tmp_path}/owner.part", str(tmp_path)]
+    assert owner_id(tmp_path) == first
+    (tmp_path / "owner").unlink()
+    (tmp_path / "owner").mkdir()
+    with pytest.raises(BackendError, match="owner cannot be read or written"):
+        owner_id(tmp_path)

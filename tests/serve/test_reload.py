@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from anvil_mux.cli import main as cli
+from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, Draining
@@ -232,6 +233,62 @@ def test_sighup_is_a_reload_and_tells_what_is_wrong(house: House, state: Path) -
         assert models(running) == ["a", "b"]
 
 
+class Recorded:
+    """A part of the program that notes which of its methods are called."""
+
+    def __init__(self, name, calls, **known):
+        self.__dict__ |= {"_name": name, "_calls": calls, **known}
+
+    def __getattr__(self, method):
+        return lambda *about, **more: self._calls.append(f"{self._name}.{method}")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_requests_mean_another_configuration_once_its_models_are_there(monkeypatch, is_lost):
+    before, after = Config((Backend("a", "a"),)), Config((Backend("a", "a"), Backend("b", "b")))
+    calls: list[str] = []
+
+    def take_over(added, adopt):
+        calls.append(f"running {[each.name for each in added]}")
+        if is_lost:
+            raise AgentSilent("no answer")
+        adopt({}, {})
+
+    names = ("handler", "metrics", "elsewhere", "server", "event_log")
+    parts = SimpleNamespace(
+        **{name: Recorded(name, calls) for name in names},
+        config=before,
+        options=SimpleNamespace(insecure=False),
+        clock=SimpleNamespace(wall=lambda moment: 0.0),
+        adoption=SimpleNamespace(is_over=threading.Event(), take_over=take_over),
+        hosts=Recorded("hosts", calls, local=None, is_here=lambda name: True, missing=list, busy=nullcontext),
+        mux=SimpleNamespace(facts=Recorded("scheduler", calls)),
+        say=calls.append,
+        look_at_rights=lambda: None,
+    )
+    parts.server.bodies = SimpleNamespace()
+    parts.adoption.is_over.set()
+    monkeypatch.setattr(reloading, "complete", lambda config, host: config)
+    monkeypatch.setattr(reloading.credentials, "checked", lambda config, insecure: (None, None))
+    if is_lost:
+        with pytest.raises(AgentSilent):
+            reloading.reconfigure(cast(Parts, parts), after)
+        assert calls == ["hosts.take", "running ['b']", "hosts.take"]
+        assert parts.config is before
+        return
+    reloading.reconfigure(cast(Parts, parts), after)
+    assert calls == [
+        "hosts.take",
+        "running ['b']",
+        "metrics.know",
+        "event_log.head",
+        "scheduler.reconfigure",
+        "handler.reconfigure",
+        "elsewhere.take",
+    ]
+    assert parts.config == after
+
+
 def test_a_mistake_in_a_reload_does_not_end_what_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,7 +428,9 @@ def test_who_was_to_be_replaced_when_the_program_was_killed_is_not_taken_over(
         stream.close()
     house.open()
     with serving(file, state=state) as running:
-        running.tells("stopping a: its configuration changed; the next request for a loads it anew")
+        running.tells(
+            "stopping a: its command changed since it was started; the next request for a loads it anew"
+        )
         assert states(running) == {"a": "stopped", "b": "ready"}
         assert first_word(running, "a") == "other"
     with serving(file, state=state, on_exit="keep") as running:
