@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import select
 import termios
-from socket import MSG_DONTWAIT, MSG_PEEK, socket
+from socket import socket
 from struct import pack, unpack
+
+LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 def timeval(seconds: float) -> bytes:
@@ -14,13 +17,10 @@ def timeval(seconds: float) -> bytes:
 
 
 def has_left(client: socket) -> bool:
-    """Whether the other end of ``client`` has closed it (bytes sent before count as being there)."""
-    try:
-        return not client.recv(1, MSG_PEEK | MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    """Whether the other end of ``client`` has closed it, whatever it sent before that was not read."""
+    poll = select.poll()
+    poll.register(client, LEFT)
+    return bool(poll.poll(0))
 
 
 class Unread:

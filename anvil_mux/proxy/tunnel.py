@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from socket import MSG_DONTWAIT, socket
 from typing import Literal
 
-from anvil_mux.proxy.sockets import Unread
+from anvil_mux.proxy.sockets import LEFT, Unread
 
 READ = 65536
 LOOK_SECONDS = 0.25
 """How often it is asked whether the tunnel must end."""
-GONE = select.POLLHUP | select.POLLERR
 CLOSE = 8
 """The kind of a frame that says good-bye."""
 RESTARTED, BROKEN = 1012, 1011
@@ -172,7 +171,7 @@ def _pass_on(
             return "unread"
         if now - active >= silence:
             return "silence"
-        masks = dict.fromkeys(sides, 0)
+        masks = {client.fileno(): LEFT, engine.fileno(): 0}  # an engine that has ended may be read on
         awaited = {way: way.awaits for way in ways}
         for descriptor, event in awaited.values():
             masks[descriptor] |= event
@@ -185,7 +184,7 @@ def _pass_on(
         for way in moving:
             if left := way.go_on():
                 return left
-        gone = [sides[descriptor] for descriptor, event in events.items() if event & GONE]
+        gone = [sides[descriptor] for descriptor, event in events.items() if event & LEFT]
         if gone and not moving:
             return gone[0]
     return "order"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import api
+from anvil_mux.proxy.tunnel import Ended, tunnel
 from tests.fake_engine import GUARD, JSON_OK, Asked, RawClient, Rig
 
 SWITCHED = (
@@ -169,6 +171,30 @@ def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[
     assert (code, why.partition(" before")[0]) == (1012, "a was evicted for org/b")
     assert asked.was_left()
     assert {rig.events.record(1).code, rig.events.record(2).code} == {"", "severed"}
+
+
+def test_the_client_of_a_websocket_leaves_though_its_engine_takes_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname(), GUARD)
+        near, _ = listener.accept()
+    far, engine = socket.socketpair()
+    ended: list[Ended] = []
+
+    def run() -> None:
+        ended.append(tunnel(near, far, b"", must_end=lambda: False, silence=1e6, unread=1e6))
+
+    with near, far, engine:
+        try:
+            while True:
+                far.send(bytes(4096), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        client.sendall(bytes(100_000))  # more than is read at once
+        client.close()
+        passing = threading.Thread(target=run, daemon=True)
+        passing.start()
+        passing.join(GUARD)
+        assert [each.by for each in ended] == ["client"]
 
 
 def test_a_silent_websocket_is_given_up(make_rig: Callable[..., Rig]) -> None:
