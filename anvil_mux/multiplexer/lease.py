@@ -33,6 +33,7 @@ class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
     __slots__ = (
+        "_is_over",
         "_lessor",
         "address",
         "attempt",
@@ -57,6 +58,7 @@ class Lease:
         """
         self.why = ticket.choice.why if ticket.choice else ""
         """Why this backend, where the model has several."""
+        self._is_over = False
         self.waited = 0.0
         """Seconds in the queue."""
         self.attempt: Attempt | None = None
@@ -76,6 +78,9 @@ class Lease:
 
         ``usage`` is of use where ``is_routed``.
         """
+        if self._is_over:
+            return
+        self._is_over = True
         if self.prefill:
             self.prefill.release()
         if self.attempt:

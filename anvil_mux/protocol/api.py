@@ -245,7 +245,10 @@ def error_headers(error: MuxError) -> list[Field]:
 
 
 def error_event(api: str, beat: str, error: MuxError, request_id: str = "") -> bytes:
-    """The event that says ``error`` in a stream that has begun; the connection is cut after it."""
+    """The event that says ``error`` in a stream that has begun; the connection is cut after it.
+
+    Never ``[DONE]``: who looks for nothing else would take what came before for a whole answer.
+    """
     said = _error(api, error, request_id)
     if api == "anthropic":
         return b"event: error\ndata: %b\n\n" % written(said)
@@ -254,8 +257,8 @@ def error_event(api: str, beat: str, error: MuxError, request_id: str = "") -> b
     if beat == "responses":
         event = {"code": error.code, "message": error.message, "param": error.param, **error.said}
         event["type"] = "error"
-        return b"event: error\ndata: %b\n\ndata: [DONE]\n\n" % written({**event, **said})
-    return b"data: %b\n\ndata: [DONE]\n\n" % written(said)
+        return b"event: error\ndata: %b\n\n" % written({**event, **said})
+    return b"data: %b\n\n" % written(said)
 
 
 def _error(api: str, error: MuxError, request_id: str) -> dict[str, object]:

@@ -66,7 +66,7 @@ class Dispatcher:
         """``patience``: instead of what the configuration says."""
         self._mux = mux
         self._stored = stored
-        self._forwarder = Forwarder(relay, stored)
+        self._forwarder = Forwarder(relay, stored, mux.facts.unreachable)
         self._patience = patience
 
     def answer(self, question: Question, reply: Reply, record: Served) -> None:

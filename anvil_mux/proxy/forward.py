@@ -10,6 +10,7 @@ what ends the request: its client has left, or the engine has refused it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from anvil_mux.config import rewrite
@@ -38,6 +39,7 @@ from anvil_mux.proxy.relay import WHOLE, BrokenOff, Exchange, Failed, Relay, Req
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
+from anvil_mux.scheduler.steps import NO_USAGE, Crash
 from anvil_mux.telemetry.accesslog import Served
 
 LACKING = (404, 405, 501)
@@ -67,8 +69,12 @@ class _Lacking(Exception):
 class Forwarder:
     """Asks engines for those who hold a lease. Any thread."""
 
-    def __init__(self, relay: Relay, stored: StoredResponses) -> None:
+    def __init__(
+        self, relay: Relay, stored: StoredResponses, crash_under: Callable[[Lease], Crash | None]
+    ) -> None:
+        """``crash_under``: how a backend ended under a lease, if it has."""
         self._relay = relay
+        self._crash_under = crash_under
         self._stored = stored
         self._found_lacking: tuple[Access | None, set[tuple[str, str]]] = (None, set())
         """A configuration, and the (backend, path) of routes that engines turned out not to have under it."""
@@ -136,6 +142,7 @@ class Forwarder:
                 record.said = data = exchange.data
                 declared = None if response.body == "none" else len(data)
                 head = heads.response_head(reply, response, length=declared)
+                _has_said_all(exchange, data)
                 reply.pass_on(response.status, head + data, "cut")
                 if reply.capture:
                     reply.capture.said(data)
@@ -165,6 +172,8 @@ class Forwarder:
         first = exchange.begin(response, chunked=chunked)
         reply.answered = bool(first)
         head = heads.response_head(reply, response, length=length, chunked=chunked)
+        if exchange.has_ended:
+            _has_said_all(exchange, exchange.passed.said)
         reply.pass_on(response.status, head + first, "event" if events else "cut")
         self._move(question, exchange, response, reply, record)
 
@@ -178,6 +187,8 @@ class Forwarder:
             exchange.copy(COPIED_BYTES)
         first = exchange.begin(response, chunked=reply.chunked)
         reply.answered = bool(first)
+        if exchange.has_ended:
+            _has_said_all(exchange, exchange.passed.said)
         reply.send(first)
         self._move(question, exchange, response, reply, record)
 
@@ -186,12 +197,17 @@ class Forwarder:
     ) -> None:
         """The rest of a body, and its end."""
         end = exchange.stream(response)
+        if end is End.CLOSED and not self._is_cut_short(question, exchange.lease, response):
+            end = End.COMPLETE
         if reply.capture:
             reply.capture.said(exchange.copied)
         reply.sent += exchange.streamed
         reply.answered = reply.answered or exchange.streamed > 0
         record.said, record.tokens = exchange.passed.said, exchange.passed.events
         if end is End.COMPLETE:
+            _has_said_all(exchange, exchange.passed.said)
+            if exchange.rest:
+                reply.send(exchange.rest)
             return
         fits = reply.form == "event" and exchange.aligned
         reply.broke_off(exchange.last_payload if fits else None)
@@ -205,8 +221,18 @@ class Forwarder:
                 raise exchange.lease.severed_error()
             case End.STALLED:
                 raise Silent(f"{engine} went silent in the middle of its answer.")
-            case End.DIED:
+            case End.DIED | End.CLOSED:
                 raise BrokenOff(f"{engine} broke off its answer.")
+
+    def _is_cut_short(self, question: Question, lease: Lease, response: http1.Response) -> bool:
+        """Whether a body ended too early that only the end of its connection ends.
+
+        A stream of events lacks its last event, where its API has one. Of others it counts what became of
+        the engine.
+        """
+        if question.asked.route.beat != "none" and _is_events(response):
+            return True
+        return not lease.attempt and self._crash_under(lease) is not None
 
     # Websockets
 
@@ -221,6 +247,7 @@ class Forwarder:
             if response.status != 101:
                 body = exchange.content(response, WHOLE)
                 head = heads.response_head(reply, response, length=len(body))
+                _has_said_all(exchange, body)
                 reply.pass_on(response.status, head + body, "cut")
                 return
             reply.pass_on(101, heads.switched_head(reply, response) + exchange.data, "frame")
@@ -242,6 +269,7 @@ class Forwarder:
         if asked.keep_alive and (key is None or key.admin):
             lease.keep_alive(asked.keep_alive)
         if not asked.path:
+            lease.release(whole=True)
             reply.whole(200, [JSON], asked.answer.whole(b"", time.time()))
             return
         model, backend = question.target.model, lease.backend
@@ -271,7 +299,9 @@ class Forwarder:
         """An answer as it comes, or all at once."""
         if not asked.stream:
             content = exchange.content(response, question.asked.access.config.max_body)
-            reply.whole(200, [JSON], asked.answer.whole(content, time.time()))
+            said = asked.answer.whole(content, time.time())
+            _has_said_all(exchange, exchange.passed.said)
+            reply.whole(200, [JSON], said)
             return
         if not _is_events(response):
             raise BackendError(f"The engine of {question.target.model} did not answer with a stream.")
@@ -280,8 +310,10 @@ class Forwarder:
         for piece in exchange.pieces(response):
             said = asked.answer.feed(piece, time.time())
             reply.answered = reply.answered or bool(said)
+            if exchange.has_ended:
+                said += asked.answer.finish(time.time())
+                _has_said_all(exchange, exchange.passed.said)
             reply.event(said)
-        reply.event(asked.answer.finish(time.time()))
         reply.end()
 
     # Two stages
@@ -314,6 +346,16 @@ class Forwarder:
         return replace(question, body=written(asked)), None
 
 
+def _has_said_all(exchange: Exchange, said: bytes) -> None:
+    """The lease ends with the engine's part, however slowly the client takes what is left of its answer.
+
+    ``said``: what has the engine's figures in it.
+    """
+    exchange.close()
+    lease = exchange.lease
+    lease.release(whole=True, usage=api.tokens_said(said)[1:] if lease.is_routed else NO_USAGE)
+
+
 def _begins(question: Question, lease: Lease) -> float | None:
     """The seconds within which a server elsewhere is to begin a stream, if a fallback could give it.
 
@@ -339,7 +381,9 @@ def _note_status(question: Question, lease: Lease, attempt: Attempt, response: h
 
 
 def _is_events(response: http1.Response) -> bool:
-    return response.fields.get(b"content-type", b"").startswith(b"text/event-stream")
+    """Whether it is a stream of events that can be read here, and written into."""
+    kind = response.fields.get(b"content-type", b"")
+    return kind.startswith(b"text/event-stream") and b"content-encoding" not in response.fields
 
 
 def _engine_error(model: str, status: int, body: bytes) -> MuxError:

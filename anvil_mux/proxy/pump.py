@@ -28,7 +28,7 @@ from enum import Enum
 from socket import MSG_DONTWAIT, SHUT_RDWR, socket
 
 from anvil_mux.errors import BackendError
-from anvil_mux.proxy.bodies import AnswerBody
+from anvil_mux.proxy.bodies import AnswerBody, has_last_event
 from anvil_mux.proxy.sockets import Unread
 
 READ = 16384
@@ -39,9 +39,6 @@ FRAMING = 8
 """Bytes of a piece that may be of the framing alone: some engines send the end of a body in two."""
 REST_OF_NUMBER = 64
 """Bytes that may lack of a figure when a read ends within it, its name included."""
-
-LAST_EVENTS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
-"""How streams begin their last event, in the APIs that have one."""
 
 SWEEP_SECONDS = 1.0
 UPSTREAM = select.EPOLLIN
@@ -55,6 +52,8 @@ class End(Enum):
     """How a stream ended."""
 
     COMPLETE = "complete"
+    CLOSED = "closed"
+    """The engine closed its connection, and nothing tells whether all has come."""
     CLIENT_GONE = "client_gone"
     DIED = "died"
     """The engine's connection ended, or its framing broke, before the end of the body."""
@@ -91,7 +90,7 @@ class Passed:
     @property
     def has_last_event(self) -> bool:
         """Whether the last event has come: its client may leave before the end of the framing."""
-        return any(b"\n" + event in b"\n" + self.last for event in LAST_EVENTS)
+        return has_last_event(b"\n" + self.last)
 
 
 class Copied(Passed):
@@ -151,7 +150,10 @@ class PumpedStream:
         None: it has begun.
         """
         self.pending = b""
-        """Bytes that the client has not taken yet; the engine is not read meanwhile."""
+        """Bytes that the client has not taken yet; the engine is not read meanwhile.
+
+        They are left to the stream's thread where the body has ended: the engine has said all.
+        """
         self.unread: Unread | None = None
         """A watch over the client, while there is something pending."""
         self.relayed = 0
@@ -273,17 +275,17 @@ class Pump:
                 return
             stream.passed.note(data)
             stream.relayed += sent
-            if sent != len(data):
-                self._hold(stream, data[sent:])
+            stream.pending = data[sent:]
+            if stream.pending and not stream.body.ended:
+                self._hold(stream)
                 return
         if stream.body.ended:
             self._end(stream, End.COMPLETE)
 
-    def _hold(self, stream: PumpedStream, rest: bytes) -> None:
+    def _hold(self, stream: PumpedStream) -> None:
         # Unregistered, not masked: a reset engine would otherwise be reported over and over.
         self._epoll.unregister(stream.upstream)
         self._epoll.modify(stream.client, CLIENT | select.EPOLLOUT)
-        stream.pending = rest
         stream.unread = Unread(stream.client, stream.active)
 
     def _client_event(self, stream: PumpedStream, event: int, now: float) -> None:
@@ -304,11 +306,7 @@ class Pump:
         stream.relayed += sent
         stream.pending = stream.pending[sent:]
         stream.unread = Unread(stream.client, now) if stream.pending else None
-        if stream.unread:
-            return
-        if stream.body.ended:
-            self._end(stream, End.COMPLETE)
-        else:
+        if not stream.unread:
             self._epoll.modify(stream.client, CLIENT)
             self._epoll.register(stream.upstream, UPSTREAM)
 
@@ -345,8 +343,8 @@ def _content(stream: PumpedStream) -> bytes:
         data = stream.upstream.recv(READ, MSG_DONTWAIT)
     except BlockingIOError:
         raise
-    except OSError:
-        data = b""
+    except OSError as error:
+        raise BackendError(f"The engine's connection broke: {error}.") from None
     if not data and stream.cut:  # to some answers any end is a whole one
         raise BackendError("The stream was cut off.")
     return stream.body.feed(data)

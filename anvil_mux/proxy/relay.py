@@ -125,6 +125,7 @@ class Exchange:
         "aligned",
         "data",
         "lease",
+        "rest",
         "streamed",
         "whole",
     )
@@ -156,6 +157,8 @@ class Exchange:
         self._passed: Passed | None = None
         self.streamed = 0
         """Bytes that the pump sent to the client."""
+        self.rest = b""
+        """The bytes that its client lacks of an answer that has ended."""
         self.aligned = True
         """Whether the client was sent whole chunks, so that another one can follow."""
         lease.on_severed(self.sever)
@@ -384,22 +387,30 @@ class Exchange:
         return ended, None
 
     def pieces(self, response: http1.Response) -> Iterator[bytes]:
-        """The content as it comes, in the handler's thread: for answers that are read, not passed on."""
+        """The content as it comes, in the handler's thread: for answers that are read, not passed on.
+
+        With the last piece, which may be empty, it ``has_ended``.
+        """
         if self.whole:
             self.passed.note(self.data)
             yield self.data
             return
-        body = body_of(response, chunked=False)
+        self._body = body = body_of(response, chunked=False)
         content = body.feed(self.data) if self.data else b""
         while True:
+            self._reusable = self.has_ended and response.keep_alive and body.clean
             if content:
                 self._begin()
-                self.passed.note(content)
-                yield content
+            self.passed.note(content)
+            yield content
             if body.ended:
                 break
             content = body.feed(self._received())
-        self._reusable = response.keep_alive and body.clean
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has said all."""
+        return self.whole or (self._body is not None and self._body.ended)
 
     def content(self, response: http1.Response, limit: int) -> bytes:
         """All of the content; BackendError if it is more than ``limit`` bytes."""
@@ -419,6 +430,7 @@ class Exchange:
         if self.data:
             self._begin()
         first = body.feed(self.data) if self.data else b""
+        self._reusable = body.ended and response.keep_alive and body.clean
         self.passed.note(first)
         return first
 
@@ -462,21 +474,23 @@ class Exchange:
 
     def stream(self, response: http1.Response) -> End:
         """Moves the rest of the body to the client; blocks until it has ended."""
-        body, upstream = self._body, self._upstream
+        body, pending = self._body, b""
         assert body is not None
-        assert upstream is not None
-        end = End.COMPLETE
         if not body.ended:
+            assert self._upstream is not None
             first_byte = None if self._has_begun else self.lease.first_byte
-            stream = self._stream = PumpedStream(upstream.socket, self._client, body, self.passed, first_byte)
+            stream = PumpedStream(self._upstream.socket, self._client, body, self.passed, first_byte)
+            self._stream = stream
             stream.cut = self._cut
             end = self._relay.pump.relay(stream)
-            self.streamed = stream.relayed
-            self.aligned = body.aligned and not stream.pending
-            if end is End.CLIENT_GONE and not stream.pending and self.passed.has_last_event:
+            self.streamed, pending = stream.relayed, stream.pending
+            self.aligned = body.aligned and not pending
+            if end is End.CLIENT_GONE and not pending and self.passed.has_last_event:
                 return End.COMPLETE
-        if end is End.COMPLETE:
-            self._reusable = response.keep_alive and body.clean
-        elif end is End.DIED and self.lease.severed:
-            return End.SEVERED
-        return end
+            if end is End.DIED and self.lease.severed:
+                return End.SEVERED
+            if end is not End.COMPLETE:
+                return end
+        self._reusable = response.keep_alive and body.clean
+        self.rest = pending + body.end
+        return End.COMPLETE if body.is_whole else End.CLOSED

@@ -549,7 +549,7 @@ def test_error_headers_say_when_to_come_again():
 def test_an_error_in_a_stream_is_framed():
     error = LoadError("it fell\nover")
     said = api.error_body("openai", error, "")
-    assert api.error_event("openai", "chat", error) == b"data: " + said + b"\n\ndata: [DONE]\n\n"
+    assert api.error_event("openai", "chat", error) == b"data: " + said + b"\n\n"
     assert api.error_event("ollama", "none", error) == api.error_body("ollama", error, "") + b"\n"
     event = api.error_event("anthropic", "messages", error, "r")
     assert event == b"event: error\ndata: " + api.error_body("anthropic", error, "r") + b"\n\n"

@@ -17,7 +17,7 @@ from anvil_mux.errors import LoadError, Severed
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import bodies, connections, pump, relay
 from anvil_mux.proxy.waiting import Patience
-from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
 from tests.running import seen
 
 ASK_A = b'{"model":"a"}'
@@ -175,15 +175,18 @@ def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig: Rig, end: bytes)
     assert len(rig.engine.connections) == (1 if end == b"0\r\n\r\n" else 2)
 
 
+UNTIL_CLOSE = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
 def test_a_body_until_close_is_chunked_for_the_client(rig: Rig) -> None:
     client = rig.client()
     client.post(STREAM_A)
     asked = rig.engine.next()
-    asked.send(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b"data: 1\n\n")
+    asked.send(UNTIL_CLOSE, b"data: 1\n\n")
     assert b"Transfer-Encoding: chunked" in client.read_until(b"\r\n\r\n")
     client.read_until(b"data: 1\n\n\r\n")
-    asked.send(b"data: 2\n\n")
-    client.read_until(b"data: 2\n\n\r\n")
+    asked.send(b"data: [DONE]\n\n")
+    client.read_until(b"data: [DONE]\n\n\r\n")
     asked.close()
     client.read_until(b"0\r\n\r\n")
     client.post(ASK_A)
@@ -219,8 +222,8 @@ def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
 ) -> None:
     hold, held = pump.Pump._hold, threading.Event()
 
-    def note(self: pump.Pump, stream: pump.PumpedStream, rest: bytes) -> None:
-        hold(self, stream, rest)
+    def note(self: pump.Pump, stream: pump.PumpedStream) -> None:
+        hold(self, stream)
         held.set()
 
     monkeypatch.setattr(pump.Pump, "_hold", note)
@@ -314,9 +317,79 @@ def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event_and_a_cut
     content, clean = client.read_chunks()
     assert not clean
     assert error_in(content)["code"] == "backend_unavailable"
+    assert b"[DONE]" not in content
     rig.events.wait("released")
     record = rig.events.record()
     assert (record.status, record.code) == (200, "backend_unavailable")
+
+
+CHAT, TEXT, MESSAGES, RESPONSES = (
+    b"/v1/" + name for name in (b"chat/completions", b"completions", b"messages", b"responses")
+)
+
+
+def until_close(rig: Rig, path: bytes, *pieces: bytes) -> tuple[RawClient, Asked]:
+    """A stream that only the end of the engine's connection ends, after these pieces, each read by itself."""
+    client = rig.client()
+    client.post(STREAM_A, path=path)
+    asked = rig.engine.next()
+    asked.send(UNTIL_CLOSE)
+    for piece in pieces:
+        asked.send(piece)
+        client.read_until(piece + b"\r\n")
+    return client, asked
+
+
+@pytest.mark.parametrize("end", [Asked.close, Asked.reset], ids=["closed", "reset"])
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
+def test_a_stream_without_a_length_is_whole_only_with_its_last_event(
+    rig: Rig, path: bytes, end: Callable[[Asked], None]
+) -> None:
+    client, asked = until_close(rig, path, b'data: {"x":"data: [DONE]"}\n\n')
+    end(asked)
+    content, clean = client.read_chunks()
+    assert not clean
+    assert b'"backend_unavailable"' in content
+    assert b"[DONE]" not in content
+    assert client.is_closed()
+    rig.events.wait("released")
+    assert rig.events.record().code == "backend_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        (CHAT, (b"data: [DONE]\n\n",)),
+        (TEXT, (b"data:[DO", b"NE]")),
+        (CHAT, (b'data: {"error":{"message":"no"}}\r\n\r\n',)),
+        (MESSAGES, (b"event: message_s", b"top\ndata: {}\n", b"\n")),
+        (RESPONSES, (b"event: response.incomplete\ndata: {", b"x" * 40000 + b"}\n\n")),
+        (RESPONSES, (b"event: response.failed\ndata: {}\n\n",)),
+    ],
+)
+def test_a_last_event_is_found_wherever_its_pieces_end(rig: Rig, path: bytes, last: tuple[bytes]) -> None:
+    sent = [piece[at : at + 10000] for piece in last for at in range(0, len(piece), 10000)]
+    client, asked = until_close(rig, path, b"data: {}\n\n", *sent)
+    asked.close()
+    assert client.read_chunks() == (b"", True)
+    rig.events.wait("released")
+    assert rig.events.record().code == ""
+
+
+def test_a_last_event_that_is_cut_within_does_not_count(rig: Rig) -> None:
+    client, asked = until_close(rig, RESPONSES, b"data: {}\n\n", b'event: response.completed\ndata: {"ha')
+    asked.close()
+    assert client.read_chunks()[1] is False
+
+
+@pytest.mark.parametrize("ended", [None, "was killed"])
+def test_an_end_that_nothing_vouches_for_is_whole_while_its_engine_lives(rig: Rig, ended: str | None) -> None:
+    client, asked = until_close(rig, b"/v1/images/generations", b'data: {"x":1}\n\n')
+    rig.mechanism.end = ended
+    asked.close()
+    content, clean = client.read_chunks()
+    assert clean is (ended is None)
+    assert (b"was killed" in content) is (ended is not None)
 
 
 def test_an_event_that_was_cut_in_two_does_not_swallow_the_error(rig: Rig) -> None:
@@ -538,6 +611,31 @@ def test_a_client_that_leaves_in_a_silent_prefill_frees_its_lease(rig: Rig) -> N
     client.leave()
     assert asked.was_left()
     rig.events.wait("released")
+    assert rig.events.record().status == 499
+
+
+def test_a_client_that_leaves_with_a_byte_unread_is_noticed_while_its_engine_works(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    client.send(b"P")
+    client.leave()
+    assert asked.was_left()
+    rig.events.wait("released")
+    assert rig.events.record().status == 499
+
+
+def test_a_client_that_leaves_with_a_byte_unread_is_noticed_while_it_waits(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(ASK_A)
+    rig.events.wait("queued")
+    client.send(b"P")
+    client.leave()
+    rig.events.wait("gone")
+    rig.mechanism.gate.set()
+    rig.events.wait("ready")
+    assert rig.engine.asked.empty()
     assert rig.events.record().status == 499
 
 

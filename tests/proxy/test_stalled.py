@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux.protocol import http1
-from anvil_mux.proxy import bodies, client, pump, sockets
+from anvil_mux.proxy import bodies, client, pump, relay, sockets
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
 from tests.proxy.test_upstream import SWITCHED, WISH
 
@@ -89,6 +89,52 @@ def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it
         rig.events.record(number) for number in (1, 2)
     ]  # the stalled one's may be written after the other's
     assert {(record.model, record.code) for record in records} == {("a", "client_stalled"), ("org/b", "")}
+
+
+def whole_answer(rig: Rig) -> RawClient:
+    stalled = rig.client()
+    stalled.post(b'{"model":"a"}')
+    answered(rig.engine.next(), b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % LARGE, bytes(LARGE))
+    return stalled
+
+
+@pytest.mark.parametrize("begin", [whole_answer, translated_answer])
+def test_a_slow_reader_of_an_answer_that_the_engine_has_given_holds_up_no_swap(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, begin: Callable[[Rig], RawClient]
+) -> None:
+    monkeypatch.setattr(relay, "WHOLE", LARGE)
+    rig = make_rig(client_timeout=1e6, drain_timeout=1e6)
+    rig.other.answer = lambda _: JSON_OK
+    slow = begin(rig)
+    other = rig.client()
+    other.post(b'{"model":"org/b"}')
+    assert other.read().status == 200
+    assert not rig.events.of("severed")
+    answer = slow.read()
+    assert (answer.status, answer.clean) == (200, True)
+    assert len(answer.body) >= LARGE
+
+
+def test_a_stream_ends_with_its_engine_whatever_its_client_has_not_taken() -> None:
+    engine, upstream = socket.socketpair()
+    near, far = socket.socketpair()
+    with engine, upstream, near, far:
+        filled = 0
+        try:
+            while True:
+                filled += near.send(bytes(4096), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        moved = pump.Pump(silence_timeout=1e6, client_timeout=1e6)
+        response = http1.parse_response(SSE_HEAD, "POST")
+        last = pump.PumpedStream(upstream, near, bodies.body_of(response, chunked=True), pump.Passed())
+        said = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+        engine.sendall(said)
+        moving = threading.Thread(target=moved.relay, args=(last,), daemon=True)
+        moving.start()
+        moving.join(GUARD)
+        moved.close()
+        assert (last.end, last.pending) == (pump.End.COMPLETE, said)
 
 
 def test_an_engine_that_is_slow_is_no_stalled_client() -> None:
