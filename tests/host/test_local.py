@@ -15,7 +15,7 @@ from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.prompt_cache import mounts_of_process
 from anvil_mux.errors import Cancelled, ConfigError
 from anvil_mux.host.local import LocalHost
-from anvil_mux.host.page_cache import CachedFile, is_on_disk
+from anvil_mux.host.page_cache import CachedFile
 from anvil_mux.host.prompt_files import PromptFiles
 from anvil_mux.host.seam import (
     Awake,
@@ -204,16 +204,11 @@ def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: Lo
     later.close()
 
 
-def test_weights_are_read_ahead_by_name_and_that_is_news(tmp_path: Path, host: LocalHost) -> None:
-    path = tmp_path.resolve() / "a.gguf"
-    if not is_on_disk(path):
-        pytest.skip("the folder of the tests is not on a disk")
-    with path.open("wb") as file:
-        file.write(bytes(1 << 20))
-        file.flush()
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    service = Service(command=(*COMMAND, "-m", "a.gguf"), mounts=mounts_of_process(str(tmp_path)))
+def test_weights_are_read_ahead_by_name_and_that_is_news(
+    uncached: Callable[[str, int], Path], host: LocalHost
+) -> None:
+    path = uncached("a.gguf", 1 << 20)
+    service = Service(command=(*COMMAND, "-m", "a.gguf"), mounts=mounts_of_process(str(path.parent)))
     host.reconfigure(dataclasses.replace(CONFIG, backends=(dataclasses.replace(A, service=service),)))
     host.read_ahead(["gone", "a"])
     [read] = read_until(host, WeightsRead)

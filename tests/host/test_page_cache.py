@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,8 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path.resolve() / "weights"
-    if not is_on_disk(path):
-        pytest.skip("the folder of the tests is not on a disk")
-    with path.open("wb") as written:
-        written.write(bytes(range(256)) * ((2 * PIECE + 4096) // 256))
-        written.flush()
-        os.fsync(written.fileno())
-        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return path
+def file(uncached: Callable[[str, int], Path]) -> Path:
+    return uncached("weights", 2 * PIECE + 4096)
 
 
 def test_all_of_a_file_is_missing_until_it_was_brought_in(file: Path) -> None:

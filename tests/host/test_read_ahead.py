@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend
 from anvil_mux.host import read_ahead
-from anvil_mux.host.page_cache import PIECE, CachedFile, is_on_disk
+from anvil_mux.host.page_cache import PIECE, CachedFile
 from anvil_mux.host.read_ahead import ReadAhead
 
 A, B, C = (Backend(name, name) for name in "abc")
@@ -174,17 +173,8 @@ def test_a_mistake_costs_only_that_backend(rig: Rig, caplog: pytest.LogCaptureFi
     assert "a mistake while its weights were read ahead" in caplog.text
 
 
-def test_a_real_file_is_in_the_page_cache_afterwards(tmp_path: Path) -> None:
-    path = tmp_path.resolve() / "weights"
-    if not is_on_disk(path):
-        pytest.skip("the folder of the tests is not on a disk")
-    with path.open("wb") as file:
-        file.write(bytes(2 * PIECE))
-        file.flush()
-        os.fsync(file.fileno())
-        with CachedFile(path) as cached:
-            while len(cached.missing()) < 2:  # a page that the kernel was busy with stays
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def test_a_real_file_is_in_the_page_cache_afterwards(uncached: Callable[[str, int], Path]) -> None:
+    path = uncached("weights", 2 * PIECE)
     told, done = list[tuple[str, int]](), threading.Event()
 
     def tell(backend: str, size: int, seconds: float) -> None:
