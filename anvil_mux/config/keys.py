@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -90,6 +90,15 @@ class Keyring:
             what = "is not known" if given else "is missing"
             raise Unauthorized(f"The API key {what}: send it as Authorization: Bearer KEY, or as x-api-key.")
         return found
+
+    def sharing(self, most: int) -> Keyring:
+        """The same keys, each with half of ``most`` requests that may wait, if its line says nothing.
+
+        A single key has nobody to share with.
+        """
+        part = max(most // 2, 1) if len(self) > 1 else None
+        keys = [replace(key, waiting=part) if key.waiting is None else key for key in self._keys]
+        return Keyring(keys, self.warnings)
 
 
 def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:

@@ -153,8 +153,7 @@ class Multiplexer:
                 raise self._closing.with_traceback(None)
             if model not in shell.served:
                 raise UnknownModel(model, shell.served)
-            waiting = self.counts.waiting
-            if waiting and (self._layout.models[model].queue.tickets or waiting >= shell.config.max_queue):
+            if self._layout.models[model].queue.tickets:
                 self._check_room_to_wait(model, work)
             if key and key.waiting is not None and not self._takes(model, work):
                 self.counts.check_waiting(key, key.waiting)

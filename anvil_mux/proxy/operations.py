@@ -4,8 +4,9 @@ Loading and following is llama.cpp's router API, as Open WebUI and others use it
 
 ``POST /models/load`` says that the load has begun, as llama.cpp does; a load that fails or ends within a
 moment says that instead, and ``?wait=true`` waits for the end of any. A load that was asked for goes on when
-the client leaves. ``GET /models/sse`` tells every model's status, and then each change of it, until the
-client leaves or the program ends; it looks a few times a second, so no request pays for it.
+the client leaves; all who ask for the same model meanwhile share it. ``GET /models/sse`` tells every model's
+status, and then each change of it, until the client leaves or the program ends; it looks a few times a
+second, once for all who follow, so no request pays for it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class Operations:
         self._mux = mux
         self._is_ending = is_ending
         self._reloads = reloads
+        self._lock = threading.Lock()
+        self._loads: dict[str, _Load] = {}
+        """Model -> the load that was asked for last and has not ended; guarded by the lock."""
 
     def load(self, asked: Asked, reply: Reply, record: Served) -> None:
         model = _named(asked, reply, record)
@@ -126,20 +130,38 @@ class Operations:
         }
 
     def _begin_load(self, model: str) -> None:
-        """Return when the load has begun, or has ended already; MuxError if it failed as quickly."""
-        failed: list[MuxError] = []
+        """Return when the load has begun, or has ended already; MuxError if it failed as quickly.
 
-        def load() -> None:
-            try:
-                self._mux.load(model)
-            except MuxError as error:
-                failed.append(error)
+        Nobody need stay for it, so there is but one for all who ask for the same model.
+        """
+        with self._lock:
+            load = self._loads.get(model)
+            if load is None:
+                load = _Load()
+                threading.Thread(
+                    target=self._load, args=(model, load), name=f"load-{model}", daemon=True
+                ).start()
+                self._loads[model] = load
+        if load.over.wait(MOMENT_SECONDS) and load.error:
+            raise load.error.with_traceback(None)  # each thread raises it without the others' frames
 
-        thread = threading.Thread(target=load, name=f"load-{model}", daemon=True)
-        thread.start()
-        thread.join(MOMENT_SECONDS)
-        if failed:
-            raise failed[0]
+    def _load(self, model: str, load: _Load) -> None:
+        try:
+            self._mux.load(model)
+        except MuxError as error:
+            load.error = error
+        finally:
+            with self._lock:
+                del self._loads[model]
+            load.over.set()
+
+
+class _Load:
+    """A load that goes on whoever leaves, and what came of it."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.error: MuxError | None = None
 
 
 def _named(asked: Asked, reply: Reply, record: Served) -> str:

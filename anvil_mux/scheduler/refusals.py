@@ -149,7 +149,7 @@ def no_room_to_wait(model: Model, waiting: int, most: int) -> Overloaded | None:
     """Why one more request may not wait for ``model``; ``waiting``: how many do for all, of ``most``."""
     if model.is_queue_full:
         text = f"overloaded: the queue of {model.name} is full: {len(model.queue)} waiting (its max_queue)."
-    elif waiting >= most:
+    elif waiting >= most and model.queue.tickets:  # one may always wait: its GPU may be free
         text = f"overloaded: the queues of all models together are full: {waiting} waiting (max_queue)."
     else:
         return None

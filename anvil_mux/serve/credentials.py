@@ -31,7 +31,8 @@ def secrets(config: Config) -> tuple[Keyring, ssl.SSLContext | None]:
     problems: list[str] = []
     keys, tls = Keyring(), None
     try:
-        keys = load_keys(Path(config.key_file) if config.key_file else None, os.environ)
+        file = Path(config.key_file) if config.key_file else None
+        keys = load_keys(file, os.environ).sharing(config.max_queue)
     except ConfigError as error:
         problems += error.problems
     try:

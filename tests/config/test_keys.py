@@ -680,3 +680,11 @@ def test_where_no_key_is_asked_for_there_is_none_to_tell_of(rig: Rig) -> None:
     client = get(rig, b"/events", ROOT)
     client.read_until(b"event: snapshot\ndata: ")
     assert "key" not in json.loads(client.read_until(b"\n\n"))
+
+
+def test_of_several_keys_each_may_have_half_of_the_queue_waiting_unless_its_line_says_otherwise():
+    several = ring("a-key-of-ones-own models=*\nthe-key-of-another models=* waiting=7").sharing(10)
+    assert several.of({b"x-api-key": b"a-key-of-ones-own"}).waiting == 5
+    assert several.of({b"x-api-key": b"the-key-of-another"}).waiting == 7
+    alone = ring("a-key-of-ones-own").sharing(10)
+    assert alone.of({b"x-api-key": b"a-key-of-ones-own"}).waiting is None

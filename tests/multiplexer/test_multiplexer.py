@@ -735,6 +735,22 @@ def test_above_max_queue_requests_are_refused_but_not_those_for_a_resident(seed)
 
 
 @SEEDS
+def test_above_max_queue_one_may_wait_for_each_other_model_since_its_gpu_may_be_free(seed):
+    def main(stage):
+        stage.request(0.0, "a", seconds=30.0)
+        for _ in range(2):
+            stage.request(10.0, "b")
+        others = [stage.request(moment, "c") for moment in (11.0, 11.5)]
+        stage.clock.sleep(29.0)
+        assert others[0].leased
+        assert isinstance(others[1].error, Overloaded)
+
+    backends = (A, B, replace(B, name="c", model="c", gpus=("1",)))
+    gpus = (Gpu("0"), Gpu("1"))
+    Stage(Config(policy="eager", backends=backends, gpus=gpus, max_queue=2), seed=seed).play(main)
+
+
+@SEEDS
 def test_above_its_own_max_queue_a_model_refuses_while_another_still_queues(seed):
     def main(stage):
         stage.request(0.0, "a", seconds=30.0)

@@ -56,6 +56,23 @@ def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
     assert badge(rig, "a") == {"value": "loaded"}
 
 
+def test_loads_of_a_model_by_clients_that_left_wait_as_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "MOMENT_SECONDS", 0.0)
+    rig.mechanism.gate.clear()
+    for _ in range(20):
+        connection = rig.client()
+        connection.post(ASK_A, path=b"/models/load")
+        assert connection.read().body == b'{"success":true}'
+        connection.leave()
+    rig.events.wait("loading")
+    assert rig.mux.overview.status().waiting == 1
+    rig.mechanism.gate.set()
+    rig.events.wait("ready")
+    connection = rig.client()
+    connection.post(ASK_A, path=b"/models/load?wait=true")
+    assert connection.read().body == b'{"success":true}'
+
+
 def test_load_may_be_waited_for(rig: Rig) -> None:
     connection = rig.client()
     connection.post(ASK_A, path=b"/models/load?wait=true")
