@@ -68,13 +68,17 @@ def with_system(body: bytes | bytearray, path: str, system: str) -> bytes | byte
     return rewritten(body, (), {field: json.dumps(system)})
 
 
-def _with_message(written: str, system: str) -> str:
-    """A list of messages, or of lists of them, each with a system message before it if it has none."""
+def _with_message(written: str, system: str, *, of_several: bool = False) -> str:
+    """A list of messages, or of lists of them, each with a system message before it if it has none.
+
+    ``of_several``: it is one of such lists, and holds none itself.
+    """
     messages = json.loads(written or "null")
     if not isinstance(messages, list) or not messages or _has_system(messages):
         return written
-    if all(isinstance(each, list) for each in messages):
-        return f"[{','.join([_with_message(json.dumps(each), system) for each in messages])}]"
+    if not of_several and all(isinstance(each, list) for each in messages):
+        each_written = [_with_message(json.dumps(each), system, of_several=True) for each in messages]
+        return f"[{','.join(each_written)}]"
     opening = written.index("[") + 1
     return f"[{json.dumps({'role': 'system', 'content': system})},{written[opening:]}"
 

@@ -153,6 +153,8 @@ def answer_in_path(path: str) -> str:
 
 
 _UPSTREAM = "/upstream/"
+_MOST_PARTS = 8
+"""The most parts, between slashes, of a model's name in a path: org/model:tag has two."""
 _PLAIN = re.compile(r"(?:/(?!\.)[A-Za-z0-9._~!$&'()*+,;=:@-]+)+/?")
 """A path that means the same to every server: nothing encoded, hidden, doubled or dotted."""
 
@@ -182,7 +184,7 @@ def _upstream(path: str) -> list[tuple[str, str]]:
         return []
     return [
         (unquote("/".join(parts[:count])), "/" + "/".join(parts[count:]))
-        for count in range(1, len(parts) + 1)
+        for count in range(1, min(len(parts), _MOST_PARTS) + 1)
     ]
 
 

@@ -106,6 +106,7 @@ class Handler:
             keep_pause=keep_pause,
             usage=usage,
             captures=self._captures,
+            feed=self._feed,
         )
 
     @property

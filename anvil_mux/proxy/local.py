@@ -23,6 +23,7 @@ from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.proxy.usage import UsageRoute, UsageSince
 from anvil_mux.telemetry.accesslog import Served
+from anvil_mux.telemetry.feed import Feed
 
 FRESH = (b"Cache-Control", b"no-store")
 
@@ -41,10 +42,11 @@ class Local:
         keep_pause: Keep,
         usage: UsageSince,
         captures: Captures,
+        feed: Feed,
     ) -> None:
         self._lists = lists = Lists(mux)
         self._page = page
-        operations = Operations(mux, lambda: probes.draining, reloads)
+        operations = Operations(mux, lambda: probes.draining, reloads, feed)
         diagnosis = Diagnosis(mux, tail, probes.beside)
         hosts, pausing = HostRoutes(mux, reports), Pausing(mux, keep_pause)
         self.gets: dict[str, Callable[[Asked], Answer]] = {

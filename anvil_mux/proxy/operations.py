@@ -12,23 +12,25 @@ second, once for all who follow, so no request pays for it.
 from __future__ import annotations
 
 import json
+import math
 import select
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
-from anvil_mux.config.keys import Key
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
 from anvil_mux.protocol.completions import parse
-from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.questions import read_json, resolve
 from anvil_mux.proxy.reloads import Reloads, as_json
 from anvil_mux.proxy.reply import JSON, Reply
+from anvil_mux.scheduler.status import ModelState
 from anvil_mux.telemetry.accesslog import Served
+from anvil_mux.telemetry.feed import Feed
 
 LOOK_SECONDS = 0.25
 COMMENT_SECONDS = 15.0
@@ -38,16 +40,23 @@ MOMENT_SECONDS = 0.5
 
 DONE = b'{"success":true}'
 
+Statuses = dict[str, dict[str, object]]
+"""Model -> its status, in the words of llama.cpp."""
+
 
 class Operations:
     """Answers the routes by which something is done. Any thread."""
 
-    def __init__(self, mux: Multiplexer, is_ending: Callable[[], bool], reloads: Reloads | None) -> None:
+    def __init__(
+        self, mux: Multiplexer, is_ending: Callable[[], bool], reloads: Reloads | None, feed: Feed
+    ) -> None:
         self._mux = mux
+        self._feed = feed
+        self._statuses = _Statuses(mux)
         self._is_ending = is_ending
         self._reloads = reloads
         self._lock = threading.Lock()
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _SharedLoad] = {}
         """Model -> the load that was asked for last and has not ended; guarded by the lock."""
 
     def load(self, asked: Asked, reply: Reply, record: Served) -> None:
@@ -101,18 +110,23 @@ class Operations:
 
     def follow(self, asked: Asked, reply: Reply) -> None:
         """The status of every model, and each change, as events."""
-        reply.begin()
-        told: dict[str, object] = {}
+        with self._feed.watching():
+            reply.begin()
+            self._follow(asked, reply)
+            reply.end()
+
+    def _follow(self, asked: Asked, reply: Reply) -> None:
+        told: Statuses = {}
+        shown: Statuses | None = None
         speak_at = time.monotonic() + COMMENT_SECONDS
         left = select.poll()
         left.register(reply.client.socket, select.POLLRDHUP)
         while not self._is_ending():
-            now = time.monotonic()
-            changed = {
-                model: value
-                for model, value in self._statuses(asked.access, asked.key).items()
-                if told.get(model) != value
-            }
+            now, statuses, changed = time.monotonic(), self._statuses.at_present(), Statuses()
+            if statuses is not shown:
+                shown, may_use = statuses, partial(asked.access.may_use, asked.key)
+                changed = {model: each for model, each in statuses.items() if may_use(model)}
+                changed = {model: each for model, each in changed.items() if told.get(model) != each}
             events = b"".join(api.status_event(model, value) for model, value in changed.items())
             told |= changed
             if events or now >= speak_at:
@@ -120,14 +134,6 @@ class Operations:
                 reply.event(events or api.comment("nothing has changed"))
             if left.poll(LOOK_SECONDS * 1000):
                 raise ClientGone("The client closed its connection.")
-        reply.end()
-
-    def _statuses(self, access: Access, key: Key | None) -> dict[str, dict[str, object]]:
-        return {
-            model.model: api.model_status(model.offered_state, failed=bool(model.last_error))
-            for model in self._mux.overview.status().models
-            if access.may_use(key, model.model)
-        }
 
     def _begin_load(self, model: str) -> None:
         """Return when the load has begun, or has ended already; MuxError if it failed as quickly.
@@ -137,7 +143,7 @@ class Operations:
         with self._lock:
             load = self._loads.get(model)
             if load is None:
-                load = _Load()
+                load = _SharedLoad()
                 threading.Thread(
                     target=self._load, args=(model, load), name=f"load-{model}", daemon=True
                 ).start()
@@ -145,7 +151,7 @@ class Operations:
         if load.over.wait(MOMENT_SECONDS) and load.error:
             raise load.error.with_traceback(None)  # each thread raises it without the others' frames
 
-    def _load(self, model: str, load: _Load) -> None:
+    def _load(self, model: str, load: _SharedLoad) -> None:
         try:
             self._mux.load(model)
         except MuxError as error:
@@ -156,7 +162,34 @@ class Operations:
             load.over.set()
 
 
-class _Load:
+class _Statuses:
+    """The statuses of all models, for all who follow. Any thread."""
+
+    def __init__(self, mux: Multiplexer) -> None:
+        self._mux = mux
+        self._lock = threading.Lock()
+        # The lock guards what follows.
+        self._read_at = -math.inf
+        self._statuses: Statuses = {}
+
+    def at_present(self) -> Statuses:
+        """The statuses now or shortly before, the same object as long as nothing changes."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._read_at >= LOOK_SECONDS:
+                self._read_at = now
+                models = self._mux.overview.status().models
+                found = {each.model: _status(each) for each in models}
+                if found != self._statuses:
+                    self._statuses = found
+            return self._statuses
+
+
+def _status(model: ModelState) -> dict[str, object]:
+    return api.model_status(model.offered_state, failed=bool(model.last_error))
+
+
+class _SharedLoad:
     """A load that goes on whoever leaves, and what came of it."""
 
     def __init__(self) -> None:

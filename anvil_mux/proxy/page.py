@@ -3,8 +3,9 @@
 ``GET /events`` is a stream of server-sent events: first a ``snapshot``, then an ``event`` for each change,
 the ``requests`` that ended, and the ``state`` when it has changed. Each watcher is served in the thread of
 its own connection from a place in the feed's rings (feed.py), so one that reads slowly holds up only itself
-and is told how much it ``lost``. While nothing happens nothing is sent but a comment line now and then.
-The snapshot says what the watcher's API key may do, if it shows one.
+and is told how much it ``lost``. The state is rendered once for all who look within a moment. While nothing
+happens nothing is sent but a comment line now and then. The snapshot says what the watcher's API key may do,
+if it shows one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -53,6 +55,9 @@ class Page:
         self._mux = mux
         self._feed = feed
         self._state = state
+        self._lock = Lock()
+        self._shown: _Rendering | None = None
+        """The last one, for all who look on within a moment; guarded by the lock."""
 
     def page(self, reply: Reply) -> None:
         """The status page: one file that asks for nothing from elsewhere, and may not."""
@@ -66,10 +71,11 @@ class Page:
             reply.end()
 
     def _watch(self, reply: Reply, rights: Picture) -> None:
-        news, shown = self._feed.news(FeedPosition()), self._picture()
+        news = self._feed.news(FeedPosition())
+        shown = self._rendering(news.place)
         events = [self._event(event) for event in news.events]
         requests = [_request(served) for served in news.requests]
-        reply.event(_message("snapshot", {**shown, **rights, "events": events, "requests": requests}))
+        reply.event(_message("snapshot", {**shown.picture, **rights, "events": events, "requests": requests}))
         beat = measured = time.monotonic()
         while not self._feed.closed:
             news = self._feed.news(news.place, LOOK_SECONDS)
@@ -79,17 +85,25 @@ class Page:
             if news.requests:
                 requests = [_request(served) for served in news.requests]
                 messages.append(_message("requests", {"requests": requests}))
-            picture = self._picture()
-            is_due = time.monotonic() - measured > SENSORS_SECONDS and _sensors(picture) != _sensors(shown)
-            if is_due or _lasting(picture) != _lasting(shown):
-                messages.append(_message("state", picture))
-                shown, measured = picture, time.monotonic()
+            now = self._rendering(news.place)
+            is_due = time.monotonic() - measured > SENSORS_SECONDS and now.sensors != shown.sensors
+            if is_due or now.lasting != shown.lasting:
+                messages.append(now.message)
+                shown, measured = now, time.monotonic()
             if not messages and time.monotonic() - beat > BEAT_SECONDS:
                 messages.append(b": nothing new\n\n")
             if messages:
                 beat = time.monotonic()
                 reply.event(b"".join(messages))
                 self._feed.pause(PAUSE_SECONDS)
+
+    def _rendering(self, place: FeedPosition) -> _Rendering:
+        """The state after the events up to ``place``, the same for all who ask within a moment."""
+        with self._lock:
+            found = self._shown
+            if found is None or found.place != place or time.monotonic() - found.at >= PAUSE_SECONDS:
+                found = self._shown = _Rendering(place, self._picture())
+            return found
 
     def _picture(self) -> Picture:
         """The state at this moment."""
@@ -106,6 +120,18 @@ class Page:
 
     def _at(self, moment: float) -> float:
         return round(self._mux.overview.wall(moment), 2)
+
+
+class _Rendering:
+    """The state at one moment, as it is compared and told."""
+
+    def __init__(self, place: FeedPosition, picture: Picture) -> None:
+        self.place = place
+        self.picture = picture
+        self.at = time.monotonic()
+        self.sensors = _sensors(picture)
+        self.lasting = _lasting(picture)
+        self.message = _message("state", picture)
 
 
 @cache

@@ -728,3 +728,9 @@ def test_the_end_of_an_answer_says_how_many_tokens_it_took(
     tail: bytes, found: tuple[int | None, int | None, int | None]
 ) -> None:
     assert api.tokens_said(tail) == found
+
+
+def test_a_path_below_upstream_is_read_in_few_ways_however_long_it_is() -> None:
+    path = "/upstream" + "/a" * 4000
+    assert [len(name) for name, _ in api.upstream(path)] == [15, 13, 11, 9, 7, 5, 3, 1]
+    assert len(api.upstream_names(path)) == 8

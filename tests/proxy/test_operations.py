@@ -11,7 +11,9 @@ import pytest
 from anvil_mux.errors import LoadError
 from anvil_mux.protocol import naming
 from anvil_mux.proxy import operations
+from anvil_mux.telemetry import feed
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig
+from tests.running import seen
 
 ASK_A = b'{"model":"a"}'
 
@@ -181,6 +183,36 @@ def test_who_follows_is_told_every_status_and_then_each_change(
     rig.mechanism.gate.set()
     assert followed(connection) == status("a", "loaded")
     assert asking.read().status == 200
+
+
+def test_the_models_are_looked_at_once_for_all_who_follow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, status_now = [], rig.mux.overview.status
+
+    def counted() -> object:
+        looks.append(threading.current_thread().name)
+        return status_now()
+
+    monkeypatch.setattr(operations, "LOOK_SECONDS", GUARD)
+    monkeypatch.setattr(rig.mux.overview, "status", counted)
+    for _ in range(5):
+        assert follow(rig)[1] == [status("a", "unloaded"), status("org/b", "unloaded")]
+    assert len(looks) == 1
+
+
+def test_no_more_follow_than_there_may_be_viewers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "WATCHERS", 2)
+    following = [follow(rig) for _ in range(2)]
+    answer = rig.client().get(b"/models/sse")
+    assert (answer.status, answer.header(b"retry-after")) == (503, b"5")
+    assert b"2 viewers are connected already" in answer.body
+    following[0][0].leave()
+
+    def head() -> bytes:
+        connection = rig.client()
+        connection.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return connection.read_until(b"\r\n\r\n")
+
+    assert b" 200 OK" in seen(head, lambda head: b" 200 OK" in head)
 
 
 def test_who_follows_hears_something_now_and_then(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

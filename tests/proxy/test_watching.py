@@ -81,6 +81,27 @@ def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
     assert seen["queued"] == []
 
 
+def test_the_state_is_rendered_once_for_all_who_look_within_a_moment(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "PAUSE_SECONDS", 2 * GUARD)
+    rendered, state = [], rig.handler.probes.state
+
+    def counted(*, brief: bool = False) -> dict[str, Any]:
+        rendered.append(brief)
+        return state(brief=brief)
+
+    monkeypatch.setattr(rig.handler.probes, "state", counted)
+    watchers = [Watcher(rig.client()) for _ in range(5)]
+    assert [watcher.next()[0] for watcher in watchers] == ["snapshot"] * 5
+    assert len(rendered) == 1
+    rig.feed.tell(Event(1.0, "ready", "a", "a", seconds=2.0))
+    rig.feed.ring()
+    for watcher in watchers:
+        watcher.until("event")
+    assert len(rendered) <= 2
+
+
 def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
     watcher = Watcher(rig.client())
     watcher.next()
