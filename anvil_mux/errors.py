@@ -84,6 +84,13 @@ class TooLarge(MuxError):
     retry = False
 
 
+class DiskFull(MuxError):
+    """The request's upload does not fit into the folder for temporary files."""
+
+    status, code = 507, "disk_full"
+    retry = False
+
+
 class UnknownModel(MuxError):
     """No backend serves the model; the message lists the known ids."""
 

@@ -1,10 +1,15 @@
-"""The state folder of a project; its files are whole: a program that is killed leaves the old or the new."""
+"""Files: the state folder of a project, in which each is whole however we end, and what others wrote."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
+
+MOST = 16 << 20
+"""The most bytes of a file that is read as a whole."""
 
 
 def state_folder(project: str, environ: Mapping[str, str]) -> Path:
@@ -33,3 +38,30 @@ def write_whole(file: Path, text: str, mode: int = 0o666, *, is_durable: bool = 
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def open_regular(file: str | os.PathLike[str]) -> int:
+    """Open a file that others may have put there for reading; OSError where it is a pipe, or a device."""
+    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(opened).st_mode
+    if stat.S_ISREG(mode):
+        return opened
+    os.close(opened)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    raise OSError(errno.EINVAL, "it is no regular file", str(file))
+
+
+def read_bytes(file: str | os.PathLike[str], most: int = MOST) -> bytes:
+    """The content of a regular file; OSError where there is none, or too much."""
+    with os.fdopen(open_regular(file), "rb") as opened:
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(file))
+    return content
+
+
+def read_text(file: str | os.PathLike[str], encoding: str = "utf-8", errors: str = "strict") -> str:
+    """The text in such a file, with the ends of its lines as \\n."""
+    text = read_bytes(file).decode(encoding, errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")

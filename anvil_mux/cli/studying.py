@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from anvil_mux.sim import contest, study
     from anvil_mux.sim.fleet import SimulatedEngine
     from anvil_mux.sim.objectives import Objectives
+from anvil_mux import state
 from anvil_mux.cli.arguments import add_json, configuration, read_counts, read_positive, read_value
 from anvil_mux.cli.output import FAILED, complain, opened, print_json, print_table, progress, say
 
@@ -156,7 +156,7 @@ def _read_profile(file: str) -> Profile:
     from anvil_mux.config import profile
 
     try:
-        return profile.read(Path(file).read_text(encoding="utf-8"))
+        return profile.read(state.read_text(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     except ValueError as error:

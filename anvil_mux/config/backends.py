@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from anvil_mux import state
 from anvil_mux.config import composing, elsewhere, interpolate, prompt_cache, service, settings
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
 from anvil_mux.config.composing import ComposedFiles, Place
@@ -260,7 +261,7 @@ class BackendReader:
         """The profile in a file, whose path begins at the folder of the first compose file."""
         path = self._around.folder / file
         try:
-            return read(path.read_text(encoding="utf-8"))
+            return read(state.read_text(path))
         except OSError as error:
             text = f"{path} cannot be read: {error.strerror}"
         except ValueError as error:

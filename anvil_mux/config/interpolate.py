@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from anvil_mux import state
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic
 from anvil_mux.config.yaml_words import in_plain_words
 from anvil_mux.errors import ConfigError
@@ -67,7 +68,7 @@ def read(file: Path) -> Document:
     """The file, not interpolated; ConfigError with its problems."""
     text = ""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = state.read_text(file)
         loader = Loader(text)
         root = loader.get_single_node()
         walk = _Walk(file)
@@ -144,11 +145,12 @@ def variables_of(files: Sequence[Path], environ: Mapping[str, str]) -> dict[str,
     known = dict(environ)
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8-sig")
+            text = state.read_text(file, "utf-8-sig")
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{file}: cannot be read: {error}"]) from None
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError([f"{file}: cannot be read: {why}"]) from None
         try:
             for name, value in _assignments(text, known):
                 if name not in environ:

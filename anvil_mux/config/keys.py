@@ -28,6 +28,7 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import NamedTuple
 
+from anvil_mux import state
 from anvil_mux.command import API_KEYS
 from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.errors import ConfigError, Unauthorized
@@ -108,7 +109,7 @@ def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:
     sources = [(API_KEYS, environ.get(API_KEYS, "").replace(";", "\n"))]
     if file is not None:
         try:
-            sources.append((str(file), file.read_text()))
+            sources.append((str(file), state.read_text(file)))
         except (OSError, UnicodeDecodeError) as error:
             problems.append(f"key_file: {file} cannot be read: {getattr(error, 'strerror', None) or error}")
     for source, text in sources:

@@ -12,9 +12,10 @@ import os
 import platform
 import random
 import re
-import stat
 from contextlib import suppress
 from pathlib import Path
+
+from anvil_mux.state import open_regular
 
 PIECE = 8 << 20
 """Bytes that are read at a time: it takes some milliseconds before a reader is seen to be stopped."""
@@ -62,21 +63,12 @@ def is_on_disk(file: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     return kind in ON_DISK
 
 
-def open_at_once(path: Path) -> int:
-    """Open a file in a folder that engines write to for reading; OSError where it is a pipe, or a device."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise OSError(f"{path} is no regular file")
-
-
 class CachedFile:
     """An open file, of which parts are brought into the page cache. OSError where that is not possible."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.fdopen(open_at_once(path), "rb", buffering=0)
-        self._looked_at = os.fdopen(open_at_once(path), "rb", buffering=0)
+        self._file = os.fdopen(open_regular(path), "rb", buffering=0)
+        self._looked_at = os.fdopen(open_regular(path), "rb", buffering=0)
         # A look at a page that is not there has it read, and no more than that page of such a file.
         os.posix_fadvise(self._looked_at.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.size = os.fstat(self._file.fileno()).st_size

@@ -18,10 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from anvil_mux import state
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.prompt_cache import HERE, Mounts, on_host
 from anvil_mux.config.service import flag_values
-from anvil_mux.host.page_cache import open_at_once
 from anvil_mux.protocol import foreign
 
 MOST_FILES = 512
@@ -125,7 +125,7 @@ class _Finder:
         """The folder with the files of a repository, of the revision that is asked for."""
         revision = next(flag_values(self._service.command, "--revision"), "main")
         with suppress(OSError, ValueError):
-            named = _content(repository / "refs" / revision).decode().strip()
+            named = state.read_bytes(repository / "refs" / revision, MOST_INDEX).decode().strip()
             revision = named if named.isalnum() else revision
         folder = repository / "snapshots" / revision
         return folder if os.path.isdir(folder) else None
@@ -177,17 +177,9 @@ def _of_quantization(files: Iterable[Path], quantization: str) -> list[Path]:
     return sorted(each for each in files if wanted in each.name.lower())
 
 
-def _content(file: Path) -> bytes:
-    """The content of a file that may be another engine's work; OSError where there is none, or too much."""
-    with os.fdopen(open_at_once(file), "rb") as opened:
-        if os.fstat(opened.fileno()).st_size > MOST_INDEX:
-            raise OSError(f"{file} is too large")
-        return opened.read(MOST_INDEX)
-
-
 def _json(file: Path) -> Any:
     """The content of a JSON file; None where there is none."""
     try:
-        return foreign.read(_content(file))
+        return foreign.read(state.read_bytes(file, MOST_INDEX))
     except (OSError, ValueError):
         return None

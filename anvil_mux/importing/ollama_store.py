@@ -8,12 +8,14 @@ names of one model.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anvil_mux import state
 from anvil_mux.config.service import USUAL_PORTS
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing.written import Note, Written
@@ -132,9 +134,9 @@ def _name(parts: Sequence[str]) -> str:
 
 def _read(store: Path, manifest: Path, name: str) -> Stored:
     try:
-        said = foreign.read(manifest.read_text(encoding="utf-8"))
+        said = foreign.read(state.read_text(manifest))
         layers = tuple((each["mediaType"].removeprefix(KIND), _blob(store, each)) for each in said["layers"])
-        config = foreign.read(_blob(store, said["config"]).read_text(encoding="utf-8"))
+        config = foreign.read(state.read_text(_blob(store, said["config"])))
     except (OSError, UnicodeDecodeError, KeyError, TypeError, AttributeError, json.JSONDecodeError):
         raise ValueError("its manifest cannot be read") from None
     if not isinstance(config, dict):
@@ -208,7 +210,7 @@ class _ModelWriter:
         said: dict[str, Any] = {}
         for path in self._model.files("params"):
             try:
-                said |= foreign.read(path.read_text(encoding="utf-8"))
+                said |= foreign.read(state.read_text(path))
             except (ValueError, TypeError):
                 self._note("params", f"are left out: {path} cannot be read.")
         said.setdefault("num_ctx", CONTEXT)
@@ -266,7 +268,7 @@ class _ModelWriter:
 
 
 def _is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
+    with os.fdopen(state.open_regular(path), "rb") as file:
         return file.read(4) == b"GGUF"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from anvil_mux import state
 from anvil_mux.config import service
 
 
@@ -149,7 +150,7 @@ def built_from(described: service.RawService, folder: Path) -> str:
     if file is None:
         return ""
     try:
-        text = file if isinstance(file, str) else file.read_text(encoding="utf-8", errors="replace")
+        text = file if isinstance(file, str) else state.read_text(file, errors="replace")
     except (OSError, ValueError):
         return ""
     stages = re.findall(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", text, re.I | re.M)

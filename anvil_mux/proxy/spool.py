@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 
+from anvil_mux.errors import DiskFull
+
 READ = 16384
 
 
@@ -12,7 +14,10 @@ class Spool:
     """A large body on disk. Iterating reads it from its beginning, so that it can be sent again."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="anvil-mux-")  # noqa: SIM115 (closed by close)
+        try:
+            self._file = tempfile.TemporaryFile(buffering=0, prefix="anvil-mux-")  # noqa: SIM115
+        except OSError as error:
+            raise _not_kept(error) from None
         self._splice: tuple[int, int, bytes] | None = None
         self._length = 0
 
@@ -28,7 +33,12 @@ class Spool:
     def fill(self, pieces: Iterator[bytes], scan: Callable[[bytes], None]) -> None:
         for piece in pieces:
             scan(piece)
-            self._file.write(piece)
+            left = memoryview(piece)
+            while left:
+                try:
+                    left = left[self._file.write(left) :]
+                except OSError as error:
+                    raise _not_kept(error) from None
             self._length += len(piece)
 
     def replace(self, span: tuple[int, int], new: bytes) -> None:
@@ -52,3 +62,10 @@ class Spool:
                 return
             start += len(piece)
             yield piece
+
+
+def _not_kept(error: OSError) -> DiskFull:
+    return DiskFull(
+        f"The upload does not fit on anvil-mux's disk, where it is kept until it is sent: {error.strerror}. "
+        "Send less, or start anvil-mux with a TMPDIR that has more room."
+    )

@@ -9,6 +9,7 @@ from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 
+from anvil_mux import state
 from anvil_mux.config.config import Config
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.keys import Keyring
@@ -84,5 +85,5 @@ def digests(config: Config) -> dict[str, str]:
     said = {}
     for key, file in files(config).items():
         with suppress(OSError):  # told by whoever needs it
-            said[key] = sha256(Path(file).read_bytes()).hexdigest() if file else ""
+            said[key] = sha256(state.read_bytes(file)).hexdigest() if file else ""
     return said

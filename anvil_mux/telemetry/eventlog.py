@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
@@ -38,6 +38,7 @@ from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import parse, to_json
 from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.state import MOST, open_regular
 from anvil_mux.telemetry.situation import Situation
 
 log = logging.getLogger(__name__)
@@ -306,14 +307,21 @@ _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
 def lines(path: str | os.PathLike[str]) -> Iterator[str]:
     """The lines of a text file, which may be compressed with gzip or xz."""
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         begins = file.read(len(_XZ))
     if begins == _XZ:
         yield from _xz_lines(path)
         return
     opener: Callable[..., Any] = gzip.open if begins.startswith(_GZIP) else open
     with opener(path, "rt", encoding="utf-8", errors="replace") as text:
-        yield from text
+        yield from _bounded(text)
+
+
+def _bounded(text: TextIO) -> Iterator[str]:
+    while line := text.readline(MOST + 1):
+        if len(line) > MOST:
+            raise OSError(f"has more than {MOST >> 20} MiB in one line")
+        yield line
 
 
 def _xz_lines(path: str | os.PathLike[str]) -> Iterator[str]:
@@ -323,7 +331,7 @@ def _xz_lines(path: str | os.PathLike[str]) -> Iterator[str]:
         raise OSError("is compressed with xz, and this Python was built without liblzma") from None
     try:
         with lzma.open(path, "rt", encoding="utf-8", errors="replace") as text:
-            yield from text
+            yield from _bounded(text)
     except lzma.LZMAError as error:
         raise OSError(str(error)) from None
 

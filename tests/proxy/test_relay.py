@@ -8,6 +8,7 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Callable
+from io import FileIO
 from types import SimpleNamespace
 
 import pytest
@@ -1337,6 +1338,22 @@ def test_a_large_json_body_is_held_once(rig: Rig) -> None:
     asked.send(JSON_OK)
     assert client.read().status == 200
     assert peak < size * 1.2
+
+
+def test_an_upload_larger_than_the_disk_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **how: FileIO("/dev/full", "r+"))
+    body = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--B--\r\n'
+    client = rig.client()
+    client.send(
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\n"
+        b"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: %d\r\n\r\n%b"
+        % (client.host, len(body), body)
+    )
+    answer = client.read()
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"], answer.header(b"x-should-retry")) == (507, "disk_full", b"false")
+    assert "does not fit on anvil-mux's disk" in error["message"]
+    assert "No space left on device" in error["message"]
 
 
 def test_an_upload_is_spooled_and_sent_again_on_a_new_engine(rig: Rig) -> None:
