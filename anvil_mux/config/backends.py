@@ -18,6 +18,7 @@ from typing import Any
 from anvil_mux import state
 from anvil_mux.config import composing, elsewhere, interpolate, prompt_cache, service, settings
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
+from anvil_mux.config.compose_words import OF_SERVICE
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
 from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic, as_yaml
@@ -65,6 +66,8 @@ class BackendReader:
         """Service -> the LoRA adapters that its settings name, and not its command alone."""
         self._most: dict[str, int] = {}
         """Service that has a choice -> how many of its backends are resident at once."""
+        self._silent: list[str] = []
+        """The services that say nothing of the GPUs that they need."""
         self._anew: dict[tuple[str, Place], tuple[Description, Service]] = {}
 
     def read(self, services: Mapping[str, Any]) -> list[Backend]:
@@ -78,6 +81,7 @@ class BackendReader:
                 if not said and "x-anvil" not in described:
                     continue
                 ours = True
+                self._check_keys(name, described)
                 given = take(self._problems, SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
                 given |= take(self._problems, SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
                 made = list(self._backends(name, described, settings.filled(SERVICE_SETTINGS, given)))
@@ -86,6 +90,7 @@ class BackendReader:
             except ValueError as error:
                 ours = True
                 self._problems.of_part(key, error)
+        self._warn_of_silent()
         if not ours:
             self._problems.add(
                 ("services",),
@@ -94,6 +99,17 @@ class BackendReader:
                 "x-anvil: {}",
             )
         return self._bounded(backends)
+
+    def _warn_of_silent(self) -> None:
+        """Warn once of all services that take every GPU because they name none."""
+        if self._silent:
+            says = "says nothing of GPUs: it" if len(self._silent) == 1 else "say nothing of GPUs: each"
+            self._problems.warn(
+                ("services", self._silent[0]),
+                f"{', '.join(self._silent)} {says} needs all of its machine; name those that it needs, or "
+                "none if it computes on the CPU",
+                "x-anvil: {gpus: []}",
+            )
 
     def _bounded(self, backends: list[Backend]) -> list[Backend]:
         """The backends with ``most``, which is a model's, or a stage's: what its services have together."""
@@ -141,9 +157,10 @@ class BackendReader:
         others = service.others_gpus(described, variables)
         if others and hosts is None and not self._places.used_here(name, others):
             others = None  # the file has other names for what is there
-        need = count or (used if used is not None else others or _reserved(described, variables))
+        need = count or (used if used is not None else others or self._reserved(described, variables))
         vendors = others.vendors if others else ()
         candidates = self._places.candidates(name, hosts, need, template.vram, vendors)
+        self._silent += [name for each in candidates[:1] if need == service.ALL_THERE_ARE and each.gpus]
         if hosts is not None or count is not None or most is not None or len(candidates) > 1:
             self._most[name] = most or 1
         if most is not None and hosts is None and not isinstance(need, int):
@@ -154,6 +171,24 @@ class BackendReader:
             )
         as_written = partial(self._is_as_written, described, count=count, need=need)
         yield from self._placed(template, described, variables, candidates, as_written)
+
+    def _reserved(self, described: Description, variables: Mapping[str, str]) -> Need:
+        """The GPUs that a service says it needs, to Compose or by its environment."""
+        counted = service.counted_gpus(described, variables)
+        return counted or service.gpus(described, variables) or self._unsaid(variables)
+
+    def _unsaid(self, variables: Mapping[str, str]) -> str | tuple[str, ...]:
+        """The GPUs that a service needs which names none: a container has none then, and a process all."""
+        return service.ALL_THERE_ARE if self._around.process and not service.hides_gpus(variables) else ()
+
+    def _check_keys(self, name: str, described: Description) -> None:
+        """Complain of keys that Compose does not know, where it was not asked."""
+        for key in described if self._around.plain else ():
+            if key not in OF_SERVICE and not str(key).startswith("x-"):
+                near = settings.meant(str(key), OF_SERVICE)
+                hint = f"did you mean {near}?" if near else "take it out, or begin its name with x-"
+                write = f"{near}: {as_yaml(described[key])}" if near else ""
+                self._problems.add(("services", name, key), f"unknown key; {hint}", write)
 
     def _elsewhere(self, name: str, described: Description, given: dict[str, Any]) -> Backend:
         """The backend of a service that somebody else runs."""
@@ -334,9 +369,12 @@ class BackendReader:
         if not isinstance(used, list):
             others = service.others_gpus(described, variables)
             given = self._places.used_here(name, others) if others else ()
-            reserved = used if used is not None else given or service.gpus(described, variables) or ()
+            reserved = service.gpus(described, variables) or self._unsaid(variables)
+            reserved = used if used is not None else given or reserved
             vendors = others.vendors if given and others else ()
             each_gpus, gpus = None, self._places.used_here(name, reserved, vendors)
+            if reserved == service.ALL_THERE_ARE and gpus:
+                self._silent.append(name)
         else:
             if not self._around.process:
                 self._problems.add(
@@ -450,11 +488,6 @@ def _grace(written: Any) -> float:
 def _role(backend: Backend) -> tuple[str, str]:
     """The model and the stage of it that a backend serves."""
     return backend.model, backend.infer_type
-
-
-def _reserved(described: Description, variables: Mapping[str, str]) -> Need:
-    """The GPUs that a service says it needs, to Compose or by its environment."""
-    return service.counted_gpus(described, variables) or service.gpus(described, variables) or ()
 
 
 def _seeing(made: Service, gpus: Sequence[str]) -> Service:

@@ -23,7 +23,7 @@ from anvil_mux.config.problems import Problems
 SHOWN = 10
 """How many names a warning shows."""
 Need = str | tuple[str, ...] | int | GivenGpus
-"""The GPUs that a service needs: ``service.ALL``, these, any so many, or those given by device files."""
+"""The GPUs that a service needs: ``ALL``, ``ALL_THERE_ARE``, these, any so many, or those given by files."""
 
 
 class HostChoice(NamedTuple):
@@ -179,7 +179,7 @@ class Places:
             labels = set(wanted.items())
             return sorted(name for name, each in self.cluster.items() if labels <= set(each.labels))
         known = sorted({*self.cluster, *self._machines})
-        return ["", *known] if self.here or not need else known
+        return ["", *known] if self.here or need in ((), service.ALL_THERE_ARE) else known
 
     def _choices(
         self, host: str, need: Need, vram: int | None, vendors: Sequence[str]
@@ -188,6 +188,8 @@ class Places:
         known = self._gpus.get(host)
         if not need:
             return [()]
+        if need == service.ALL_THERE_ARE:
+            return [tuple(of_vendors(known or (), vendors))]
         if isinstance(need, GivenGpus) and (known is not None or not host):
             return [self._given(host, need)]
         if known is None and not host and need == service.ALL:
@@ -224,8 +226,8 @@ class Places:
         """The GPUs of this machine that a service names, or is given."""
         if isinstance(used, GivenGpus):
             return self._given("", used)
-        if used == service.ALL:
-            if not self.here:
+        if used in (service.ALL, service.ALL_THERE_ARE):
+            if not self.here and used == service.ALL:
                 write = 'x-anvil: {gpus: ["0"]}'
                 said = "uses all GPUs; say which there are at the top level"
                 found = Diagnostic(f"{said}: {write}", said=said, write=write, page="gpus.md#supported-gpus")
@@ -285,7 +287,7 @@ def _unknown(need: Need) -> tuple[str, ...]:
         return tuple(str(index) for index in range(need))
     if isinstance(need, GivenGpus):
         return (f"{need.vendors[0]}0",)
-    return ("0",) if need == service.ALL else tuple(need)
+    return ("0",) if need == service.ALL else () if need == service.ALL_THERE_ARE else tuple(need)
 
 
 def _blocks(known: Mapping[str, Gpu], count: int, vram: int | None) -> list[tuple[str, ...]]:

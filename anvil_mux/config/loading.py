@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,8 @@ from anvil_mux.config.settings import Setting
 from anvil_mux.config.table import RENAMED, SETTINGS
 from anvil_mux.errors import ConfigError
 
+OURS = "ANVIL_"
+"""The beginning of the names of our variables."""
 NO_HOSTS: Mapping[str, Machine] = MappingProxyType({})
 
 
@@ -197,6 +200,7 @@ class _ConfigReader:
         for old, new in RENAMED.items():
             if self._environ.get(f"ANVIL_{old.upper()}"):
                 self._problems.of_variable(f"ANVIL_{old.upper()}", f"is now ANVIL_{new.upper()}")
+        self._check_variables()
         for key, setting in SETTINGS.items():
             variable = f"ANVIL_{key.upper()}"
             if text := self._environ.get(variable):
@@ -208,9 +212,23 @@ class _ConfigReader:
                 values[key] = os.path.abspath(self._folder / values[key])
         return settings.filled(SETTINGS, values)
 
+    def _check_variables(self) -> None:
+        """Complain of variables that are meant to be ours, and that no file names either."""
+        files = str([document.content for document in self._documents])
+        for name in self._environ:
+            if name not in files and (near := _misspelt(name)):
+                self._problems.of_variable(name, f"nobody reads it; did you mean {near}?")
+
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
         self._origins[key] = origin
         return read(key, setting, value, partial(self._problems.of_setting, key))
+
+
+def _misspelt(variable: str) -> str:
+    """The variable of ours that this one is meant to be; "" if it is ours, or one of somebody else."""
+    known = [f"{OURS}{name}" for name in (*map(str.upper, SETTINGS), "API_KEYS", "API_KEY", "URL")]
+    is_other = not variable.startswith(OURS) or variable in known
+    return "" if is_other else next(iter(get_close_matches(variable, known, 1, 0.9)), "")
 
 
 def _used_gpus(backends: Sequence[Backend]) -> dict[str, set[str]]:

@@ -45,6 +45,8 @@ USUAL_PORTS = {
 """Engine -> the port on which it listens unless another is configured."""
 
 ALL = "all"
+ALL_THERE_ARE = "all there are"
+"""The need of a process that says nothing of GPUs: it may use every one that its machine has, if any."""
 RESERVED = ("deploy", "resources", "reservations", "devices")
 RESERVATION = "devices: [{driver: nvidia, count: all, capabilities: [gpu]}]"
 """The line that reserves all GPUs, below deploy.resources.reservations."""
@@ -224,6 +226,11 @@ def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, 
     if given in (None, ALL) or narrowed is None or set(narrowed) <= set(given or ()):
         return narrowed
     return given
+
+
+def hides_gpus(variables: Mapping[str, str]) -> bool:
+    """Whether a process with this environment sees no GPU."""
+    return any(variables.get(name, "0").strip() in ("", "-1") for name in devices.NARROWING)
 
 
 def reserves_gpu(service: RawService) -> bool:

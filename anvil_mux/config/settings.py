@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -179,6 +179,17 @@ def whole_number(least: int, most: float = math.inf, example: str = "") -> Value
 SIZES = {unit + "iB": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
 SIZES |= {unit + "B": 1000**power for power, unit in enumerate("KMGT", 1)}
 SIZES |= {"kB": 1000, "B": 1, "": 1}
+
+
+def positive(kind: ValueKind) -> ValueKind:
+    """The values of a kind that are more than 0."""
+
+    def read(value: Any) -> Any:
+        if found := kind.read(value):
+            return found
+        raise unfit(f"must be more than 0, not {show(value)}")
+
+    return replace(kind, read=read)
 
 
 def size(least: int = 0) -> ValueKind:

@@ -199,6 +199,7 @@ _PRESETS = shapes.any_of(shapes.by_name(_PRESET), {"type": "string", "pattern": 
 _LORAS = shapes.any_of(shapes.by_name(shapes.text()), shapes.listed(shapes.text()))
 
 SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
+MOMENTS, BODY = settings.positive(SECONDS), settings.positive(SIZE)
 COUNT = settings.whole_number(1)
 PRIORITY = settings.whole_number(-100, 100)
 
@@ -291,12 +292,12 @@ SETTINGS: dict[str, Setting] = {
         logged=True,
     ),
     "max_connections": _live(COUNT, "The most client connections at once."),
-    "upstream_timeout": _at_start(SECONDS, "How long an engine may be silent, before or during an answer."),
+    "upstream_timeout": _at_start(MOMENTS, "How long an engine may be silent, before or during an answer."),
     "client_timeout": _at_start(
-        SECONDS, "How long a client may read nothing of its answer before the answer is ended."
+        MOMENTS, "How long a client may read nothing of its answer before the answer is ended."
     ),
     "loading_grace": _live(SECONDS, "How long a waiting stream is silent before it gets keep-alive lines."),
-    "max_body": _live(SIZE, "The largest JSON request."),
+    "max_body": _live(BODY, "The largest JSON request."),
     "max_upload": _live(SIZE, "The largest multipart request (audio, images)."),
     "max_bodies": _live(
         settings.MEMORY,
@@ -487,7 +488,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         "A file in which `anvil-mux profile` wrote how fast it is.",
         page="routing.md#what-is-known-of-a-replica",
     ),
-    "load_timeout": _steers(SECONDS, "How long a load may take."),
+    "load_timeout": _steers(MOMENTS, "How long a load may take."),
     "stop_timeout": _steers(
         SECONDS, "How long it may take to stop before it is killed; by default stop_grace_period."
     ),
@@ -590,7 +591,7 @@ def _default(owner: type, key: str, setting: Setting) -> str:
     if setting.default is not None:
         return setting.default
     default = default_of(owner, key)
-    return f"{default >> 20}MiB" if setting.kind is SIZE else settings.plain(default)
+    return f"{default >> 20}MiB" if setting.kind in (SIZE, BODY) else settings.plain(default)
 
 
 def fields_of(table: Mapping[str, Setting], holds: Callable[[Setting], bool]) -> list[str]:

@@ -236,6 +236,84 @@ def test_a_setting_that_was_renamed_is_told_by_its_new_name(tmp_path: Path) -> N
     assert told == "ANVIL_HOSTS: is now ANVIL_ALLOWED_HOSTS"
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("ANVIL_DRAIN_TIMOUT", "ANVIL_DRAIN_TIMEOUT"),
+        ("ANVIL_APIKEYS", "ANVIL_API_KEYS"),
+        ("ANVIL_SOAK_SECONDS", ""),
+        ("ANVIL_API_KEY", ""),
+        ("DRAIN_TIMEOUT", ""),
+    ],
+)
+def test_a_variable_that_is_meant_to_be_ours_is_not_ignored(
+    tmp_path: Path, variable: str, meant: str
+) -> None:
+    if meant:
+        (told,) = problems(tmp_path, TOP % "", environ={variable: "1"})
+        assert told == f"{variable}: nobody reads it; did you mean {meant}?"
+    else:
+        assert plain(tmp_path, TOP % "", environ={variable: "1"}).backends
+
+
+def test_a_variable_that_a_file_names_is_of_its_author(tmp_path: Path) -> None:
+    found = plain(tmp_path, TOP % "listen: '${ANVIL_HOOK}'", environ={"ANVIL_HOOK": "127.0.0.1:80"})
+    assert found.port == 80
+
+
+SILENT = (
+    "x-anvil: {%s}\nservices: {a: {command: [x], x-anvil: {%s}, %s}, b: {command: [x], x-anvil: {gpus: []}}}"
+)
+HAS_TWO = {"0": Gpu("0"), "1": Gpu("1")}
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "rest", "present", "gpus"),
+    [
+        ("runtime: process", "", "", HAS_TWO, ("0", "1")),
+        ('runtime: process, gpus: ["0"]', "", "", HAS_TWO, ("0",)),
+        ('runtime: process, gpus: ["0"]', "", "", {}, ("0",)),
+        ("runtime: process", "", "", {}, ()),
+        ("runtime: process", "gpus: []", "", HAS_TWO, ()),
+        ("runtime: process", 'gpus: ["1"]', "", HAS_TWO, ("1",)),
+        ("runtime: process", "", 'environment: {CUDA_VISIBLE_DEVICES: "1"}', HAS_TWO, ("1",)),
+        ("runtime: process", "", 'environment: {CUDA_VISIBLE_DEVICES: ""}', HAS_TWO, ()),
+        ("runtime: process", "", 'environment: {HIP_VISIBLE_DEVICES: "-1"}', HAS_TWO, ()),
+        ('gpus: ["0"]', "", "image: x", HAS_TWO, ()),
+    ],
+)
+def test_a_process_that_says_nothing_of_gpus_needs_all_that_its_machine_has(
+    tmp_path: Path, top: str, own: str, rest: str, present: dict[str, Gpu], gpus: tuple[str, ...]
+) -> None:
+    text = SILENT % (top, own, rest)
+    if "image" in rest:
+        text = text.replace("b: {", "b: {image: x, ")
+    found = plain(tmp_path, text, present=present)
+    assert [each.gpus for each in found.backends] == [gpus, ()]
+    told = [warning for warning in found.warnings if "nothing of GPUs" in warning]
+    silent = "process" in top and not own and not rest and gpus
+    assert len(told) == bool(silent)
+
+
+def test_all_that_say_nothing_of_gpus_are_told_of_once(tmp_path: Path) -> None:
+    services = "a: {command: [x], x-anvil: {}}, b: {command: [x], scale: 2, x-anvil: {}}"
+    found = plain(tmp_path, f"x-anvil: {{runtime: process}}\nservices: {{{services}}}", present=HAS_TWO)
+    assert [each.gpus for each in found.backends] == [("0", "1")] * 3
+    (told,) = [warning for warning in found.warnings if "nothing of GPUs" in warning]
+    assert (
+        "a, b say nothing of GPUs: each needs all of its machine; name those that it needs, or none" in told
+    )
+
+
+def test_a_process_that_says_nothing_of_gpus_needs_all_of_each_host_and_none_where_there_is_none(
+    tmp_path: Path,
+) -> None:
+    hosts = {"h": Machine((Gpu("0"), Gpu("1")), address="10.0.0.1"), "bare": Machine((), address="10.0.0.2")}
+    text = "x-anvil: {runtime: process}\nservices: {a: {command: [x], x-anvil: {hosts: any}}}"
+    found = plain(tmp_path, text, hosts=hosts)
+    assert {each.host: each.gpus for each in found.backends} == {"": (), "h": ("0", "1"), "bare": ()}
+
+
 def test_an_alias_that_is_the_model_itself_is_dropped(tmp_path: Path) -> None:
     assert one(tmp_path, "labels: {anvil.aliases: 'a,b'}").aliases == ("b",)
 
@@ -440,6 +518,22 @@ BAD: list[tuple[str, str]] = [
     (SERVICE % "evict_to: []", "services.a.x-anvil.evict_to: must name at least one"),
     (SERVICE % "pin: maybe", "services.a.x-anvil.pin: must be true or false, not 'maybe'"),
     (SERVICE % "load_timeout: -1", "services.a.x-anvil.load_timeout: must be seconds, or a time such as 30s"),
+    (SERVICE % "load_timeout: 0", "services.a.x-anvil.load_timeout: must be more than 0, not 0"),
+    (TOP % "upstream_timeout: 0s", "x-anvil.upstream_timeout: must be more than 0, not '0s'"),
+    (TOP % "client_timeout: 0", "x-anvil.client_timeout: must be more than 0, not 0"),
+    (TOP % "max_body: 0", "x-anvil.max_body: must be more than 0, not 0"),
+    (
+        "x-anvil: {runtime: process}\nservices: {a: {command: [x], enviroment: {A: b}, x-anvil: {}}}",
+        "compose.yaml:2: services.a.enviroment: unknown key; did you mean environment?",
+    ),
+    (
+        "services: {a: {image: x, workingdir: /m, x-anvil: {}}}",
+        "compose.yaml:1: services.a.workingdir: unknown key; did you mean working_dir?",
+    ),
+    (
+        "services: {a: {image: x, zzz: 1, x-anvil: {}}}",
+        "services.a.zzz: unknown key; take it out, or begin its name with x-",
+    ),
     (
         SERVICE % "priority: 101",
         "services.a.x-anvil.priority: must be a whole number from -100 to 100, not 101",
@@ -1556,7 +1650,7 @@ def test_replicas_that_are_processes_may_each_have_a_gpu_and_see_no_other(tmp_pa
             'port 81 cannot be that of all its replicas: publish any, "127',
         ),
         ("x-anvil: {port: 81}, network_mode: host", "", "port 81 cannot be that of all its replicas"),
-        ("x-anvil: {port: 81}", PROCESS, "leave it out, and each has one of its own in $PORT"),
+        ("x-anvil: {port: 81, gpus: []}", PROCESS, "leave it out, and each has one of its own in $PORT"),
         ("x-anvil: {}, container_name: a", "", "services.a: is scaled, so it can have no container_name"),
         ("x-anvil: {}}, a-2: {image: x, x-anvil: {}", "", "a replica of a scaled service is called a-2 too"),
         ("x-anvil: {infer_type: decode}", "", "a.x-anvil.infer_type: is decode, but no service of a is"),
