@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 from anvil_mux.command import without_keys
 from anvil_mux.errors import BackendError
+from anvil_mux.host.starter import reap
 
 LIBRARY, PROGRAM = "libcuda.so.1", "cuda-checkpoint"
 STATES = ("running", "locked", "checkpointed", "failed", "checkpointing", "restoring")
@@ -107,7 +108,7 @@ class Driver:
         try:
             child.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            child.returncode = -signal.SIGKILL  # Popen must not complain when it is collected
+            reap(child)  # the driver holds it
         for stream in (child.stdin, child.stdout):
             if stream is not None:
                 stream.close()

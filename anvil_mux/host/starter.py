@@ -65,6 +65,11 @@ def _start(argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str) -> s
         )
 
 
+def reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a child's end behind the caller's back: until somebody does, it stays a zombie."""
+    threading.Thread(target=process.wait, name="reap", daemon=True).start()
+
+
 class OwnChildren:
     """Starts children of this process."""
 
@@ -89,7 +94,7 @@ class _OwnChild:
 
     def leave(self) -> None:
         if self._process.poll() is None:
-            self._process.returncode = 0  # Popen must not complain when it is collected
+            reap(self._process)
 
 
 class Detached:

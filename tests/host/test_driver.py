@@ -6,7 +6,9 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from anvil_mux.errors import BackendError
 from anvil_mux.host.driver import Driver, Limits
 from tests.fake_cuda import FakeCuda, build_library, write_program
+from tests.running import seen
 
 PID = 5_000_001  # more than Linux gives to any process
 NOWHERE = "libnowhere.so.1"
@@ -226,3 +229,23 @@ def test_nothing_of_a_conversation_is_left(driver: Driver, cuda: FakeCuda) -> No
         assert child.exists()
     assert not child.exists()
     driver.close()
+
+
+def test_a_child_that_the_driver_holds_beyond_its_kill_is_no_zombie_afterwards(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with driver:
+        driver.tool()
+        child = driver._child
+        assert child is not None
+        end, stand_in = child.wait, threading.Event()
+
+        def wait(timeout: float | None = None) -> int:
+            if timeout is not None:  # as if the kernel did not let go of it
+                raise subprocess.TimeoutExpired("driver", timeout)
+            stand_in.set()
+            return end()
+
+        monkeypatch.setattr(child, "wait", wait)
+    assert seen(lambda: not Path("/proc", str(child.pid)).exists(), bool)
+    assert stand_in.is_set()

@@ -14,6 +14,7 @@ import pytest
 
 from anvil_mux.host.starter import Child, Detached, OwnChildren, Starter, StarterLost
 from tests.host.test_process import gone, running
+from tests.running import seen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 30.0
@@ -52,6 +53,13 @@ def test_its_exit_code_is_told_again_and_again(starter: Starter, tmp_path: Path)
     child = start(starter, tmp_path, "exit 3")
     assert [child.code(PATIENCE), child.code()] == [3, 3]
     assert start(starter, tmp_path, "kill -9 $$").code(PATIENCE) == -signal.SIGKILL
+
+
+def test_one_that_ends_after_it_was_left_is_no_zombie(tmp_path: Path):
+    child = start(OwnChildren(), tmp_path, "exec sleep 1000")
+    child.leave()
+    os.kill(child.pid, signal.SIGKILL)
+    assert seen(lambda: not Path(f"/proc/{child.pid}").exists(), bool)
 
 
 def test_one_that_runs_has_none_and_leads_a_session_of_its_own(starter: Starter, tmp_path: Path):
