@@ -38,6 +38,12 @@ class MuxError(Exception):
         if retry_after is not None:
             self.retry_after = min(max(retry_after, 1.0), MAX_RETRY_AFTER)
 
+    def copy(self) -> MuxError:
+        """The same error as another object: to raise one changes it, so each thread raises its own."""
+        made = type(self).__new__(type(self), *self.args)
+        made.__dict__.update(self.__dict__)
+        return made
+
 
 class ConfigError(MuxError):
     """The configuration cannot be used; ``problems`` lists every reason, each with its file and key."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from anvil_mux.cluster.messages import Owner, StepState, UnknownStep
-from anvil_mux.errors import BackendError
+from anvil_mux.errors import BackendError, MuxError
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class BegunSteps:
             raise UnknownStep(f"step {number} is not known here")
         self._changed.wait_for(lambda: step.is_done, timeout)
         if step.error:
-            raise step.error
+            raise step.error.copy() if isinstance(step.error, MuxError) else step.error
         return StepState(step.is_done, step.value)
 
     def settle(self, timeout: float) -> bool:

@@ -150,7 +150,7 @@ class Multiplexer:
         with self._lock:
             now = self._clock.now()
             if self._closing:
-                raise self._closing.with_traceback(None)
+                raise self._closing.copy()
             if model not in shell.served:
                 raise UnknownModel(model, shell.served)
             if self._layout.models[model].queue.tickets:
@@ -171,8 +171,7 @@ class Multiplexer:
         if ticket.wake:
             self._wait(ticket, tend)
         if ticket.error:
-            # One error may end a whole queue: each thread raises it without the others' frames.
-            raise ticket.error.with_traceback(None)
+            raise ticket.error.copy()  # one error may end a whole queue
 
     def _check_room_to_wait(self, model: str, work: Work) -> None:
         """Overloaded if a request would wait, and as many do as may. Under the lock."""

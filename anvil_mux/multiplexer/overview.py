@@ -266,14 +266,15 @@ class Overview:
         return min(left, default=None)
 
     def how_far(self, model: str) -> str:
-        """How far the load of ``model`` is, or how long it waits for one, in a few words for its clients."""
+        """The load or place that a request for ``model`` waits for, in a few words for its client."""
         with self._lock:
             (state, found), now = self._find(model), self._clock.now()
             far = self._progress(state, found, now)
             if far:
-                return far.words
+                return f"loading {model} {far.words}"
             left = wait_estimate(state, found, now).seconds
-        return "" if left is None else f"about {left:.0f} s left"
+        doing = "waiting for a place at" if found.ready else "waiting to load"
+        return f"{doing} {model}" + ("" if left is None else f" about {left:.0f} s left")
 
     def _progress(self, state: GroupState, model: Model, now: float) -> Progress | None:
         """Say how far the load of ``model`` is, if there is one and none is ready. Under the lock."""

@@ -237,12 +237,14 @@ def error_body(api: str, error: MuxError, request_id: str) -> bytes:
 
 
 def error_headers(error: MuxError) -> list[Field]:
-    """The headers that say when, and whether, to come again."""
+    """The headers that say when and whether to come again, and how."""
     headers: list[Field] = []
     if error.retry_after is not None:
         headers.append((b"Retry-After", b"%d" % math.ceil(error.retry_after)))
     if error.retry is not None:
         headers.append((b"x-should-retry", b"true" if error.retry else b"false"))
+    if error.status == 426:
+        headers += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
     return headers
 
 

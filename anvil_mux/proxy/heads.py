@@ -15,7 +15,7 @@ from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1, naming
 from anvil_mux.proxy import elsewhere
 from anvil_mux.proxy.asked import Question
-from anvil_mux.proxy.reply import Reply
+from anvil_mux.proxy.reply import Reply, date
 
 _NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding"])
 """The fields of a client that no engine gets: its request has an id of ours, and its body was unpacked."""
@@ -104,8 +104,11 @@ def response_head(
     reply: Reply, response: http1.Response, *, length: int | None = None, chunked: bool = False
 ) -> bytes:
     """The head for the client."""
+    own = reply.own_headers
+    if b"date" not in response.fields:
+        own.append(date())
     return http1.forward_response_head(
-        response, length=length, chunked=chunked, connection=reply.connection, extra=reply.own_headers
+        response, length=length, chunked=chunked, connection=reply.connection, extra=own
     )
 
 

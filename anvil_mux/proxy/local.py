@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from anvil_mux.errors import BadRequest, NotFound
+from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, NotFound
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
 from anvil_mux.protocol.completions import parse
@@ -103,7 +103,7 @@ class Local:
         elif method == "POST" and post:
             post(asked, reply, record)
         elif method == "GET" and path in self.streams:
-            self.streams[path](asked, reply)
+            self._stream(path, asked, reply)
         elif is_page(asked.request):
             self._page.page(reply)
         elif method in ("GET", "HEAD") and get:
@@ -115,6 +115,17 @@ class Local:
             reply.refuse(error, [(b"Allow", allow)])
         else:
             reply.refuse(*api.no_route(method, path))
+
+    def _stream(self, path: str, asked: Asked, reply: Reply) -> None:
+        """An answer that writes itself. One that has begun follows what happens, until its client leaves."""
+        try:
+            self.streams[path](asked, reply)
+        except ClientStalled:
+            raise
+        except ClientGone:
+            if reply.form != "event":
+                raise
+            reply.keep = False
 
     def _allowed(self, path: str) -> bytes:
         allowed = [method for method in ("GET", "POST") if api.match(method, path)]

@@ -6,7 +6,10 @@ a stream that is then cut, as the frame that closes a websocket, or only by the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from email.utils import formatdate
+from functools import lru_cache
 from typing import Literal
 
 from anvil_mux.errors import ClientGone, MuxError, Severed
@@ -123,7 +126,7 @@ class Reply:
         if connection is not None:
             headers = [*headers, (b"Connection", connection)]
         head_only = self.asked.request.method == "HEAD"
-        self.send(http1.response(status, [*headers, *self.own_headers], body, head_only=head_only))
+        self.send(http1.response(status, [*headers, date(), *self.own_headers], body, head_only=head_only))
 
     # Streams of our own
 
@@ -131,7 +134,7 @@ class Reply:
         """Sends the head of a stream of our own; from now on failures are told within it."""
         self.keep = self.keep and self.chunked
         self.form, self.status = "event", 200
-        headers = [(b"Content-Type", api.stream_type(self.asked.api)), *UNBUFFERED, *self.own_headers]
+        headers = [(b"Content-Type", api.stream_type(self.asked.api)), *UNBUFFERED, date(), *self.own_headers]
         self.send(http1.stream_head(200, headers, chunked=self.chunked, connection=self.connection))
 
     def event(self, data: bytes) -> None:
@@ -180,6 +183,16 @@ class Reply:
                     self.client.part()
         except ClientGone:
             self.keep = False
+
+
+def date() -> Field:
+    """The field that says when an answer was given."""
+    return b"Date", _date_of(int(time.time()))
+
+
+@lru_cache(2)
+def _date_of(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode("ascii")
 
 
 def _ends_event(last: bytes) -> bool:

@@ -34,6 +34,7 @@ from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.client import BodyMemory, Client
 from anvil_mux.proxy.front import ClientConnection, Front
 from anvil_mux.proxy.handler import Handler
+from anvil_mux.proxy.reply import date
 from anvil_mux.proxy.threads import Threads
 from anvil_mux.proxy.tls import accepted
 
@@ -246,6 +247,7 @@ class Server(ThreadingHTTPServer):
         headers = [
             (b"Content-Type", b"application/json"),
             (b"Connection", b"close"),
+            date(),
             *api.error_headers(error),
         ]
         try:

@@ -96,8 +96,7 @@ class Waiting:
 
     def _beat(self, now: float) -> None:
         asked, model = self._question.asked, self._question.target.model
-        doing = "waiting for a place at" if self._mux.overview.is_ready(model) else "loading"
-        text = api.comment(f"anvil-mux {doing} {model} {self._mux.overview.how_far(model)}", asked.api)
+        text = api.comment(f"anvil-mux {self._mux.overview.how_far(model)}", asked.api)
         if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every
             text += api.beat(asked.route.beat, model, asked.id, int(time.time()))

@@ -581,11 +581,12 @@ def _source(victims: list[_LeavingBackend]) -> str:
 
 
 def _other_spelling(path: str) -> str:
-    """The route of a path that has a model or a foreign prefix in it."""
-    route = api.match("POST", path)
-    if route and route.model_in == "answer":
-        return "other"
-    return route.path if route else "other"
+    """The route of a path that has a name or a foreign prefix in it."""
+    for begins, route in _WITH_NAMES.items():
+        if path.startswith(begins):
+            return route
+    found = api.match("POST", path)
+    return found.path if found else "other"
 
 
 def _route_labels() -> dict[str, str]:
@@ -599,7 +600,15 @@ def _route_labels() -> dict[str, str]:
     seen = "/events /logs /pause /reload /requests /requests/cancel /resume /usage /why"
     hosts = "/hosts /hosts/drain /hosts/gone /hosts/undrain"
     labels |= {path: path for path in f"{state} {models} {theirs} {seen} {hosts}".split()}
-    return labels | {"/v1/models/": "/v1/models"}
+    return labels | _WITH_NAMES
+
+
+_WITH_NAMES = {
+    "/v1/models/": "/v1/models",
+    "/upstream/": "/upstream",
+    **dict.fromkeys(("/v1/responses/", "/v/responses/", "/responses/"), "/v1/responses"),
+}
+"""How paths begin that go on with a client's own word, and their route."""
 
 
 _L = TypeVar("_L", bound=Labels)

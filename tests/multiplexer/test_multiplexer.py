@@ -1223,6 +1223,19 @@ def test_how_long_a_load_will_take_is_known_from_the_last_one(seed):
 
 
 @SEEDS
+def test_an_error_that_ends_a_queue_is_raised_by_each_as_its_own(seed):
+    def main(stage):
+        waiting = [stage.request(0.0, "a") for _ in range(3)]
+        stage.clock.sleep(50.0)
+        errors = [each.error for each in waiting]
+        assert len({error.message for error in errors}) == 1
+        assert len({id(error) for error in errors}) == 3
+
+    failing = Outcome(1.0, LoadError("it fell over"))
+    Stage(perform=lambda *_: failing, seed=seed).play(main)
+
+
+@SEEDS
 def test_how_far_a_load_is_is_known_from_the_last_one_and_from_what_its_log_says(seed):
     def far():
         return {model.model: model.progress for model in stage.mux.overview.status().models}
@@ -1232,14 +1245,14 @@ def test_how_far_a_load_is_is_known_from_the_last_one_and_from_what_its_log_says
         stage.clock.sleep(1.0)
         assert (far()["a"], far()["b"]) == (Progress(None, None, ""), None)
         stage.mux.overview.report("a", LogProgress("reading weights", 0.5, 3.0))
-        assert stage.mux.overview.how_far("a") == "50%, 3 s left, reading weights"
+        assert stage.mux.overview.how_far("a") == "loading a 50%, 3 s left, reading weights"
         stage.request(4.0, "b")
         stage.clock.sleep(14.0)
         assert far()["a"] is None
         stage.request(0.0, "a")  # b is evicted until 16.0
         stage.clock.sleep(2.0)
         assert far()["a"] == Progress(0.25, 3.0, "")
-        assert stage.mux.overview.how_far("a") == "25%, 3 s left"
+        assert stage.mux.overview.how_far("a") == "loading a 25%, 3 s left"
         stage.clock.sleep(10.0)
 
     stage = Stage(seed=seed)

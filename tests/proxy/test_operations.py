@@ -226,7 +226,7 @@ def test_who_stops_following_is_let_go(rig: Rig) -> None:
     connection, _ = follow(rig)
     connection.leave()
     record = rig.events.record()
-    assert (record.path, record.code) == ("/models/sse", "client_gone")
+    assert (record.path, record.status, record.code) == ("/models/sse", 200, "")
 
 
 def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:

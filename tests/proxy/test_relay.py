@@ -8,6 +8,8 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Callable
+from datetime import timezone
+from email.utils import parsedate_to_datetime
 from io import FileIO
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from anvil_mux.errors import LoadError, Severed
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import bodies, connections, pump, relay
 from anvil_mux.proxy.waiting import Patience
-from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import seen
 
 ASK_A = b'{"model":"a"}'
@@ -82,6 +84,24 @@ def test_requests_on_one_connection_share_one_connection_to_the_engine(rig: Rig)
         client.post(ASK_A)
         assert client.read().body == b"{}"
     assert len(rig.engine.connections) == 1
+
+
+@pytest.mark.parametrize("theirs", [b"", b"Date: Sun, 06 Nov 1994 08:49:37 GMT\r\n"])
+def test_every_answer_has_one_date(make_rig: Callable[..., Rig], theirs: bytes) -> None:
+    rig = make_rig(max_connections=2)
+    rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\n%bContent-Length: 0\r\n\r\n" % theirs
+    client = rig.client()
+    client.post(ASK_A)
+    answers = [client.read(), client.get(b"/livez"), client.get(b"/nowhere")]
+    follower = rig.client()
+    follower.send(b"GET /models/sse HTTP/1.1\r\nHost: %b\r\n\r\n" % follower.host)
+    answers.append(Answer(200, follower.read_until(b"\r\n\r\n"), b"", True))
+    answers.append(rig.client().read())  # one too many
+    assert [answer.status for answer in answers] == [200, 200, 404, 200, 503]
+    for answer in answers:
+        assert answer.head.count(b"\r\nDate: ") == 1
+        assert parsedate_to_datetime((answer.header(b"date") or b"").decode()).tzinfo == timezone.utc
+    assert not theirs or theirs in answers[0].head
 
 
 def test_the_same_head_again_goes_on_with_its_own_id_and_length(rig: Rig) -> None:
@@ -1170,6 +1190,18 @@ def test_a_waiting_stream_is_kept_alive_and_then_continued(make_rig: Callable[..
     client.post(ASK_A)
     rig.engine.next().send(JSON_OK)
     assert client.read().body == b"{}"
+
+
+def test_who_waits_for_a_swap_that_has_not_begun_is_told_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=0.0, comment_every=0.0, chunk_every=1e9), drain_timeout=1e6)
+    first, second = rig.client(), rig.client()
+    first.post(ASK_A)
+    asked = rig.engine.next()
+    rig.mechanism.gate.clear()
+    second.post(b'{"model":"org/b","stream":true}')
+    second.read_until(b"\n: anvil-mux waiting to load org/b")
+    asked.send(JSON_OK)
+    second.read_until(b"\n: anvil-mux loading org/b\n")
 
 
 def test_a_minimal_chunk_comes_with_some_beats(make_rig: Callable[..., Rig]) -> None:

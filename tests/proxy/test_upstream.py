@@ -213,7 +213,8 @@ def test_an_engine_that_does_not_switch_is_told_as_it_answered(rig: Rig) -> None
 
 def test_without_the_wish_to_switch_nothing_is_loaded(rig: Rig) -> None:
     answer = rig.client().get(b"/v1/realtime?model=a")
-    assert answer.status == 426
+    assert (answer.status, answer.header(b"upgrade")) == (426, b"websocket")
+    assert answer.header(b"connection") == b"Upgrade"
     assert not rig.events.of("queued")
 
 

@@ -513,11 +513,14 @@ def test_labels_never_come_from_clients() -> None:
     seen.served(record(model="x" * 100, path="/etc/passwd", backend="", status=404))
     assert value(seen, "anvil_requests_total", model="b", route="/v1/chat/completions", code="200") == 1
     assert value(seen, "anvil_requests_total", model="unknown", route="other", code="404") == 1
+    for path in ("/v1/models/x", "/v1/responses/resp_1/cancel", "/upstream/x/metrics"):
+        seen.served(record(path=path))
     routes = {method.path for methods in api.ROUTES.values() for method in methods.values()}
     for path in api.ROUTES:
         seen.served(record(path=path))
     counted = next(f for f in seen.registry.collect() if f.name == "anvil_requests")
-    assert {sample.labels["route"] for sample in counted.samples} == routes | {"other"}
+    named = {"/v1/models", "/v1/responses", "/upstream"}
+    assert {sample.labels["route"] for sample in counted.samples} == routes | named | {"other"}
 
 
 def test_what_a_rate_is_asked_of_begins_at_zero() -> None:
