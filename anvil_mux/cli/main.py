@@ -385,7 +385,7 @@ def _check_files(given: argparse.Namespace) -> int:
     warnings += [*keyring.warnings, *filter(None, [open_address(config, keyring)])]
     hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
     seen = _check_hosts(config, cluster) if cluster else []
-    warnings += _lacking_on(seen)
+    warnings += [*_lacking_on(seen), *_steered_by_all(config, seen)]
     rows: list[tuple[str, ...]] = [_backend_row(config, backend) for backend in config.backends]
     keys: tuple[str, ...] = ("model", "backend", "engine", "gpus", "vram", "port")
     if any(backend.host for backend in config.backends):
@@ -464,6 +464,26 @@ def _lacking_on(seen: Sequence[Mapping[str, Any]]) -> list[str]:
 
     lacking = [f"host {host['host']}: {why}" for host in seen for why in host["missing"]]
     return [Diagnostic(why, page="cluster.md#setting-up") for why in lacking]
+
+
+def _steered_by_all(config: Config, seen: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A warning for each host on which whoever reaches an engine may steer it."""
+    from anvil_mux.config import service
+    from anvil_mux.config.diagnostic import Diagnostic
+
+    found: list[str] = []
+    for host in seen:
+        names = [
+            each.name
+            for each in config.backends
+            if each.host == host["host"]
+            and service.is_steered_by_all(each.engine, dict(each.service.environment))
+        ]
+        if names and (said := service.steered_at(host.get("address", ""))):
+            remedy = "let a firewall admit anvil-mux's machine alone"
+            text = f"host {host['host']}: {', '.join(names)}: {said}; {remedy}"
+            found.append(Diagnostic(text, page="cluster.md#security"))
+    return found
 
 
 def _lists(backend: Backend, keys: Collection[str]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import Any
@@ -501,18 +502,31 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 LLAMACPP_PORT = "LLAMA_ARG_PORT"
 
 
+def is_steered_by_all(engine: str, variables: Mapping[str, str]) -> bool:
+    """Whether whoever reaches its port may steer the engine, also without its API key."""
+    return engine == "vllm" and variables.get("VLLM_SERVER_DEV_MODE") == "1"
+
+
+def steered_at(address: str) -> str:
+    """Say what follows where others reach such an engine at an address; "" where none does."""
+    try:
+        if ip_address(address).is_loopback:
+            return ""
+    except ValueError:
+        pass  # a name
+    return (
+        f"VLLM_SERVER_DEV_MODE lets whoever reaches {address} put the engine to sleep and run"
+        " /collective_rpc, with or without its API key"
+    )
+
+
 def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
     """Warnings of what Docker would do with this service that its owner hardly wants, with remedies."""
     restart = str(service.get("restart", "no"))
     if restart in ("always", "unless-stopped"):
         said = f"`restart: {restart}` brings the engine back onto the GPU after it was evicted"
         yield Diagnostic(f"{said}; take it away", said=said, write='restart: "no"', key=("restart",))
-    open_ports = [each for each in published(service) if each.address in ("", "0.0.0.0", "::")]
-    for each in open_ports:
-        said = f"port {each.inside} is published on all interfaces, past the firewall and without a key"
-        address = f'"127.0.0.1::{each.inside}"'
-        text = f"{said}; write {address}"
-        yield Diagnostic(text, said=said, write=f"ports: [{address}]", key=("ports",))
+    yield from _reached_by_others(service, engine)
     if not profiles(service):
         said = "without `profiles`, a bare `docker compose up` starts every model"
         yield Diagnostic(
@@ -569,6 +583,22 @@ def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str
         flag = f'--port "{inside[0] if inside else 8080}"'
         text, write = f"{said}; add {flag} to its command", f"command: ... {flag}"
         yield Diagnostic(text, said=said, write=write, key=("command",))
+
+
+def _reached_by_others(service: RawService, engine: str) -> Iterator[str]:
+    """Warnings of ports that are published to more than this machine."""
+    is_steered = is_steered_by_all(engine, environment(service, {}))
+    for each in published(service):
+        address = f'"127.0.0.1::{each.inside}"'
+        more, page = f"; write {address}", ""
+        if each.address in ("", "0.0.0.0", "::"):
+            said = f"port {each.inside} is published on all interfaces, past the firewall and without a key"
+        elif is_steered and (said := steered_at(each.address)):
+            more, page = f"{more}, or let a firewall admit this machine alone", "cluster.md#security"
+        else:
+            continue
+        write = f"ports: [{address}]"
+        yield Diagnostic(f"{said}{more}", said=said, write=write, key=("ports",), page=page)
 
 
 def _unpublished(service: RawService, port: int | None, usual: int | str) -> Iterator[str]:

@@ -27,8 +27,8 @@ import yaml
 import anvil_mux.serve.locking
 from anvil_mux import __version__
 from anvil_mux.cli import output
-from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, main
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, _steered_by_all, main
+from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
@@ -954,6 +954,22 @@ def test_a_cluster_needs_ray(
     assert main([command, "compose.yaml", "--cluster", "head:6379"]) == 1
     assert capsys.readouterr().err == (
         "anvil-mux: error: --cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)\n"
+    )
+
+
+def test_engines_that_whoever_reaches_them_may_steer_are_named_with_where_that_is() -> None:
+    dev = Service(environment=(("VLLM_SERVER_DEV_MODE", "1"),))
+    steered = [Backend(f"m.{host}", "m", host=host, engine="vllm", service=dev) for host in ("b", "c")]
+    others = (Backend("n.b", "n", host="b", engine="vllm"), Backend("o.b", "o", host="b", service=dev))
+    seen = [
+        {"host": "b", "address": "10.0.0.2"},
+        {"host": "c", "address": "127.0.0.2"},
+        {"host": "d", "address": "10.0.0.3"},
+    ]
+    [warning] = _steered_by_all(Config((*steered, *others)), seen)
+    assert warning == (
+        "host b: m.b: VLLM_SERVER_DEV_MODE lets whoever reaches 10.0.0.2 put the engine to sleep and run"
+        " /collective_rpc, with or without its API key; let a firewall admit anvil-mux's machine alone"
     )
 
 

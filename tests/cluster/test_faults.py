@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster import rig
-from tests.cluster.site import Site, Stream
+from tests.cluster.rig import wait_for
+from tests.cluster.site import FILE, Site, Stream, service
 from tests.running import seen
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(rig.why_not()), reason=rig.why_not())]
@@ -192,3 +193,31 @@ def test_a_host_is_drained_and_used_again(site):
     assert site.complete("roam")[0] == 200
     site.ask("POST", "/hosts/undrain", {"host": "gpu-a"})
     assert site.answers("a")
+
+
+def loading(site):
+    return [pid for pid in site.a.pids("demo-engine") if "slow" in rig.read(f"/proc/{pid}/cmdline")]
+
+
+@pytest.mark.parametrize("words", [(), ("--takeover",)])
+def test_whoever_comes_in_the_middle_of_a_load_ends_it_before_anything_else(cluster, tmp_path, words):
+    slow = service("slow", ["gpu-a"], "0")
+    slow["command"] = ["3600" if word == "0.3" else word for word in slow["command"]]
+    site = Site(cluster, tmp_path, {**FILE, "services": {**FILE["services"], "slow": slow}})
+    site.mux = site.begin()
+    try:
+        site.becomes("gpu-a", "here")
+        assert site.answers("a")
+        Stream(site, "slow")
+        wait_for(lambda: site.backends()["slow.gpu-a"]["state"] == "loading", "a load", site.file)
+        wait_for(lambda: loading(site), "an engine that loads", site.file)
+        site.mux.process.kill()
+        site.mux.process.wait()
+        assert loading(site), "the agent goes on with it"
+        site.mux = site.begin(words=words, state=tmp_path / "other" if words else None)
+        assert not loading(site)
+        assert site.answers("a")
+        assert [name for name in site.ready_on("gpu-a") if "roam" not in name] == ["a.gpu-a"]
+    finally:
+        print("\n".join(site.mux.output))
+        site.end()

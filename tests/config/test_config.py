@@ -787,6 +787,11 @@ BITES = [
         "image: vllm, environment: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}, " + QUIET,
         "expandable_segments keeps a sleeping engine",
     ),
+    (
+        "image: vllm, environment: {VLLM_SERVER_DEV_MODE: 1}, profiles: [llm], ports: ['10.0.0.5::80'],"
+        " gpus: [{count: 1}]",
+        "VLLM_SERVER_DEV_MODE lets whoever reaches 10.0.0.5 put the engine to sleep and run /collective_rpc",
+    ),
     ("x-anvil: {gpus: ['0'], vram: 1GiB}, " + QUIET, "vram: has no effect"),
     ("command: 'x ${NOT_SET}', " + QUIET, "the variable NOT_SET is not set"),
 ]
