@@ -34,6 +34,7 @@ from anvil_mux.host.seam import (
     Awake,
     Evicted,
     Found,
+    GpusSeen,
     HostConfig,
     HostNews,
     Inventory,
@@ -237,6 +238,7 @@ class RemoteHost:
             loaded: Loaded = self._step(Loaded, "load", backend, how, number)
         except ConfigError as error:
             raise LoadError(error.message) from None
+        self._refuse_unknown(loaded.how)
         self._urls[backend.name] = self._own(loaded.url)
         return loaded
 
@@ -290,7 +292,7 @@ class RemoteHost:
         found: list[HostNews] = self._ask(
             list[HostNews], "news", after, timeout, timeout=timeout + LIMIT_SECONDS
         )
-        return found
+        return [self._own_gpus(each) for each in found]
 
     def watch_gpus(self) -> None:
         self._is_watched = True
@@ -312,10 +314,21 @@ class RemoteHost:
             pass
         raise BackendError(f"host {self.name} says that an engine is at {url}, which is not its own address")
 
+    def _refuse_unknown(self, how: str) -> None:
+        if how not in WAYS:
+            raise BackendError(f"host {self.name} knows a way {how!r:.40}, and we do not")
+
+    def _own_gpus(self, news: HostNews) -> HostNews:
+        """Return news without GPUs that no backend there has."""
+        if not isinstance(news.what, GpusSeen):
+            return news
+        used = {gpu for backend in (self._wanted or HostConfig(())).backends for gpu in backend.gpus}
+        sight = {id: seen for id, seen in news.what.sight.items() if id in used}
+        return news._replace(what=GpusSeen(sight))
+
     def _likely(self, backend: Backend, evicted: Evicted) -> Evicted:
         """Return what a backend holds of its own GPUs; BackendError if it left in no way that there is."""
-        if evicted.how not in WAYS:
-            raise BackendError(f"host {self.name} knows a way {evicted.how!r:.40}, and we do not")
+        self._refuse_unknown(evicted.how)
         residual, freed = (
             {gpu: amount for gpu, amount in amounts.items() if gpu in backend.gpus and amount >= 0}
             for amounts in (evicted.residual, evicted.freed)

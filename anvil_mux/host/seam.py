@@ -214,11 +214,12 @@ class LoadSaid(NamedTuple):
     seconds_left: float | None = None
 
 
-class PhaseTook(NamedTuple):
-    """A phase of a step is over.
+PHASES = ("load", "ready", "restore", "probe", "save", "evict", "verify", "freeze")
+"""The phases of steps: four on the way in, four on the way out."""
 
-    On the way in: load, ready, restore, probe; on the way out: save, evict, verify, freeze.
-    """
+
+class PhaseTook(NamedTuple):
+    """A phase of a step is over, one of PHASES."""
 
     backend: str
     phase: str

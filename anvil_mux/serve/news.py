@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from anvil_mux.config.config import Backend, gpu_name
 from anvil_mux.host.seam import (
+    PHASES,
     AnyNews,
     GpusSeen,
     Host,
@@ -76,12 +77,12 @@ class NewsReader:
             case GpusSeen(sight):
                 self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
                 held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
-                self._mux.facts.memory_seen({id: n for id, n in held.items() if n}, self._name)
+                self._mux.facts.memory_seen({id: n for id, n in held.items() if n > 0}, self._name)
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):
                 self._mux.overview.note_prompts(backend, KeptPrompts(prompts, tokens, size))
-            case PhaseTook(name, phase, seconds):
+            case PhaseTook(name, phase, seconds) if phase in PHASES:
                 if found := self._mux.overview.backend(name):
                     self._took(found, phase, seconds)
             case WeightsRead(name, size, seconds):

@@ -87,6 +87,16 @@ def test_a_host_that_joins_is_a_change_and_one_that_leaves_is_still_known():
     assert set(cluster.machines()) == {"a", "b"}
 
 
+def test_a_host_at_another_address_is_a_change():
+    machines = Machines(a="10.0.0.1")
+    cluster = Cluster(machines)
+    cluster.look()
+    machines.up["a"] = machines.up["a"]._replace(address="10.0.0.9")
+    assert cluster.look()
+    assert cluster.machines()["a"].address == "10.0.0.9"
+    assert cluster.hosts["a"].node.address == "10.0.0.9"
+
+
 def test_a_host_that_cannot_be_used_says_why_and_the_others_are_used():
     machines = Machines(a="10.0.0.1", b="10.0.0.2", c="10.0.0.3", d="10.0.0.4")
     machines.versions["b"] = "0.0.1"

@@ -15,7 +15,17 @@ from anvil_mux.cluster.messages import AgentAnswer, Fenced, Owner, StepState, Un
 from anvil_mux.cluster.remote import MOST_GPUS, SETTLE_SECONDS, OtherVersion, RemoteHost
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError
-from anvil_mux.host.seam import Awake, Evicted, HostConfig, HostGpu, Inventory, Loaded
+from anvil_mux.host.seam import (
+    Awake,
+    Evicted,
+    GpusSeen,
+    HostConfig,
+    HostGpu,
+    HostNews,
+    Inventory,
+    Loaded,
+    Seen,
+)
 from tests.cluster.answers import arguments_of
 
 RUNNING = StepState(False)
@@ -307,6 +317,11 @@ def test_a_host_speaks_of_its_own_backends_and_gpus_alone(agent):
     agent.answers["result"] = results(Evicted("vanish"))
     with pytest.raises(BackendError, match="knows a way 'vanish'"):
         agent.host.evict(A, "stop")
+    agent.answers["result"] = results(Loaded("http://10.0.0.2:1", "magic"))
+    with pytest.raises(BackendError, match="knows a way 'magic'"):
+        agent.host.load(A, "stop", 1)
+    agent.answers["news"] = lambda after, timeout: [HostNews(1, GpusSeen({"0": Seen(1), "9": Seen(2)}))]
+    assert agent.host.news(0, 1.0) == [HostNews(1, GpusSeen({"0": Seen(1)}))]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_each_kind_of_news_is_told_once() -> None:
         LoadSaid("a", "reading weights", 0.5, 3.0),
         PhaseTook("a", "load", 2.0),
         PhaseTook("gone", "load", 2.0),
+        PhaseTook("a", "of a kind that is not known", 2.0),
         PromptsKept("a", 2, 900, 4096),
         WeightsRead("a", 4096, 0.5),
         WeightsRead("gone", 4096, 0.5),
