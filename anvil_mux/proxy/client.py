@@ -16,8 +16,9 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Iterator
-from socket import MSG_DONTWAIT, SHUT_WR, SO_RCVTIMEO, SOL_SOCKET, socket
+from socket import MSG_DONTWAIT, SHUT_WR, SO_LINGER, SO_RCVTIMEO, SOL_SOCKET, socket
 from ssl import SSLContext
+from struct import pack
 from threading import Lock
 
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Overloaded, TooLarge
@@ -365,6 +366,11 @@ class Client:
                 unread = Unread(self.socket, now)
             elif unread.seconds(now) > self._patience:
                 raise ClientStalled(f"The client read nothing of its answer for {self._patience:g} s.")
+
+    def break_off(self) -> None:
+        """Have the connection end by a reset: to a client without chunks any other end is a whole answer."""
+        self.socket.setsockopt(SOL_SOCKET, SO_LINGER, pack("ii", 1, 0))
+        self._unread, self._buffer = None, b""
 
     def part(self) -> None:
         """Says that nothing more is sent and reads on for a moment.

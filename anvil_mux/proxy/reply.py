@@ -178,6 +178,8 @@ class Reply:
                     asked = self.asked
                     event = api.error_event(asked.api, asked.route.beat, error, asked.id)
                     self.event(event if _ends_event(self._last) else b"\n\n" + event)
+                case "cut" if not self.chunked:
+                    self.client.break_off()
                 case "frame":
                     self.send(good_bye(RESTARTED if isinstance(error, Severed) else BROKEN, error.message))
                     self.client.part()

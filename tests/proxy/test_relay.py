@@ -436,6 +436,19 @@ def test_within_a_chunk_nothing_is_written_and_the_connection_is_cut(rig: Rig) -
     assert client.rest() == b""
 
 
+def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(rig: Rig) -> None:
+    client = rig.client()
+    client.send(b"POST /v1/audio/speech HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(ASK_A), ASK_A))
+    asked = rig.engine.next()
+    asked.send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\nTransfer-Encoding: chunked\r\n\r\n", chunk(b"a wave")
+    )
+    client.read_until(b"a wave")
+    asked.close()
+    with pytest.raises(ConnectionResetError):
+        client.rest()
+
+
 def test_a_broken_chunk_is_not_passed_off_as_an_end(rig: Rig) -> None:
     client = rig.client()
     client.post(STREAM_A)
