@@ -8,6 +8,7 @@ takes longer than most commands.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -59,6 +60,8 @@ EXIT_CODES = {
     BAD_CONFIG: "the configuration is not valid; standard error lists every problem",
     INTERRUPTED: "interrupted",
 }
+UNPRINTABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""The errors of an output that takes nothing any more."""
 VARIABLES = {
     "ANVIL_URL": "the address of the anvil-mux that commands talk to",
     "ANVIL_API_KEY": "the API key that commands use",
@@ -88,10 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error.message, getattr(error, "exit_code", FAILED))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read us has enough; the interpreter must not complain when it flushes at its end.
+    except OSError as error:
+        if error.filename is not None or error.errno not in UNPRINTABLE:
+            raise
+        # The interpreter must not complain when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        if error.errno == errno.EPIPE:
+            return FAILED  # whoever read us has enough
+        return complain(f"standard output cannot be written: {error.strerror}", FAILED)
 
 
 # Arguments

@@ -18,6 +18,7 @@ import faulthandler
 import logging
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,7 +38,7 @@ from anvil_mux.serve.notify import Notifier
 from anvil_mux.serve.options import CannotServe, Options
 from anvil_mux.serve.remote import RunningMux, announced
 from anvil_mux.serve.signals import RELOAD, Signals
-from anvil_mux.serve.terminal import print_banner, say
+from anvil_mux.serve.terminal import StandardError, print_banner, say
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import journal
 from anvil_mux.telemetry.hooks import Telling
@@ -62,6 +63,7 @@ def serve(
     was reached, and is claimed here.
     """
     keys, tls = credentials.checked(config, insecure=options.insecure)
+    sys.stderr = StandardError()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     _use_one_arena()

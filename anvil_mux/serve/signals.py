@@ -7,8 +7,10 @@ import signal
 from contextlib import suppress
 from types import FrameType
 
+from anvil_mux.telemetry.accesslog import write_some
+from anvil_mux.telemetry.journal import STDERR
+
 INTERRUPTED = 130
-STDERR = 2
 RELOAD, END = "reload", "end"
 
 
@@ -47,7 +49,8 @@ class Signals:
     def _tell(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1
         if self._count > 1:
-            os.write(STDERR, b"anvil-mux: ended at once; engines run on\n")
+            with suppress(OSError):
+                write_some(STDERR, b"anvil-mux: ended at once; engines run on\n", 0.0)
             os._exit(INTERRUPTED)
 
     def end(self) -> None:

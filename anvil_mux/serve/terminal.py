@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 
 from anvil_mux import __version__
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.elsewhere import site
-from anvil_mux.telemetry.accesslog import stamp
+from anvil_mux.telemetry.accesslog import Output, stamp
+from anvil_mux.telemetry.journal import STDERR
 
 MOST_PLACES = 4
 """How many of the places that a model may have are printed."""
@@ -24,23 +24,30 @@ def say(text: str, form: str = "human") -> None:
     line = f"anvil-mux: {text}"
     if form == "json":
         line = json.dumps({"ts": stamp(time.time()), "level": "info", "event": "notice", "text": text})
-    with while_it_is_open():
-        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
 
 
-@contextmanager
-def while_it_is_open() -> Iterator[None]:
-    """Ignore what is printed on a terminal that was just closed; SIGHUP follows, and ends the program."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
+class StandardError(io.TextIOBase):
+    """Standard error of a program that serves: what becomes of a line there must not stop or hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output = Output(STDERR)
+
+    def write(self, text: str) -> int:
+        self._output.write(text)
+        return len(text)
+
+    def fileno(self) -> int:
+        return STDERR
+
+    def isatty(self) -> bool:
+        return os.isatty(STDERR)
 
 
 def print_banner(config: Config, url: str, *, with_models: bool, with_key: bool) -> None:
-    """Print where it is served and, ``with_models``, what and how to try it."""
-    with while_it_is_open():
+    """Print where it is served and, ``with_models``, what and how to try it, to whoever reads it."""
+    with suppress(OSError):
         print(f"anvil-mux {__version__} serves {url} ({', '.join(map(short, config.files))})")
         if with_models:
             places: dict[tuple[str, str], list[str]] = {}

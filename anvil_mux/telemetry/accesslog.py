@@ -6,6 +6,9 @@ of its own. Bodies, keys and query strings are never logged, and probes that are
 
 from __future__ import annotations
 
+import os
+import select
+import stat
 import time
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
@@ -15,6 +18,43 @@ from anvil_mux.protocol import api
 
 PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
 """The paths that programs, and the open page, ask for again and again."""
+
+PATIENCE_SECONDS = 1.0
+"""How long whoever reads a pipe may take nothing before lines for it are lost."""
+
+
+class Output:
+    """A descriptor that lines are written to. It never raises, and waits for a reader once, and not for long.
+
+    What a full disk or a full pipe does not take is lost. Any thread.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._blocked = False
+
+    def write(self, text: str) -> None:
+        data = text.encode("utf-8", "replace")
+        if self._blocked:
+            data = b"\n" + data  # the last line may have been cut
+        patience = 0.0 if self._blocked else PATIENCE_SECONDS
+        try:
+            while data and (sent := write_some(self._descriptor, data, patience)):
+                data = data[sent:]
+            self._blocked = bool(data)
+        except OSError:
+            pass
+
+
+def write_some(descriptor: int, data: bytes | bytearray, patience: float) -> int:
+    """Write as much as is taken at once; how much that was, 0 if nothing for so many seconds. OSError."""
+    ready = select.poll()
+    ready.register(descriptor, select.POLLOUT)
+    if not ready.poll(patience * 1000):
+        return 0
+    # A pipe that has room takes so many bytes without blocking.
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    return os.write(descriptor, data if is_file else data[: select.PIPE_BUF])
 
 
 @dataclass(slots=True)  # frozen ones take three times as long to make

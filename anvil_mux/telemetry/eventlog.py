@@ -39,6 +39,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import parse, to_json
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.state import MOST, open_regular
+from anvil_mux.telemetry.accesslog import PATIENCE_SECONDS, write_some
 from anvil_mux.telemetry.situation import Situation
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ class EventLog:
         self._events: deque[Event] = deque()
         self._pending = bytearray(_line_end(descriptor) + _encoded(header))
         self._lost = 0
+        self._patience = PATIENCE_SECONDS
         self._push()
         # From here on what is pending and what is lost belong to the thread.
         self._worker = Worker("event-log", self._take, last=self._end, gather=GATHER_SECONDS)
@@ -238,13 +240,18 @@ class EventLog:
 
     def _push(self) -> bool:
         """Writes what is pending; False if some of it could not be written."""
+        if not self._pending:
+            return True
         try:
-            while self._pending:
-                del self._pending[: os.write(self._descriptor, self._pending)]
+            while self._pending and (sent := write_some(self._descriptor, self._pending, self._patience)):
+                del self._pending[:sent]
+            why = "nobody reads it"
         except OSError as error:
-            self._complain_once(f"the event log cannot be written ({error.strerror}); serving goes on")
-            return False
-        return True
+            why = error.strerror or str(error)
+        self._patience = 0.0 if self._pending else PATIENCE_SECONDS
+        if self._pending:
+            self._complain_once(f"the event log cannot be written ({why}); serving goes on")
+        return not self._pending
 
     def _complain_once(self, text: str) -> None:
         if self._complain:

@@ -14,7 +14,6 @@ adds the ``GROUP``-th record counts and formats the group where it is. It never 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import traceback
 from collections import deque
@@ -25,7 +24,7 @@ from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
 from anvil_mux.scheduler.causes import Severance, sentence, to_json
 from anvil_mux.scheduler.events import Event
-from anvil_mux.telemetry.accesslog import Served, human_line, json_line, stamp
+from anvil_mux.telemetry.accesslog import Output, Served, human_line, json_line, stamp
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.metrics import Metrics, Phase, WeightsReadAhead
 
@@ -62,7 +61,8 @@ class Journal:
         """Backend -> the last lines of its engine."""
         self._housekeeping = housekeeping
         """A function that is called after each batch and a while after the last one."""
-        self._access = access
+        self._stderr = Output(STDERR)
+        self._access = self._stderr if access == STDERR else None if access is None else Output(access)
         self._request_line = json_line if form == "json" else human_line
         self._event_text = _json_event if form == "json" else _human_event
         self._verbosity = verbosity
@@ -159,9 +159,9 @@ class Journal:
             if isinstance(entry, (Event, Phase, WeightsReadAhead)):
                 self._count(entry)
         if lines:
-            _write(STDERR if self._access is None else self._access, "".join(lines))
+            (self._access or self._stderr).write("".join(lines))
         if isinstance(entry, Event):
-            _write(STDERR, self._tell(entry))
+            self._stderr.write(self._tell(entry))
         if isinstance(entry, threading.Event):
             entry.set()
 
@@ -187,15 +187,6 @@ class Journal:
             return self._event_text(event, self._wall(event.at), tail)
         except Exception:
             return f"journal: {event}\n{traceback.format_exc()}"
-
-
-def _write(descriptor: int, text: str) -> None:
-    data = text.encode("utf-8", "replace")
-    try:
-        while data:
-            data = data[os.write(descriptor, data) :]
-    except OSError:
-        pass  # a full disk or a closed pipe must not end the service
 
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,7 +267,7 @@ class Disk:
         self.content = b""
         self.refused = threading.Event()
 
-    def write(self, _: int, data: bytearray) -> int:
+    def write(self, descriptor: int, data: bytearray, patience: float) -> int:
         if not self.room:
             self.refused.set()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -279,7 +278,7 @@ class Disk:
 
 
 def disk_log(disk: Disk, monkeypatch: pytest.MonkeyPatch, complain: list[str]) -> EventLog:
-    monkeypatch.setattr(eventlog, "os", SimpleNamespace(**{**vars(os), "write": disk.write}))
+    monkeypatch.setattr(eventlog, "write_some", disk.write)
     return EventLog(-1, header(AB, 0.0), complain.append)
 
 
@@ -298,6 +297,21 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(file: Path, monkeypatch:
     file.write_bytes(disk.content)
     assert read(file)[0].events == events
     assert complaints == ["the event log cannot be written (No space left on device); serving goes on"]
+
+
+def test_a_pipe_that_nobody_reads_is_complained_of_and_holds_up_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eventlog, "PATIENCE_SECONDS", 0.01)
+    reader, writer = os.pipe()
+    complaints: list[str] = []
+    log = EventLog(writer, header(AB, 0.0), complaints.append)
+    for ticket in range(10_000):
+        log.append(Event(1.0, "queued", "a", ticket=ticket))
+    log.close()
+    assert complaints == ["the event log cannot be written (nobody reads it); serving goes on"]
+    os.close(reader)
+    os.close(writer)
 
 
 def test_the_end_is_written_too_if_the_disk_has_room_again(

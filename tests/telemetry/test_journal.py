@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.telemetry import accesslog
 from anvil_mux.telemetry import journal as journal_room
 from anvil_mux.telemetry.accesslog import human_line, json_line
 from anvil_mux.telemetry.feed import Feed, FeedPosition
@@ -230,6 +233,32 @@ def test_a_full_disk_does_not_end_the_journal(desk: Desk) -> None:
         journal.add(record())
         journal.flush()
     assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 2
+
+
+def test_a_pipe_that_nobody_reads_holds_nothing_up_and_lines_come_again_once_somebody_does(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accesslog, "PATIENCE_SECONDS", 0.01)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    journal = desk.open(access=writer)
+    for _ in range(1000):
+        journal.add(record())
+    journal.flush()
+    assert not journal._entries
+    assert not journal._lines
+    while len(os.read(reader, 4096)) == 4096 and select.select([reader], [], [], 0)[0]:
+        pass
+    journal.add(record(request_id="heard"))
+    journal.flush()
+    assert os.read(reader, 4096).endswith(b" heard\n")
+    journal.close()
+    os.close(reader)
+    os.close(writer)
 
 
 def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
