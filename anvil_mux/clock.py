@@ -77,11 +77,16 @@ def safely(thread: str, do: Callable[[], _T], default: _D) -> _T | _D:
     try:
         found = do()
     except Exception as error:
-        log.exception("a mistake in the thread %s", thread)
-        _mistakes[thread] = _told(error)
+        note_mistake(thread, error)
         return default
     _mistakes.pop(thread, None)
     return found
+
+
+def note_mistake(thread: str, error: Exception) -> None:
+    """Log what went wrong with a part of a turn of ``thread``, and have ``mistakes`` tell it for a while."""
+    log.error("a mistake in the thread %s", thread, exc_info=error)
+    _mistakes[thread] = _told(error)
 
 
 def _told(error: BaseException | None) -> str:

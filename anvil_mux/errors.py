@@ -10,10 +10,24 @@ thing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from types import MappingProxyType
 
 MAX_RETRY_AFTER = 60.0
 """Clients refuse to wait much longer than this (openai-python gives up above 120 s)."""
+
+
+SHORTAGES = frozenset([EMFILE, ENFILE, ENOBUFS, ENOMEM])
+"""The numbers of system errors that say what this program or machine lacks, and nothing of whom it asked."""
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether an error comes of what is lacking here, mostly of file descriptors."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class MuxError(Exception):

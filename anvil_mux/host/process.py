@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -34,7 +35,7 @@ from pathlib import Path
 from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.config.config import Backend
 from anvil_mux.config.prompt_cache import Mounts
-from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.errors import BackendError, LoadError, is_shortage
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
 from anvil_mux.state import state_folder, write_whole
@@ -48,10 +49,14 @@ PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.I
 """How engines say that they cannot have their port."""
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
+UNSEEN_SECONDS = 0.5
+"""The pause before processes are looked at again, after no file could be opened for that."""
 REAP_SECONDS = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 FOLLOW_PAUSE = 0.2
 TAIL_BYTES = 256 << 10
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +240,7 @@ class ProcessRuntime:
         while not self._closed.is_set():
             with self._lock:
                 up = dict(self._up)
-            for name in self._wait_for_end(up):
+            for name in self._ended_of(up):
                 if not self._closed.is_set():
                     self._judge(name, up[name], died)
 
@@ -269,6 +274,15 @@ class ProcessRuntime:
 
     def _wake(self) -> None:
         os.eventfd_write(self._waker, 1)
+
+    def _ended_of(self, up: Mapping[str, Record]) -> list[str]:
+        """The same as below; [] too, after a pause, while processes cannot be looked at."""
+        try:
+            return self._wait_for_end(up)
+        except (OSError, BackendError) as error:
+            log.warning("the ends of engines cannot be waited for: %s", error)
+            self._closed.wait(UNSEEN_SECONDS)
+            return []
 
     def _wait_for_end(self, up: Mapping[str, Record]) -> list[str]:
         """Return the names of runs that have ended; [] when the set of runs to look at has changed."""
@@ -343,7 +357,10 @@ class ProcessRuntime:
         try:
             known = json.loads(self._record_file(name).read_text())
             record = Record(**{each.name: known[each.name] for each in fields(Record) if each.name in known})
-        except (OSError, ValueError, TypeError):
+        except OSError as error:
+            _check_shortage(error)
+            return None
+        except (ValueError, TypeError):
             return None
         if record.boot != _boot():
             return None
@@ -389,6 +406,12 @@ def _described(backend: Backend, address: str) -> dict[str, str]:
     return {part: hashlib.sha256(json.dumps(value).encode()).hexdigest() for part, value in parts.items()}
 
 
+def _check_shortage(error: OSError) -> None:
+    """BackendError if something could not be read for want of files here: it may be there."""
+    if is_shortage(error):
+        raise BackendError(f"what runs here cannot be looked at: {error.strerror} (see ulimit -n)") from None
+
+
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -397,7 +420,8 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
     """State, session and start moment of a process, None when there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+    except OSError as error:
+        _check_shortage(error)
         return None
     # The name in parentheses may hold anything, so fields are counted from its end; the state is field 3.
     fields = text[text.rindex(")") + 2 :].split()
@@ -422,7 +446,8 @@ def _variables(pid: int) -> bytes | None:
     """The environment that a process was started with; None: it cannot be read."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+    except OSError as error:
+        _check_shortage(error)
         return None
 
 

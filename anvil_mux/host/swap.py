@@ -207,9 +207,10 @@ class Swapper:
     def answers(self, backend: Backend, limit: float) -> bool | None:
         """Whether its engine says within ``limit`` seconds that it is well; see visit.answers."""
         try:
-            return answers(backend, self._tools.url(backend), limit, self._now)
+            url = self._tools.url(backend)
         except MuxError:
             return False
+        return answers(backend, url, limit, self._now)
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         """Return the last lines that its engine printed, as far as they can be had."""

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import requests
 
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import LoadError
+from anvil_mux.errors import LoadError, is_shortage
 from anvil_mux.host.engine import find_engine, names_told
 from anvil_mux.protocol import foreign
 
@@ -116,14 +116,17 @@ def answers(
     """Whether the engine's health route answers within ``limit`` seconds, as that of a working engine does.
 
     None: it is silent, or says that it is not well, as one that has much to do may. False: nobody is there to
-    answer, since connections are refused, or closed without a word.
+    answer, since connections are refused, or closed without a word. OSError: nobody can be asked, for want of
+    file descriptors here.
     """
     with Visit(backend, url, now, now() + limit) as visit:
         try:
             return visit.is_well(limit) or None
         except requests.Timeout:
             return None
-        except requests.RequestException:
+        except requests.RequestException as error:
+            if is_shortage(error):
+                raise OSError("it cannot be asked now") from error
             return False
 
 

@@ -137,7 +137,10 @@ class Doubts:
             self._outcome.died(name, why, self._observer.log_tail(backend), loaded=doubt.loaded)
             return True
         left = doubt.since + limit - self._clock.now()
-        answers = self._observer.answers(backend, left) if left > 0 else None
+        try:
+            answers = self._observer.answers(backend, left) if left > 0 else None
+        except OSError:  # it cannot be asked, which says nothing of it; the next request that fails asks anew
+            return True
         if answers or self._outcome.is_heard(name, doubt.since):
             return True
         if self._clock.now() - doubt.since < (REFUSED_SECONDS if answers is False else limit):

@@ -9,6 +9,7 @@ Rules:
 * A watched connection belongs to the front's thread, any other to the thread that serves it. ``watch`` hands
   it over; when its head is whole, or can be none, the front hands it back (``Hands.serve``).
 * Each descriptor is armed for one event (EPOLLONESHOT): what a busy connection sends wakes nobody here.
+* What goes wrong with one connection ends that connection.
 * Watched connections are kept in the order in which they began to wait, so a look at the first ones finds all
   that have waited for too long.
 """
@@ -20,12 +21,16 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
+from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import ClientGone
 from anvil_mux.proxy import client as limits
 from anvil_mux.proxy.client import Client
 
+THREAD = "acceptor"
 SWEEP_SECONDS = 0.5
 ARMED = select.EPOLLIN | select.EPOLLONESHOT
 
@@ -107,7 +112,8 @@ class Front:
             self._epoll.register(self._listener, select.EPOLLIN)
             self._loop(poll_seconds)
             for connection in [*self._idle.values(), *self._begun.values()]:
-                self._read(connection.socket.fileno(), time.monotonic(), last=True)
+                last = partial(self._read, connection.socket.fileno(), time.monotonic(), last=True)
+                safely(THREAD, last, None)
         finally:
             self._stopped.set()
 
@@ -118,19 +124,46 @@ class Front:
             now = time.monotonic()
             for descriptor, _ in events:
                 if descriptor == listener:
-                    self._hands.accept()
+                    self._accept()
                 else:
-                    self._read(descriptor, now)
+                    self._read_safely(descriptor, now)
             if (surplus := len(self._begun) - limits.HEADS) > 0:
-                for connection in _waiting_since(self._begun, now, surplus):
-                    self._hands.refuse_late(connection)
+                self._hand_over(self._hands.refuse_late, _waiting_since(self._begun, now, surplus))
             if now >= sweep_at:
                 sweep_at = now + min(SWEEP_SECONDS, poll_seconds)
-                self._sweep(now)
-                self._hands.look()
+                safely(THREAD, partial(self._sweep, now), None)
             if self._deaf_until and now >= self._deaf_until:
                 self._deaf_until = 0.0
                 self._epoll.register(self._listener, select.EPOLLIN)
+
+    # A mistake ends what it was about, never the thread
+
+    def _accept(self) -> None:
+        try:
+            self._hands.accept()
+        except Exception as error:
+            note_mistake(THREAD, error)
+            self.rest(SWEEP_SECONDS)  # what led to it may wait to be accepted still
+
+    def _read_safely(self, descriptor: int, now: float) -> None:
+        connection = self._begun.get(descriptor) or self._idle.get(descriptor)
+        try:
+            self._read(descriptor, now)
+        except Exception as error:
+            note_mistake(THREAD, error)
+            self._take(descriptor)
+            if connection:
+                self._hands.end(connection)
+
+    def _hand_over(
+        self, take: Callable[[ClientConnection], None], connections: Iterable[ClientConnection]
+    ) -> None:
+        for connection in connections:
+            try:
+                take(connection)
+            except Exception as error:
+                note_mistake(THREAD, error)
+                self._hands.end(connection)
 
     def _read(self, descriptor: int, now: float, *, last: bool = False) -> None:
         connection = self._begun.get(descriptor) or self._idle.get(descriptor)
@@ -156,10 +189,9 @@ class Front:
         self._idle.pop(descriptor, None)
 
     def _sweep(self, now: float) -> None:
-        for connection in _waiting_since(self._idle, now - limits.IDLE_SECONDS):
-            self._hands.end(connection)
-        for connection in _waiting_since(self._begun, now - limits.HEAD_SECONDS):
-            self._hands.refuse_late(connection)
+        self._hand_over(self._hands.end, _waiting_since(self._idle, now - limits.IDLE_SECONDS))
+        self._hand_over(self._hands.refuse_late, _waiting_since(self._begun, now - limits.HEAD_SECONDS))
+        self._hands.look()
 
     def stop(self) -> None:
         """End ``run``, and wait until it has ended. Not to be called in its thread."""

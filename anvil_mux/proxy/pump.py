@@ -12,6 +12,7 @@ Rules:
 * The threads of ended streams are woken after the batch of events in which they ended: until then nobody
   closes a descriptor, so no number in the batch can have come to mean another stream.
 * A client that does not read stops the reading of its engine: at most one read (``READ``) is held for it.
+* What goes wrong with one stream ends that stream.
 * Time is read once per batch; once a second a sweep ends streams that are silent or not read for too long.
 """
 
@@ -25,8 +26,10 @@ import time
 from _thread import allocate_lock
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from socket import MSG_DONTWAIT, SHUT_RDWR, socket
 
+from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BackendError
 from anvil_mux.proxy.bodies import AnswerBody, has_last_event
 from anvil_mux.proxy.sockets import Unread
@@ -229,26 +232,33 @@ class Pump:
 
     def _run(self) -> None:
         poll, clock, streams, ended = self._epoll.poll, time.monotonic, self._streams, self._ended
-        sweep_at = clock() + SWEEP_SECONDS
+        sweep_at = 0.0
         wake = self._wake
         while True:
             events = poll(SWEEP_SECONDS)
-            self._follow()
             now = clock()
             for descriptor, event in events:
                 stream = streams.get(descriptor)
-                if stream is None:
-                    if descriptor == wake:
-                        return self._close_all()
-                elif descriptor == stream.upstream.fileno():
-                    self._read(stream, now)
-                else:
-                    self._client_event(stream, event, now)
+                if stream is not None:
+                    self._move(stream, descriptor, event, now)
+                elif descriptor == wake:
+                    return self._close_all()
             if now >= sweep_at:
-                self._sweep(now)
+                safely(self._thread.name, partial(self._sweep, now), None)
                 sweep_at = now + SWEEP_SECONDS
             while ended:
                 ended.pop().woken.release()
+
+    def _move(self, stream: PumpedStream, descriptor: int, event: int, now: float) -> None:
+        """Move what came for one stream; a mistake ends that stream."""
+        try:
+            if descriptor == stream.upstream.fileno():
+                self._read(stream, now)
+            else:
+                self._client_event(stream, event, now)
+        except Exception as error:
+            note_mistake(self._thread.name, error)
+            self._end(stream, End.DIED)
 
     def _read(self, stream: PumpedStream, now: float) -> None:
         try:
@@ -311,6 +321,7 @@ class Pump:
             self._epoll.register(stream.upstream, UPSTREAM)
 
     def _sweep(self, now: float) -> None:
+        self._follow()
         for stream in set(self._streams.copy().values()):
             if stream.unread:
                 if stream.cut:

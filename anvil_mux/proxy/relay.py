@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from socket import SHUT_RDWR, socket
 
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
+from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError, Overloaded, is_shortage
 from anvil_mux.host.elsewhere import told
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
@@ -247,6 +247,9 @@ class Exchange:
         except OSError as error:
             if self.lease.severed:
                 raise self.lease.severed_error() from None
+            if is_shortage(error):
+                text = f"overloaded: anvil-mux can open no connection to {self._name} ({error.strerror})"
+                raise Overloaded(f"{text}: see ulimit -n. Try again.") from None
             raise EngineUnreachable(f"{self._name} cannot be reached: {told(error)}.") from None
 
     def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:

@@ -146,7 +146,7 @@ class Server(ThreadingHTTPServer):
         )
         connection = ClientConnection(request, client)
         self.connections.add(connection)
-        self.front.watch(connection) if client.tls else self._begin(connection)
+        self._ending(self.front.watch if client.tls else self._begin, connection)
 
     def _begin(self, connection: ClientConnection) -> None:
         """Most clients have sent their request already when their connection is accepted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -194,6 +196,20 @@ def test_who_does_not_know_the_model_is_not_believed(make: Make) -> None:
     engine.model = "other"
     with pytest.raises(BackendError, match=r"answers 404: .*no such model"):
         control.probe(backend("vllm"), engine.url)
+
+
+def test_an_engine_that_cannot_be_asked_for_want_of_files_is_not_one_that_refuses(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make("vllm")
+
+    def none_left(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    assert answers(backend("vllm"), "http://127.0.0.1:1", 5.0) is False
+    monkeypatch.setattr(socket, "socket", none_left)
+    with pytest.raises(OSError, match="cannot be asked now"):
+        answers(backend("vllm"), engine.url, 5.0)
 
 
 # SGLang

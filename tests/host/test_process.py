@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -22,6 +23,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.host import process
 from anvil_mux.host.process import ProcessRuntime, Record
 from anvil_mux.host.starter import Child, Detached, OwnChildren, StarterLost
 from anvil_mux.state import state_folder
@@ -293,6 +295,31 @@ def test_both_streams_are_logged_and_each_start_begins_a_new_log(house: House):
 
 
 @either_parent
+def test_a_service_that_cannot_be_looked_at_has_not_ended(house: House, monkeypatch: pytest.MonkeyPatch):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    pauses = queue.Queue[str]()
+
+    def none_left(*_: object, **__: object) -> None:
+        pauses.put("looked")
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "UNSEEN_SECONDS", 0.01)
+        patched.setattr(os, "pidfd_open", none_left)
+        runtime._wake()
+        for _ in range(3):
+            pauses.get(timeout=PATIENCE)
+        patched.setattr(Path, "read_text", none_left)
+        with pytest.raises(BackendError, match="cannot be looked at: Too many open files"):
+            runtime.ended(backend)
+    assert runtime.ended(backend) is None
+    assert house.deaths.empty()
+    os.kill(runtime._record("a").pid, signal.SIGKILL)
+    assert house.died() == "a"
+
+
 def test_how_a_service_ended_is_told(house: House):
     backend = shell("exit 3")
     runtime = house.runtime(backend)

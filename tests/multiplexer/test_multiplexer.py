@@ -912,6 +912,22 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
     assert [e.cause for e in stage.log if e.kind == "loading"][1] is not None
 
 
+def test_a_backend_that_cannot_be_asked_for_want_of_files_is_left_alone():
+    def main(stage):
+        def none_left(backend, limit):
+            raise OSError("it cannot be asked now")
+
+        stage.engines.ended, stage.engines.answers = (lambda backend: None), none_left
+        with stage.mux.lease("a") as lease:
+            assert stage.mux.facts.unreachable(lease) is None
+            assert stage.mux.facts.doubts._open == {}
+        stage.clock.sleep(1000.0)
+
+    stage = Stage()
+    stage.play(main)
+    assert [call for _, call in stage.engines.calls] == ["load a"]
+
+
 def test_where_no_thread_can_look_for_a_backend_nothing_is_in_doubt_and_the_next_request_looks_anew():
     def main(stage):
         stage.engines.ended = lambda backend: "exited with code 139"

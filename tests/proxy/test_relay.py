@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import struct
@@ -1358,6 +1359,53 @@ def test_the_clients_own_limit_is_respected(make_rig: Callable[..., Rig], field:
 
 
 # Large bodies
+
+
+def test_a_mistake_with_one_stream_ends_that_one_and_no_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = pump._content
+
+    def mistaken(stream: pump.PumpedStream) -> bytes:
+        data = content(stream)
+        if b"mistake" in data:
+            raise RuntimeError("a mistake")
+        return data
+
+    monkeypatch.setattr(pump, "_content", mistaken)
+    wrong, other = rig.client(), rig.client()
+    asked = []
+    for client in (wrong, other):
+        client.post(STREAM_A)
+        asked.append(rig.engine.next())
+        asked[-1].send(SSE_HEAD, chunk(b"data: 1\n\n"))
+        client.read_until(b"data: 1\n\n\r\n")
+    asked[0].send(chunk(b"data: mistake\n\n"))
+    body, clean = wrong.read_chunks()
+    assert (b"mistake" in body, clean) == (False, False)
+    asked[1].send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
+    assert other.read_chunks() == (b"data: 2\n\n", True)
+
+
+def test_where_no_connection_can_be_opened_the_request_is_refused_and_its_engine_not_doubted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(family: int) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(connections, "_unconnected", none_left)
+        client = rig.client()
+        client.post(ASK_A)
+        answer = client.read()
+    assert (answer.status, answer.header(b"retry-after")) == (503, b"5")
+    error = json.loads(answer.body)["error"]
+    assert error["code"] == "overloaded"
+    assert "Too many open files" in error["message"]
+    rig.engine.answer = lambda _: JSON_OK
+    client.post(ASK_A)
+    assert client.read().status == 200
+    assert rig.events.of("died") == []
 
 
 def test_a_large_json_body_is_held_once(rig: Rig) -> None:

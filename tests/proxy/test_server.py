@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux import __version__
+from anvil_mux import __version__, clock
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import BadRequest, LoadError
@@ -1023,6 +1023,52 @@ def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.Mon
     gate.set()
     assert connection.get(b"/livez").status == 200
     assert seen(lambda: rig.server.hangs, lambda hangs: not hangs) is False
+
+
+def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, wrong = client.Client.receive, []
+
+    def mistaken(self: client.Client) -> bool:
+        if not wrong:
+            wrong.append(self)
+            raise RuntimeError("a mistake")
+        return receive(self)
+
+    monkeypatch.setattr(client.Client, "receive", mistaken)
+    monkeypatch.setattr(
+        front, "safely", lambda thread, do, default: do()
+    )  # a turn that succeeds says it is over
+    one, other = rig.client(), rig.client()
+    one.send(SMUGGLED)
+    told = seen(lambda: clock.mistakes().get("acceptor"), lambda told: told is not None)
+    assert told == "RuntimeError: a mistake"
+    assert other.get(b"/livez").status == 200
+    try:
+        assert one.is_closed()
+    except ConnectionResetError:
+        pass
+    assert seen(lambda: len(rig.server.connections), lambda count: count == 1) == 1
+
+
+def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "SWEEP_SECONDS", 0.02)
+    process_request, wrong = rig.server.process_request, []
+
+    def mistaken(request: socket.socket, address: object) -> None:
+        if not wrong:
+            wrong.append(address)
+            request.close()
+            raise RuntimeError("a mistake")
+        process_request(request, address)
+
+    monkeypatch.setattr(rig.server, "process_request", mistaken)
+    try:
+        assert rig.client().is_closed()
+    except ConnectionResetError:
+        pass
+    assert rig.client().get(b"/livez").status == 200
 
 
 def test_who_has_stopped_accepting_does_not_hang(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
