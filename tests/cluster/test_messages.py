@@ -1,7 +1,9 @@
 """What crosses between anvil-mux and an agent comes out as it went in."""
 
 import io
+import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -46,6 +48,7 @@ from anvil_mux.host.seam import (
     Unfit,
     WeightsRead,
 )
+from tests.seeds import seeds
 
 
 def test_a_call_and_its_answer_cross():
@@ -209,3 +212,44 @@ def test_brackets_within_texts_are_not_nested():
 def test_a_frame_that_is_too_long_or_not_whole_is_the_end():
     for data in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x05ab", b"\x00"):
         assert frames.read_frame(io.BytesIO(data), AnswerFrame) is None
+
+
+LIES = (None, True, -1, 2**80, 0.5, 1e300, "", "x", "\ud800", [], {}, [[]], {"url": "x"}, {"how": 1})
+TRUTHS = [
+    (list[Backend], [BACKEND]),
+    (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),))),
+    (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2", ("stop",))),
+    (Found, Evicted("stop", {"0": 1}, 2, {"0": 3}, "died", ("log",))),
+    (StepState, StepState(True, "x")),
+    (
+        list[HostNews],
+        [HostNews(1, ServiceEnded("a", "why", ("l",), 3)), HostNews(4, PhaseTook("a", "load", 0.25))],
+    ),
+    (list[HostNews], [HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))}))]),
+]
+
+
+def with_a_lie(value, rng):
+    """A plain value in which one part is another."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.8:
+        made = value.copy()
+        key = rng.choice([*(value if isinstance(value, dict) else range(len(value)))])
+        if rng.random() < 0.1:
+            del made[key]
+        else:
+            made[key] = with_a_lie(value[key], rng)
+        return made
+    return rng.choice(LIES)
+
+
+@pytest.mark.parametrize("seed", seeds(10, of=200))
+def test_what_is_read_is_what_was_said_or_nothing(seed):
+    rng = random.Random(seed)
+    for kind, truth in TRUTHS * 20:
+        said = with_a_lie(json.loads(frames.dump(truth)), rng)
+        text = json.dumps({"instance": "", "value": said, "error": None})
+        try:
+            found = frames.of(kind, messages.read_answer(text).value)
+        except Unreadable:
+            continue
+        assert json.loads(frames.dump(found)) == json.loads(json.dumps(said).replace("\\ud800", "?"))
