@@ -44,7 +44,7 @@ LONGEST_WAIT = 60.0
 """Seconds that one call may wait for a result or for news."""
 MOST_WAITING = 32
 """How many calls may wait for the end of a step: half of those that are carried out at once."""
-MOST_REMEMBERED = 16 << 20
+MOST_REMEMBERED = 4 << 20
 
 RAYS = {
     "CUDA_VISIBLE_DEVICES": "",

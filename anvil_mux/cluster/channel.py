@@ -23,7 +23,7 @@ from typing import BinaryIO, Protocol
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import AnswerFrame, CallFrame, read_frame, write_frame
 from anvil_mux.cluster.links import Node
-from anvil_mux.errors import MuxError
+from anvil_mux.errors import BackendError, MuxError
 
 ENDED = "the process that talks to the cluster has ended, and is restarted"
 START_SECONDS = 20.0
@@ -104,6 +104,8 @@ class Channel:
         return self._child.pid
 
     def call(self, host: str, method: str, text: str, timeout: float) -> str:
+        if len(text) > frames.LONGEST // 2:  # in a frame each quote in it takes two
+            raise BackendError(f"a call of {len(text)} characters is too long for host {host}")
         answer: Future[tuple[bool, str]] = Future()
         with self._lock:
             if self.ended is not None:

@@ -24,6 +24,8 @@ from anvil_mux.protocol import foreign
 LENGTH = struct.Struct(">I")
 LONGEST = 64 << 20
 """Bytes of one value."""
+LONGEST_ANSWER = 8 << 20
+"""Characters of what a host answers; in a frame each may take six, which LONGEST allows."""
 GREATEST = 1 << 62
 """The bound of whole numbers, so that whoever reckons with one may make a float of it."""
 
@@ -81,9 +83,9 @@ def parse(text: str | bytes, *, is_foreign: bool = False) -> object:
     """
     try:
         data = text.encode() if isinstance(text, str) else text
-        if len(data) > LONGEST:
-            raise ValueError(f"it is longer than {LONGEST} bytes")
-        foreign.check(data)
+        if len(data) > (LONGEST_ANSWER if is_foreign else LONGEST):
+            raise ValueError("it is too long")
+        foreign.check(data, of_request=is_foreign)
         text = data.decode()
         if not is_foreign:
             return json.loads(text)

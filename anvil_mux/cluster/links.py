@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, NamedTuple, Protocol
 
-from anvil_mux.cluster.frames import LONGEST, AnswerFrame, dump, write_frame
+from anvil_mux.cluster.frames import LONGEST_ANSWER, AnswerFrame, dump, write_frame
 
 RETRY_SECONDS = 5.0
 """Until an agent that could not be started is tried again."""
@@ -82,7 +82,7 @@ class Calls:
         with self._changed:
             if self._open.pop(number, None) is None:
                 return
-        if len(text) > LONGEST // 2:  # as a part of a frame it is longer
+        if len(text) > LONGEST_ANSWER:
             ok, text = False, "its answer is too long"
         self.write(number, ok, text)
 

@@ -11,6 +11,7 @@ import pytest
 from anvil_mux.cluster import channel
 from anvil_mux.cluster.channel import AgentSilent, ChildControl
 from anvil_mux.cluster.links import Node
+from anvil_mux.errors import BackendError
 
 CHILD = """
 import sys, threading
@@ -128,3 +129,12 @@ def test_a_child_ends_when_nobody_calls_it_any_more(control):
     assert reached.pid == 0
     with pytest.raises(AgentSilent):
         reached.call("a", "ask", "1", 1.0)
+
+
+def test_a_call_that_is_too_long_fails_alone(control, monkeypatch):
+    monkeypatch.setattr(channel.frames, "LONGEST", 100)
+    reached = control(ECHO)
+    with pytest.raises(BackendError, match="a call of 51 characters is too long"):
+        reached.call("a", "ask", "x" * 51, 10.0)
+    monkeypatch.undo()
+    assert reached.call("a", "ask", "1", 10.0) == "a ask 1"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.cluster import links
-from anvil_mux.cluster.frames import AnswerFrame, dump, read_frame
+from anvil_mux.cluster.frames import LONGEST, LONGEST_ANSWER, AnswerFrame, dump, read_frame
 from anvil_mux.cluster.links import (
     AgentAway,
     AgentGone,
@@ -143,6 +143,16 @@ def test_a_call_is_answered_when_its_time_has_passed_and_only_once(parent_of: Ma
     agent.waiting[0]("in time")
 
     assert parent.answer() == (first, True, "in time")
+
+
+@pytest.mark.parametrize("character", ["x", "\x00", "\U0001f600"])
+def test_an_answer_that_is_too_long_is_none_and_one_that_is_not_fits_its_frame(
+    parent_of: MakeParent, character: str
+) -> None:
+    agent = FakeAgent(character * (LONGEST_ANSWER + 1))
+    parent = parent_of(FakeCluster({"a": [agent]}))
+    assert parent.ask("a") == (False, "its answer is too long")
+    assert len(dump(AnswerFrame(1, True, character * (LONGEST_ANSWER // len(character.encode()))))) <= LONGEST
 
 
 def until(holds: Callable[[], bool]) -> None:
