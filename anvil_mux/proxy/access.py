@@ -165,6 +165,10 @@ class Access:
                 return self.meant(choices[0])._replace(choices=choices, swaps=self.config.any_of[each].swaps)
         raise UnknownModel(name, self.usable(key))
 
+    def knows(self, name: str) -> bool:
+        """Whether a name stands for anything, whoever may use it."""
+        return name in self._models or name in self.config.any_of
+
     def meant(self, name: str) -> Named:
         """The meaning of a name of a model, or of a preset."""
         return Named(self._models[name], name if name in self._presets else "")

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import BadRequest, NotFound, UnknownModel
+from anvil_mux.config.keys import Key
+from anvil_mux.errors import BadRequest, Forbidden, NotFound, UnknownModel
 from anvil_mux.host.engine import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, coding, http1, naming, ollama
 from anvil_mux.protocol.completions import parse
-from anvil_mux.proxy.access import Named
+from anvil_mux.proxy.access import Access, Named
 from anvil_mux.proxy.asked import Asked, Question, Target
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.spool import Spool
@@ -94,18 +95,25 @@ class Questions:
 
         A GET loads no model: pages ask for their parts without anybody meaning it.
         """
-        request = asked.request
+        request, access = asked.request, asked.access
         for name, path in api.upstream(request.path):
+            if not access.knows(name):
+                continue
             try:
                 model = resolve(asked, name)
             except UnknownModel:
                 continue
+            if not access.may_use(asked.key, model):  # but a preset of it, which the engine does not know
+                raise Forbidden(f"this API key may use {name}, but not all of {model}, as /upstream/ does")
             if not _may_ask(asked, model, path):
                 raise NotFound(f"{request.method} {path} is not offered of the engine of {model}.")
             if request.method == "GET" and not self._mux.overview.is_ready(model):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
             asked = replace(asked, route=api.Route("openai", "upstream", path=path))
-            return Question(asked, _target(asked, Named(model)), _read(asked, client))
+            body = _read(asked, client)
+            if asked.key and not asked.key.admin:
+                _check_names(asked, model, path, body)
+            return Question(asked, _target(asked, Named(model)), body)
         raise _no_upstream(asked)
 
 
@@ -245,6 +253,57 @@ def _offers(backend: Backend, method: str, path: str) -> bool:
         return True
     listed = any(path == each or (each[-1] == "/" and path.startswith(each)) for each in backend.upstream)
     return listed or (method == "GET" and path in engine.shown)
+
+
+def _check_names(asked: Asked, model: str, path: str, body: bytes | bytearray) -> None:
+    """Check that path, query and body name nothing of the server of ``model`` but what the key may use there;
+    UnknownModel.
+
+    A server elsewhere, and some engines, have more models than the configuration says.
+    """
+    there = names_there(asked.access, asked.key, model)
+    for name in (
+        _name_in_path(path),
+        naming.model_in_query(asked.request.query),
+        _name_in_body(asked, path, body),
+    ):
+        if name is not None and name not in there:
+            raise UnknownModel(name, there)
+
+
+def names_there(access: Access, key: Key | None, model: str) -> set[str]:
+    """The models that the server of a model knows and ``key`` may use, by the server's names."""
+    backends = access.config.backends
+    sites = {(each.url, each.api_key_env) for each in backends if each.model == model and each.url}
+    names: set[str] = set()
+    for each in backends:
+        if each.model == model or ((each.url, each.api_key_env) in sites and access.may_use(key, each.model)):
+            names.add(each.served_model or each.model)
+            names |= {preset.served_model for preset in each.presets if preset.served_model}
+    return names
+
+
+def _name_in_path(path: str) -> str | None:
+    route = api.match("POST", path)
+    return api.model_in_path(path) if route and route.model_in == "path" else None
+
+
+def _name_in_body(asked: Asked, path: str, body: bytes | bytearray) -> str | None:
+    """The model in a body of any kind that may have one; BadRequest for one that cannot be read for that."""
+    kind = asked.request.fields.get(b"content-type", b"")
+    if not body:
+        return None
+    if kind.lower().startswith(b"multipart/"):
+        scanner = naming.MultipartModelScanner(naming.boundary(kind))
+        scanner.feed(bytes(body))
+        scanner.finish()
+        return scanner.model
+    if api.api_of(path) == "ollama":
+        return ollama.name_in(parse(body))
+    route = api.match("POST", path)
+    if route and route.model_in == "session":
+        return naming.session_model(body)[0]
+    return naming.model_and_stream(body)[0]
 
 
 def _no_upstream(asked: Asked) -> UnknownModel | NotFound:

@@ -10,8 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from anvil_mux.config.config import Backend
+from anvil_mux.command import API_KEYS
+from anvil_mux.config import keys
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.keys import Key, Keyring
+from anvil_mux.config.presets import Preset
 from anvil_mux.protocol import api
+from anvil_mux.proxy.access import Access
+from anvil_mux.proxy.questions import names_there
 from anvil_mux.proxy.tunnel import Ended, tunnel
 from tests.fake_engine import GUARD, JSON_OK, Asked, RawClient, Rig
 
@@ -351,3 +357,103 @@ def test_the_longest_model_is_meant() -> None:
     assert list(api.upstream("/upstream/a/b/docs")) == [("a/b", "/docs"), ("a", "/b/docs")]
     assert list(api.upstream("/upstream/a")) == []
     assert list(api.upstream("/other/a/docs")) == []
+
+
+# Whose keys may ask for what below /upstream/
+
+ADMIN, OWN, ALL, FAST = "key-of-the-admin", "key-of-alice", "key-of-all-models", "key-of-a-preset"
+KEYS = f"{ADMIN} admin; {OWN} models=a; {ALL} models=*; {FAST} models=fast"
+
+
+@pytest.fixture
+def shared_server(make_rig: Callable[..., Rig]) -> Rig:
+    """Two models at one server, which has more models than these, and a preset of one."""
+    preset = Preset("fast", system="Be brief.")
+    lora = Preset("tuned", served_model="tuned-inside", is_adapter=True)
+    a = Backend(
+        "a", "a", gpus=("0",), served_model="a-inside", presets=(preset, lora), upstream=("/api/show",)
+    )
+    rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}), backends=(a, BACKENDS[1]))
+    rig.engine.answer = lambda _: JSON_OK
+    return rig
+
+
+def post_upstream(
+    rig: Rig, key: str, body: bytes, path: bytes, kind: bytes = b"application/json"
+) -> tuple[int, str]:
+    """The status and the error's code."""
+    client = rig.client()
+    head = b"POST /upstream/a%b HTTP/1.1\r\nHost: localhost\r\nContent-Type: %b\r\nx-api-key: %b\r\n"
+    length = b"Content-Length: %d\r\n\r\n" % len(body)
+    client.send(head % (path, kind, key.encode()) + length + body)
+    answer = client.read()
+    return answer.status, json.loads(answer.body).get("error", {}).get("code", "")
+
+
+CHAT, FORM = b"/v1/chat/completions", b"multipart/form-data; boundary=b"
+OTHER_IN_FORM = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\no1-pro\r\n--b--\r\n'
+OTHERS = [
+    (b'{"model":"o1-pro"}', CHAT, b"application/json"),
+    (b'{"model":"o1-pro"}', CHAT, b"text/plain"),
+    (b'{"model":"org/b"}', CHAT, b"application/json"),
+    (b'{"model":"a"}', CHAT, b"application/json"),
+    (b'{"mod\\u0065l":"o1-pro"}', CHAT, b"application/json"),
+    (OTHER_IN_FORM, b"/v1/audio/transcriptions", FORM),
+    (b'{"session":{"model":"o1-pro"}}', b"/v1/realtime/client_secrets", b"application/json"),
+    (b"{}", b"/openai/deployments/o1-pro/chat/completions", b"application/json"),
+    (b"{}", CHAT + b"?model=o1-pro", b"application/json"),
+    (b'{"name":"o1-pro"}', b"/api/show", b"application/json"),
+]
+
+
+@pytest.mark.parametrize(("body", "path", "kind"), OTHERS)
+@pytest.mark.parametrize("key", [OWN, ALL])
+def test_nothing_below_upstream_names_another_model_of_the_same_server(
+    shared_server: Rig, key: str, body: bytes, path: bytes, kind: bytes
+) -> None:
+    assert post_upstream(shared_server, key, body, path, kind) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("body", [b'{"model":"a-inside"}', b'{"model":"tuned-inside"}', b"{}", b""])
+def test_a_models_own_names_and_adapters_may_be_named_below_upstream(shared_server: Rig, body: bytes) -> None:
+    assert post_upstream(shared_server, OWN, body, CHAT)[0] == 200
+
+
+@pytest.mark.parametrize(("body", "path", "kind"), OTHERS)
+def test_an_admin_asks_below_upstream_for_what_the_server_has(
+    shared_server: Rig, body: bytes, path: bytes, kind: bytes
+) -> None:
+    assert post_upstream(shared_server, ADMIN, body, path, kind)[0] == 200
+
+
+@pytest.mark.parametrize("body", [b"model=o1-pro", b"[]", b'{"model":'])
+def test_a_body_that_names_no_model_that_can_be_read_is_refused_below_upstream(
+    shared_server: Rig, body: bytes
+) -> None:
+    assert post_upstream(shared_server, OWN, body, CHAT)[0] == 400
+
+
+def test_a_key_for_a_preset_does_not_reach_its_model_below_upstream(shared_server: Rig) -> None:
+    client = shared_server.client()
+    for name in (b"fast", b"a"):
+        client.post(
+            b'{"model":"a-inside"}',
+            path=b"/upstream/" + name + CHAT,
+            extra=b"x-api-key: %b\r\n" % FAST.encode(),
+        )
+        answer = client.read()
+        assert answer.status == (403 if name == b"fast" else 404)
+
+
+def test_models_of_one_server_elsewhere_may_be_named_by_who_may_use_them(
+    make_rig: Callable[..., Rig],
+) -> None:
+    site = {"url": "https://there.example/v1", "api_key_env": "KEY"}
+    backends = (
+        Backend("a", "a", **site, served_model="cheap"),
+        Backend("b", "org/b", **site, served_model="better"),
+        Backend("c", "c", **site, served_model="best"),
+    )
+    access = Access(Config(backends=backends), Keyring(), only_local_hosts=False)
+    key = Key(b"", models=frozenset(["a", "org/b"]), state=False, admin=False)
+    assert names_there(access, key, "a") == {"cheap", "better"}
