@@ -74,21 +74,42 @@ class Keyring:
         self._keys = tuple(keys)
         self.warnings = tuple(warnings)
         """Diagnostics of lines that may not say what was meant."""
+        self._next: Keyring | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def of(self, fields: Mapping[bytes, bytes]) -> Key:
-        """The key that a request shows; Unauthorized if it shows none of ours."""
-        given = list(shown(fields))
+    def give_way(self, to: Keyring) -> None:
+        """Note the keys that hold instead of these from now on."""
+        self._next = to
+
+    def admits(self, key: Key | None) -> bool:
+        """Whether what began with ``key`` may still do what it might, by the keys that hold now."""
+        ring = self
+        while ring._next:
+            ring = ring._next
+        return not ring._keys or any(
+            key is not None
+            and (each.digest, each.models, each.state, each.admin)
+            == (key.digest, key.models, key.state, key.admin)
+            for each in ring._keys
+        )
+
+    def find(self, fields: Mapping[bytes, bytes]) -> Key | None:
+        """The key that a request shows; None if it shows none of ours."""
         found = None
-        for each in given:
+        for each in shown(fields):
             digest = sha256(each).digest()
             for key in self._keys:
                 if compare_digest(digest, key.digest):
                     found = key
+        return found
+
+    def of(self, fields: Mapping[bytes, bytes]) -> Key:
+        """The key that a request shows; Unauthorized if it shows none of ours."""
+        found = self.find(fields)
         if found is None:
-            what = "is not known" if given else "is missing"
+            what = "is not known" if list(shown(fields)) else "is missing"
             raise Unauthorized(f"The API key {what}: send it as Authorization: Bearer KEY, or as x-api-key.")
         return found
 

@@ -23,7 +23,7 @@ from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
 
 OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
-"""Routes that are answered without a key: they tell nothing."""
+"""Routes that are answered without a key: they tell that the program lives, and whether it is ready."""
 LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
 """Routes that are answered to every key, as far as its models go."""
 STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/usage", "/why"])
@@ -87,6 +87,10 @@ class Access:
         """Clients' keys are ours, so that engines get their own instead."""
         return len(self.keys) > 0
 
+    def tells_state(self, key: Key | None) -> bool:
+        """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
+        return not self.keys or (key is not None and key.state)
+
     def look(self, request: http1.Request) -> Entry:
         path = request.path
         route = api.match(request.method, path)
@@ -102,8 +106,10 @@ class Access:
         """``entry`` with the key that the request shows; BadRequest, Unauthorized, Forbidden."""
         self._check_origin(request, entry)
         is_open = request.path in OPEN or is_page(request) or is_preflight(request, entry.reader)
-        if not self.keys or is_open:
+        if not self.keys:
             return entry
+        if is_open:
+            return entry._replace(key=self.keys.find(request.fields))
         key = self.keys.of(request.fields)
         if entry.route is api.NO_ROUTE and not _may(key, request.path):
             right = "state" if request.path in STATE else "admin"

@@ -38,6 +38,11 @@ class Asked:
     key: Key | None
     """The key that it shows; None where nobody is asked for one."""
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a reload has left its key as it was: what has no end of its own ends otherwise."""
+        return self.access.keys.admits(self.key)
+
 
 @dataclass(slots=True)
 class Target:

@@ -251,7 +251,7 @@ class Forwarder:
                 reply.pass_on(response.status, head + body, "cut")
                 return
             reply.pass_on(101, heads.switched_head(reply, response) + exchange.data, "frame")
-            ended, error = exchange.tunnel(reply.client.take_rest())
+            ended, error = exchange.tunnel(reply.client.take_rest(), lambda: reply.asked.may_go_on)
             reply.sent += ended.passed
             if not ended.open:
                 reply.broke_off(None)

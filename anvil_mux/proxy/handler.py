@@ -120,6 +120,8 @@ class Handler:
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
         """Answer requests by this from now on, also those of connections that are open already."""
+        if keys is not self._access.keys:
+            self._access.keys.give_way(keys)
         self._access = Access(config, keys, only_local_hosts=self.only_local_hosts)
         self._captures.resize(config.capture)
 

@@ -121,7 +121,7 @@ class Operations:
         speak_at = time.monotonic() + COMMENT_SECONDS
         left = select.poll()
         left.register(reply.client.socket, select.POLLRDHUP)
-        while not self._is_ending():
+        while not self._is_ending() and asked.may_go_on:
             now, statuses, changed = time.monotonic(), self._statuses.at_present(), Statuses()
             if statuses is not shown:
                 shown, may_use = statuses, partial(asked.access.may_use, asked.key)

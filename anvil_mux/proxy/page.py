@@ -67,17 +67,17 @@ class Page:
     def events(self, asked: Asked, reply: Reply) -> None:
         with self._feed.watching():
             reply.begin()
-            self._watch(reply, _rights(asked))
+            self._watch(asked, reply, _rights(asked))
             reply.end()
 
-    def _watch(self, reply: Reply, rights: Picture) -> None:
+    def _watch(self, asked: Asked, reply: Reply, rights: Picture) -> None:
         news = self._feed.news(FeedPosition())
         shown = self._rendering(news.place)
         events = [self._event(event) for event in news.events]
         requests = [_request(served) for served in news.requests]
         reply.event(_message("snapshot", {**shown.picture, **rights, "events": events, "requests": requests}))
         beat = measured = time.monotonic()
-        while not self._feed.closed:
+        while not self._feed.closed and asked.may_go_on:
             news = self._feed.news(news.place, LOOK_SECONDS)
             reply.stay()
             messages = [_message("lost", {"events": news.missed})] if news.missed else []

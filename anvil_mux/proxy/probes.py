@@ -61,7 +61,8 @@ class Probes:
         problems = {**self._problems(), "adoption": adoption}
         ready = not any(problems.values())
         text = "ok\n" if ready else "not ready\n"
-        if not ready or "verbose" in asked.request.query.split("&"):
+        wants_all = not ready or "verbose" in asked.request.query.split("&")
+        if wants_all and asked.access.tells_state(asked.key):
             lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
             notes = (f"[~]{name} {why}\n" for name, why in self._notes_now().items())
             text = "".join([*lines, *notes]) + text

@@ -21,7 +21,15 @@ from collections.abc import Callable, Iterable, Iterator
 from socket import SHUT_RDWR, socket
 
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError, Overloaded, is_shortage
+from anvil_mux.errors import (
+    BackendError,
+    ClientGone,
+    ClientStalled,
+    MuxError,
+    Overloaded,
+    Unauthorized,
+    is_shortage,
+)
 from anvil_mux.host.elsewhere import told
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
@@ -365,8 +373,9 @@ class Exchange:
             self._relay.read[self.lease.address] = time.monotonic()
         return data
 
-    def tunnel(self, said: bytes) -> tuple[Ended, MuxError | None]:
-        """Passes bytes both ways until the end, and what went wrong. ``said``: by the client."""
+    def tunnel(self, said: bytes, may_go_on: Callable[[], bool]) -> tuple[Ended, MuxError | None]:
+        """Passes bytes both ways until the end, and what went wrong. ``said``: by the client. ``may_go_on``:
+        whether its key still allows it."""
         upstream, lease = self._upstream, self.lease
         assert upstream is not None
         ended = tunnel(
@@ -374,12 +383,14 @@ class Exchange:
             upstream.socket,
             said,
             begun=self.data,
-            must_end=lambda: lease.severed,
+            must_end=lambda: lease.severed or not may_go_on(),
             silence=self._relay.timeout,
             unread=self._relay.client_timeout,
         )
         if lease.severed:
             return ended, lease.severed_error()
+        if ended.by == "order":
+            return ended, Unauthorized("The API key of this websocket was taken back.")
         if ended.by == "unread":
             seconds = self._relay.client_timeout
             return ended, ClientStalled(f"The client read nothing for {seconds:g} s.")

@@ -423,6 +423,69 @@ def test_how_long_a_model_stays_is_for_admins_to_say(locked: Rig) -> None:
         assert stays_for_years is (key == ALICE)
 
 
+# Keys that are taken back, or get other rights, while something without an end runs for them
+
+STREAMS = {"/events": WATCH, "/models/sse": ALICE}
+NEWS = {"/events": b"event: state", "/models/sse": b'"status":"loaded"'}
+CHANGES = [
+    (f"{ROOT}", True),
+    (f"{ROOT}\n{ALICE} models=none\n{WATCH} models=*", True),
+    (f"{LINES}{BOB} models=alias", False),
+    (f"{ROOT}\n{ALICE} name=other requests=5 models=alias\n{WATCH} name=w models=* state", False),
+    ("", False),
+]
+
+
+@pytest.mark.parametrize(("lines", "ends"), CHANGES)
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_of_events_ends_with_the_rights_of_its_key(
+    locked: Rig, path: str, lines: str, ends: bool
+) -> None:
+    client = locked.client()
+    client.send(b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (path.encode(), bearer(STREAMS[path])))
+    assert client.read_until(b"data: ")
+    locked.handler.reconfigure(locked.config, ring(lines))
+    if ends:
+        assert client.read_until(b"\r\n0\r\n\r\n")
+    else:
+        other = locked.client()
+        other.post(b'{"model":"a"}', path=b"/models/load", extra=bearer(ROOT))
+        assert client.read_until(NEWS[path])
+        locked.handler.drain()
+        assert client.read_until(b"\r\n0\r\n\r\n")
+    assert locked.events.record().status == 200
+
+
+@pytest.mark.parametrize("query", [b"", b"?verbose"])
+@pytest.mark.parametrize("shown", [b"", bearer("nobodys-key"), bearer(ALICE), bearer(WATCH), bearer(ROOT)])
+def test_who_may_not_see_the_state_is_told_a_status_and_nothing_else(
+    locked: Rig, shown: bytes, query: bytes
+) -> None:
+    locked.handler.probes.checks = {"docker": lambda: "cannot connect to /run/secret.sock"}
+    answer = locked.client().get(b"/readyz" + query, extra=shown)
+    sees = shown in (bearer(WATCH), bearer(ROOT))
+    assert answer.status == 503
+    assert (b"secret" in answer.body, answer.body == b"not ready\n") == (sees, not sees)
+
+
+def test_a_stream_without_a_key_ends_when_there_are_keys(rig: Rig) -> None:
+    client = rig.client()
+    client.send(b"GET /models/sse HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert client.read_until(b"data: ")
+    rig.handler.reconfigure(rig.config, ring(LINES))
+    assert client.read_until(b"\r\n0\r\n\r\n")
+
+
+def test_what_holds_is_asked_of_the_newest_keys() -> None:
+    first, second, third = ring(LINES), ring(LINES), ring(ROOT)
+    alice = first.of({b"x-api-key": ALICE.encode()})
+    first.give_way(second)
+    assert first.admits(alice)
+    second.give_way(third)
+    assert not first.admits(alice)
+    assert first.admits(first.of({b"x-api-key": ROOT.encode()}))
+
+
 # Who may call it what
 
 

@@ -28,6 +28,10 @@ SWITCHED = (
 WISH = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
 
 
+ADMIN, OWN, ALL, FAST = "key-of-the-admin", "key-of-alice", "key-of-all-models", "key-of-a-preset"
+KEYS = f"{ADMIN} admin; {OWN} models=a; {ALL} models=*; {FAST} models=fast"
+
+
 def open_websocket(rig: Rig, model: bytes = b"a", extra: bytes = b"") -> RawClient:
     client = rig.client()
     client.send(b"GET /v1/realtime?model=%b HTTP/1.1\r\nHost: localhost\r\n%b%b\r\n" % (model, WISH, extra))
@@ -153,6 +157,18 @@ def test_nothing_is_said_within_a_frame_that_broke_off(rig: Rig, begun: bytes) -
     asked.send(begun)
     asked.close()
     assert client.rest() == begun
+
+
+def test_a_websocket_ends_when_its_key_is_taken_back(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}))
+    client = open_websocket(rig, extra=b"x-api-key: %b\r\n" % OWN.encode())
+    asked = rig.engine.next()
+    asked.send(SWITCHED)
+    client.read_until(b"\r\n\r\n")
+    rig.handler.reconfigure(rig.config, keys.load(None, {API_KEYS: f"{ADMIN} admin"}))
+    assert good_bye_in(client.rest()) == (1011, "The API key of this websocket was taken back.")
+    assert asked.was_left()
+    assert rig.events.record().code == "unauthorized"
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65535, 65536, 200_000])
@@ -360,9 +376,6 @@ def test_the_longest_model_is_meant() -> None:
 
 
 # Whose keys may ask for what below /upstream/
-
-ADMIN, OWN, ALL, FAST = "key-of-the-admin", "key-of-alice", "key-of-all-models", "key-of-a-preset"
-KEYS = f"{ADMIN} admin; {OWN} models=a; {ALL} models=*; {FAST} models=fast"
 
 
 @pytest.fixture
