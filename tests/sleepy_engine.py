@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import Any
@@ -78,7 +78,7 @@ class Ledger:
     def _used(self, gpu: str) -> int:
         return sum(held.get(gpu, 0) for held in self._held.values())
 
-    def probe(self) -> Gpus:
+    def probe(self, pids: Collection[int] | None = None) -> Gpus:
         with self._lock:
             self.readings += 1
             return Gpus(tuple(self._reading(gpu) for gpu in self._gpus))

@@ -107,8 +107,8 @@ class BackendReader:
             self._problems.warn(
                 ("services", self._silent[0]),
                 f"{', '.join(self._silent)} {says} needs all of its machine; name those that it needs, or "
-                "none if it computes on the CPU",
-                "x-anvil: {gpus: []}",
+                "none ([]) if it computes on the CPU",
+                "x-anvil: {gpus: all}",
             )
 
     def _bounded(self, backends: list[Backend]) -> list[Backend]:

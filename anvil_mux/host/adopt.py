@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from anvil_mux.host import control
 from anvil_mux.host.adapters import load_adapters
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
 from anvil_mux.host.visit import await_ready
@@ -80,7 +79,7 @@ class Adopter:
         runtime: Runtime,
         notes: Notes,
         *,
-        probe: Callable[[], Gpus] | None = None,
+        probe: Probe | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self._runtime = runtime

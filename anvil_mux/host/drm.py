@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,22 +62,27 @@ class CardMemory:
     """Bytes of ``total`` that are host memory."""
 
 
-def probe(sys: Path = SYS, proc: Path = PROC, *, sensors: bool = False) -> Gpus:
-    """Look at all cards once; never raises. ``sensors``: also what they measure."""
+def probe(
+    sys: Path = SYS, proc: Path = PROC, *, pids: Collection[int] | None = None, sensors: bool = False
+) -> Gpus:
+    """Look at all cards once; never raises. ``sensors``: also what they measure.
+
+    ``pids``: the processes that are looked at; all where there is a card whose users alone tell what is used.
+    """
     try:
         found = cards(sys)
         if not found:
             return Gpus(why_none="no card of AMD or Intel in /sys/class/drm")
-        users, complete = clients(proc)
+        memories = [_memory(card, proc) for card in found]
+        users, complete = clients(proc, None if any(each.used is None for each in memories) else pids)
         rocm = rocm_processes(sys)
     except Exception as error:
         # Files of the kernel change under whoever reads them, and no machine is to suffer from that.
         return Gpus(why_none=f"/sys/class/drm: {error}")
     numbers: defaultdict[str, int] = defaultdict(int)
     readings = []
-    for card in found:
+    for card, memory in zip(found, memories, strict=True):
         vendor = VENDORS[card.driver]
-        memory = _memory(card, proc)
         held = _held(card, [each for each in users if each.address == card.address], memory, rocm)
         used = sum(held.values()) if memory.used is None and complete else memory.used
         readings.append(

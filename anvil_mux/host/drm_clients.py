@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +37,13 @@ class GpuClient:
     """Region of memory (``vram``, ``gtt``, ``local0``, ...) -> bytes."""
 
 
-def clients(proc: Path = Path("/proc")) -> tuple[list[GpuClient], bool]:
-    """Find the clients of all GPUs, and whether every process could be looked at."""
+def clients(proc: Path = Path("/proc"), pids: Collection[int] | None = None) -> tuple[list[GpuClient], bool]:
+    """Find the clients of all GPUs, and whether every process could be looked at; ``pids``: only these."""
     found: dict[tuple[str, str], GpuClient] = {}
     complete = True
-    for pid in sorted(int(each) for each in os.listdir(proc) if each.isdigit()):
+    if pids is None:
+        pids = [int(each) for each in os.listdir(proc) if each.isdigit()]
+    for pid in sorted(pids):
         try:
             for text in _of_process(proc / str(pid)):
                 if client := _client(pid, text):

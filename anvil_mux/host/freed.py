@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.settings import gib
 from anvil_mux.errors import BackendError
 from anvil_mux.host.gpu import others
-from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host.reading import Gpus, Probe, Reading
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Memory:
 
     def __init__(
         self,
-        probe: Callable[[], Gpus] | None = None,
+        probe: Probe | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         owner: Callable[[int], str | None] = lambda _: None,
@@ -69,14 +69,14 @@ class Memory:
         self._sleep = sleep
 
     def held(self, backend: Backend, pids: Callable[[], Iterable[int]], *, resident: bool) -> Held:
-        """Measure what the backend holds now; ``pids`` are asked for only if some GPU can be read.
+        """Measure what the backend holds now; ``pids`` are asked for only if there are GPUs to be read.
 
         What is declared counts only for one that is ``resident``.
         """
-        readings = self._read(backend.gpus)
-        if not readings:
+        if self._probe is None or not backend.gpus:
             return Held()
         own = frozenset(pids())
+        readings = self._read(backend.gpus, own)
         amounts = {gpu: reading.used_by(own) for gpu, reading in readings.items()}
         if not any(amounts.values()):
             own, amounts = frozenset(), dict.fromkeys(readings, backend.vram if resident else None)
@@ -90,7 +90,7 @@ class Memory:
         """
         until = self._now() + PATIENCE
         while True:
-            readings = self._read(held.bytes)
+            readings = self._read(held.bytes, held.pids)
             left = {gpu: _left(held, gpu, reading) for gpu, reading in readings.items()}
             if runs:
                 full = [gpu for gpu in left if not _small(held.bytes[gpu], left[gpu])]
@@ -119,8 +119,8 @@ class Memory:
         found = others(self._read(gpus).values(), lambda pid: self._owner(pid) is not None)
         return "".join(f"; {other_process}" for other_process in found)
 
-    def _read(self, gpus: Iterable[str]) -> dict[str, Reading]:
-        found = self._probe() if self._probe and gpus else Gpus()
+    def _read(self, gpus: Iterable[str], pids: Collection[int] | None = None) -> dict[str, Reading]:
+        found = self._probe(pids) if self._probe and gpus else Gpus()
         readings = {gpu: found.find(gpu) for gpu in gpus}
         return {gpu: reading for gpu, reading in readings.items() if reading and reading.free is not None}
 

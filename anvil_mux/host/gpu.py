@@ -11,7 +11,7 @@ Which container a process belongs to is read from its control groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from anvil_mux.host import drm, nvml
@@ -19,9 +19,12 @@ from anvil_mux.host.reading import Gpus, Reading
 from anvil_mux.host.seam import HostGpu, OtherProcess
 
 
-def probe(*, sensors: bool = False) -> Gpus:
-    """Look at all GPUs once; never raises. ``sensors``: also what they measure, which takes longer."""
-    parts = nvml.probe(sensors=sensors), drm.probe(sensors=sensors)
+def probe(pids: Collection[int] | None = None, *, sensors: bool = False) -> Gpus:
+    """Look at all GPUs once, see ``reading.Probe``; never raises.
+
+    ``sensors``: also what they measure, which takes longer.
+    """
+    parts = nvml.probe(sensors=sensors), drm.probe(pids=pids, sensors=sensors)
     readings = tuple(reading for part in parts for reading in part.readings)
     why_none = None if readings else "; ".join(part.why_none or "" for part in parts)
     return Gpus(readings, why_none, parts[0].driver)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from anvil_mux.host.seam import Sensors
@@ -76,3 +76,7 @@ class Gpus:
                 return reading
         close = [r for r in self.readings if gpu.startswith(("GPU-", "MIG-")) and r.uuid.startswith(gpu)]
         return close[0] if len(close) == 1 else None
+
+
+Probe = Callable[[Collection[int] | None], Gpus]
+"""Reads the GPUs. Given some processes, it need not look for what others hold: that takes long."""

@@ -27,7 +27,7 @@ from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
 from anvil_mux.host.prompt_cache import PromptCache
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import NotBegun, Runtime
 from anvil_mux.host.seam import LOG_LINES, Evicted, Loaded
 from anvil_mux.host.visit import answers
@@ -58,7 +58,7 @@ class Swapper:
         runtime: Runtime,
         ways: Mapping[str, Callable[[Tools], Way]] = WAYS,
         *,
-        probe: Callable[[], Gpus] | None = None,
+        probe: Probe | None = None,
         told: Told | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from anvil_mux.host import drm_clients
 from anvil_mux.host.drm import cards, probe
 from anvil_mux.host.drm_clients import clients
 from anvil_mux.host.meminfo import host_memory
@@ -45,6 +48,27 @@ def test_a_client_counts_once_however_many_files_and_processes_have_it(tmp_path:
     assert dict(second.processes) == {4711: 4 * GIB, 4713: 2 * GIB, 5000: GIB}
     assert first.processes == ()
     assert second.used_by({4711, 4712, 4713}) == 6 * GIB
+
+
+@pytest.mark.parametrize(("tree", "walks"), [("radeon", False), ("strix", False), ("arc", True)])
+def test_only_the_processes_in_question_are_looked_at_unless_all_must_be_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str, walks: bool
+) -> None:
+    sys, proc = plant(tree, tmp_path)
+    all_processes = probe(sys, proc)
+    listed: list[Path] = []
+
+    def listdir(folder: Path) -> list[str]:
+        listed.append(folder)
+        return os.listdir(folder)
+
+    monkeypatch.setattr(drm_clients, "os", SimpleNamespace(listdir=listdir, readlink=os.readlink))
+    pid = next(pid for reading in all_processes.readings for pid, _ in reading.processes)
+    found = probe(sys, proc, pids={pid, 1 << 22})
+    assert [each.used for each in found.readings] == [each.used for each in all_processes.readings]
+    assert found.used_by({pid}) == all_processes.used_by({pid})
+    assert (proc in listed) == walks
+    assert walks or {file.parent.name for file in listed} <= {str(pid), str(1 << 22)}
 
 
 def test_a_gpu_within_a_processor_has_what_was_set_aside_and_what_it_may_map(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -130,10 +131,27 @@ def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_resi
     assert desk.held(declared, resident=False) == desk.held(A) == Held()
 
 
-@pytest.mark.parametrize("memory", [Memory(), Memory(Gpus)])
-def test_without_a_gpu_to_be_read_nobody_asks_for_processes(memory: Memory) -> None:
-    assert memory.held(A, lambda: pytest.fail("asked"), resident=True) == Held()
-    assert memory.left(Held(), runs=True) == Left()
+def test_without_gpus_to_be_read_nobody_asks_for_processes() -> None:
+    assert Memory().held(A, lambda: pytest.fail("asked"), resident=True) == Held()
+    reads = Memory(lambda pids: Gpus())
+    assert reads.held(replace(A, gpus=()), lambda: pytest.fail("asked"), resident=True) == Held()
+    assert reads.held(A, lambda: (), resident=True) == Held()
+    assert Memory().left(Held(), runs=True) == reads.left(Held(), runs=True) == Left()
+
+
+def test_only_the_processes_in_question_are_looked_at() -> None:
+    desk, looked_at = Desk(), []
+
+    def probe(pids: object) -> Gpus:
+        looked_at.append(pids)
+        return desk.ledger.probe()
+
+    desk.holds(4)
+    memory = Memory(probe, desk.time.now, desk.time.sleep)
+    held = memory.held(A, lambda: [PID], resident=True)
+    desk.holds(0)
+    memory.left(held, runs=True)
+    assert looked_at == [{PID}, {PID}]
 
 
 def test_host_memory_is_that_of_the_processes_that_are_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +97,7 @@ class Scene:
             checkpointer=checkpointer(self.driver),
         )
 
-    def read(self) -> Gpus:
+    def read(self, pids: Collection[int] | None = None) -> Gpus:
         if self.tells_reads and self.house.calls[-1:] != ["read"]:
             self.house.calls.append("read")
         return self.house.ledger.probe()
@@ -712,7 +712,7 @@ class Shop:
         self.swapper = Swapper(self.runtime, probe=self.probe, checkpointer=self.checkpointer)
         self.pid = 0
 
-    def probe(self) -> Gpus:
+    def probe(self, pids: Collection[int] | None = None) -> Gpus:
         gpus = FakeGpus(24 * GIB)
         if self.pid and self.cuda.state(self.pid) in ("running", "locked"):
             gpus.hold(self.pid, 0, GIB)
