@@ -1,0 +1,222 @@
+"""While a swap only drains its queue goes where it is served first, and gives way to a higher priority."""
+
+from math import inf
+
+import pytest
+
+from anvil_mux.config.config import Config
+from anvil_mux.errors import LoadError
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.sim.simulate import Arrival, Engines, Outcome, Unloading, check, simulate
+from tests.scheduler.test_group import Driver, backend
+
+REPLICAS = backend("m0", "0", model="m"), backend("m1", "1", model="m")
+TIE = backend("tie", "0", "1")
+X, Z = backend("x", "0"), backend("z", "1")
+TIED = pytest.mark.parametrize("tie", [(), (TIE,)], ids=["apart", "in one group"])
+
+
+def played(trace, *backends, perform=None, resident=(), **settings):
+    config = Config(backends=backends, **{"policy": "eager", **settings})
+    log = simulate(config, trace, perform or Engines(), resident=resident)
+    assert check(log, config) == []
+    return log
+
+
+def waits(log):
+    return {event.ticket: event.seconds for event in log if event.kind == "leased"}
+
+
+def of(log, *kinds):
+    return [
+        (event.at, f"{event.kind} {event.backend or event.model}") for event in log if event.kind in kinds
+    ]
+
+
+@TIED
+@pytest.mark.parametrize("policy", ["eager", "adaptive"])
+def test_a_gpu_that_becomes_free_while_victims_drain_is_taken_and_nobody_is_severed(tie, policy):
+    """m0 waits for ``x``, whose answer takes long; at 22 ``z`` is unloaded, and the GPU of m1 free at 23."""
+    trace = [Arrival(0.0, "x", 200.0), Arrival(20.0, "m", 1.0), Unloading(22.0, "z")]
+    pinned = backend("z", "1", pin=True)
+    log = played(
+        trace,
+        *REPLICAS,
+        X,
+        pinned,
+        *tie,
+        resident=("x", "z"),
+        drain_timeout=30.0,
+        policy=policy,
+        max_wait=1.0,
+    )
+    assert waits(log) == {1: 0.0, 2: 13.0}
+    assert of(log, "severed", "loading") == [(23.0, "loading m1")]
+    assert [(e.at, e.cause) for e in log if e.backend == "x" and e.kind == "ready"][1:] == [
+        (23.0, Cause("reprieved"))
+    ]
+
+
+@TIED
+def test_a_replica_whose_cool_down_ends_is_taken_and_nobody_is_severed(tie):
+    """m1 fails at 1 and may be tried again at 6; m0 waits for ``x``."""
+
+    def perform(step, nth):
+        if step.backend == "m1" and nth == 0:
+            return Outcome(1.0, LoadError("no"))
+        return Outcome(10.0 if type(step).__name__ == "Load" else 1.0)
+
+    trace = [Arrival(0.0, "x", 200.0), Arrival(0.0, "m", 1.0), Arrival(2.0, "m", 1.0)]
+    log = played(trace, *REPLICAS, X, *tie, perform=perform, resident=("x",), drain_timeout=80.0)
+    assert of(log, "severed", "loading", "failed") == [(0.0, "loading m1"), (6.0, "loading m1")]
+    assert waits(log) == {1: 0.0, 2: 16.0, 3: 14.0}
+
+
+@TIED
+def test_a_replica_whose_cool_down_ends_is_taken_also_by_a_queue_that_began_meanwhile(tie):
+    def perform(step, nth):
+        if step.backend == "m1" and nth == 0:
+            return Outcome(1.0, LoadError("no"))
+        return Outcome(10.0 if type(step).__name__ == "Load" else 1.0)
+
+    trace = [Arrival(0.0, "x", 200.0), Arrival(0.0, "m", 1.0, patience=0.5), Arrival(3.0, "m", 1.0)]
+    log = played(trace, *REPLICAS, X, *tie, perform=perform, resident=("x",), drain_timeout=80.0)
+    assert of(log, "severed", "loading") == [(0.0, "loading m1"), (6.0, "loading m1")]
+
+
+@TIED
+def test_a_gpu_that_another_queue_waits_for_is_no_better_place(tie):
+    """``z`` goes for ``n``, which was there first, and the drain of ``x`` goes on."""
+    trace = [
+        Arrival(0.0, "x", 200.0),
+        Arrival(0.0, "z", 200.0),
+        Arrival(10.0, "n", 50.0),
+        Arrival(20.0, "m", 1.0),
+        Unloading(22.0, "z"),
+    ]
+    pinned = backend("z", "1", drain_timeout=15.0)
+    log = played(
+        trace, *REPLICAS, X, pinned, backend("n", "1"), *tie, resident=("x", "z"), drain_timeout=30.0
+    )
+    assert of(log, "loading") == [(26.0, "loading n"), (51.0, "loading m0")]
+
+
+def outranked(*more, high="0", **settings):
+    """``a`` is in use, ``low`` waits for it to drain, and at 5 ``high`` comes."""
+    driver = Driver(
+        backend("a"),
+        backend("low"),
+        backend("high", *high, priority=1),
+        *more,
+        drain_timeout=30.0,
+        **settings,
+    ).with_resident("a")
+    lease = driver.request("a", 1.0)
+    low = driver.request("low", 2.0)
+    assert driver.steps(2.0) == []
+    assert driver.state("a") == "draining"
+    return driver, lease, low
+
+
+def test_a_request_of_higher_priority_takes_over_the_drain_for_a_lower_one():
+    driver, lease, low = outranked()
+    high = driver.request("high", 5.0)
+    assert driver.steps(5.0) == []
+    assert [(e.at, e.target, e.seconds) for e in driver.log if e.kind == "draining"] == [
+        (2.0, "low", 30.0),
+        (5.0, "high", 27.0),
+    ]
+    assert driver.until == 32.0, "the drain began at 2"
+    driver.core.release(lease, 6.0)
+    assert driver.steps(6.0) == ["evict a"]
+    driver.core.evicted("a", 7.0)
+    assert driver.steps(7.0) == ["load high"]
+    driver.core.loaded("high", 8.0)
+    assert high.backend == "high"
+    driver.core.release(high, 9.0)
+    assert driver.steps(9.0) == ["evict high"]
+    driver.core.evicted("high", 10.0)
+    assert driver.steps(10.0) == ["load low"]
+    driver.core.loaded("low", 11.0)
+    assert low.backend == "low"
+    driver.core.release(low, 12.0)
+    driver.sound()
+
+
+def test_but_not_from_a_queue_that_is_overdue():
+    driver, lease, _ = outranked(max_wait=10.0)
+    assert driver.steps(12.0) == []
+    driver.request("high", 13.0)
+    assert driver.steps(13.0) == []
+    driver.core.release(lease, 14.0)
+    assert driver.steps(14.0) == ["evict a"]
+    driver.core.evicted("a", 15.0)
+    assert driver.steps(15.0) == ["load low"]
+
+
+def test_nor_once_a_victim_is_being_evicted():
+    driver, lease, _ = outranked()
+    driver.core.release(lease, 4.0)
+    assert driver.steps(4.0) == ["evict a"]
+    driver.request("high", 5.0)
+    driver.core.evicted("a", 6.0)
+    assert driver.steps(6.0) == ["load low"]
+
+
+def test_what_it_needs_more_goes_as_well_and_what_it_does_not_need_stays():
+    """``low`` needs the GPUs 0 and 1, ``high`` 0 and 2."""
+    names = {"a": "0", "b": "1", "c": "2"}
+    driver = Driver(
+        *[backend(name, gpu) for name, gpu in names.items()],
+        backend("low", "0", "1"),
+        backend("high", "0", "2", priority=1),
+        drain_timeout=30.0,
+    )
+    for name in names:
+        assert driver.core.adopt(name, 0.0)
+    leases = [driver.request(name, 1.0) for name in names]
+    driver.request("low", 2.0)
+    assert driver.steps(2.0) == []
+    assert driver.states() == {
+        "a": "draining",
+        "b": "draining",
+        "c": "ready",
+        "low": "stopped",
+        "high": "stopped",
+    }
+    high = driver.request("high", 5.0)
+    assert driver.steps(5.0) == []
+    assert driver.states() == {
+        "a": "draining",
+        "b": "ready",
+        "c": "draining",
+        "low": "stopped",
+        "high": "stopped",
+    }
+    for lease in leases:
+        driver.core.release(lease, 6.0)
+    assert driver.steps(6.0) == ["evict a", "evict c"]
+    driver.core.evicted("a", 7.0)
+    driver.core.evicted("c", 7.0)
+    assert driver.steps(7.0) == ["load high"]
+    driver.core.loaded("high", 8.0)
+    assert high.backend == "high"
+
+
+def test_one_that_could_have_other_gpus_waits_for_the_policy():
+    driver, _, _ = outranked(backend("b", "1"), TIE, high="1")
+    assert driver.core.adopt("b", 3.0)
+    driver.request("high", 5.0)
+    assert driver.steps(5.0) == ["evict b"]
+    assert [e.target for e in driver.log if e.kind == "draining"] == ["low", "high"]
+    assert driver.state("a") == "draining"
+
+
+def test_the_drain_for_one_that_leaves_goes_back_to_nobody():
+    driver, _, _ = outranked()
+    high = driver.request("high", 5.0)
+    driver.steps(5.0)
+    driver.core.give_up(high, 6.0)
+    assert driver.steps(6.0) == []
+    assert [(e.at, e.target) for e in driver.log if e.kind == "draining"][-1] == (6.0, "low")
+    assert driver.until < inf
