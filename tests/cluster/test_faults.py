@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster import rig
 from tests.cluster.rig import wait_for
-from tests.cluster.site import FILE, Site, Stream, service
+from tests.cluster.site import FILE, TOKENS_PER_SECOND, Site, Stream, service
 from tests.running import seen
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(rig.why_not()), reason=rig.why_not())]
@@ -169,6 +169,29 @@ def test_a_second_anvil_mux_is_refused_and_takes_over_when_told_to(site, tmp_pat
     assert site.engines() == engines
     third.process.terminate()
     third.process.wait(60)
+
+
+def test_a_takeover_during_a_drain_cuts_no_answer(cluster, tmp_path):
+    site = Site(cluster, tmp_path, {**FILE, "x-anvil": {**FILE["x-anvil"], "drain_timeout": "10m"}})
+    first = site.mux = site.begin()
+    try:
+        site.becomes("gpu-a", "here")
+        assert site.answers("a")
+        stream = Stream(site, "a", tokens=10_000).begun()
+        first.process.terminate()
+        first.tells("waiting up to 600 s for 1 request")
+        site.mux = site.begin(9293, words=["--takeover"], state=tmp_path / "second")
+        first.tells("this anvil-mux ends, its engines keep running")
+        already = len(stream.tokens)
+        wait_for(lambda: len(stream.tokens) > already + TOKENS_PER_SECOND, "more of the answer", site.file)
+        assert not stream.error
+        first.process.terminate()
+        stream.ended()
+        assert not stream.is_whole, "a second signal ends the program at once"
+        assert first.process.wait(60) == 130
+    finally:
+        print("\n".join(first.output))
+        site.end()
 
 
 def test_a_standby_takes_over_from_one_that_was_killed(site, tmp_path):
