@@ -8,6 +8,7 @@ what a program that is killed loses are the last ``SAVE_SECONDS``.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ class Usage:
         self._folder = folder
         self._say: Callable[[str], object] | None = say
         self._wall = wall
+        # Guards the fields below: a row is in memory or counted in ``_before``, never both or neither.
+        self._lock = threading.Lock()
         self._rows: dict[tuple[int, str, str], Counts] = {}
         """The rows of the days that are in memory whole: today, and those that are not written down yet."""
         self._days: set[int] = set()
@@ -62,17 +65,18 @@ class Usage:
         if not record.backend:
             return
         hour = int(record.ended // 3600)
-        key = record.key or NO_KEY
-        row = self._rows.get((hour, key, model)) or self._begun((hour, key, model))
-        row[0] += 1
-        if record.status >= 400:
-            row[1] += 1
-        row[2] += record.prompt_tokens
-        row[3] += record.cached_tokens
-        row[4] += record.tokens
-        row[5] += record.seconds - record.waited
-        row[6] += record.gpu_seconds
-        self._changed.add(hour // 24)
+        place = (hour, record.key or NO_KEY, model)
+        with self._lock:
+            row = self._rows.get(place) or self._begun(place)
+            row[0] += 1
+            if record.status >= 400:
+                row[1] += 1
+            row[2] += record.prompt_tokens
+            row[3] += record.cached_tokens
+            row[4] += record.tokens
+            row[5] += record.seconds - record.waited
+            row[6] += record.gpu_seconds
+            self._changed.add(hour // 24)
 
     def _begun(self, place: UsagePlace) -> Counts:
         """The row that is counted in from now on."""
@@ -95,7 +99,7 @@ class Usage:
         """The usage by key and model since a moment, to the hour; those with most GPU time first."""
         found: dict[tuple[str, str], Counts] = {}
         first = int(moment // 3600)
-        here = self._rows.copy()
+        here = self._in_memory()
         days = {hour // 24 for hour, _, _ in here}
         earlier = (day for day in range(first // 24, _day(self._wall()) + 1) if day not in days)
         for rows in (here, *map(self._read, earlier)):
@@ -105,10 +109,15 @@ class Usage:
         ordered = sorted(found.items(), key=lambda each: (-each[1][6], -each[1][5], each[0]))
         return [{"key": key, "model": model, **_told(counts)} for (key, model), counts in ordered]
 
+    def _in_memory(self) -> dict[UsagePlace, Counts]:
+        with self._lock:
+            return {place: [*counts] for place, counts in self._rows.items()}
+
     def _since_start(self) -> dict[tuple[str, str], Counts]:
-        found = {who: [*counts] for who, counts in self._before.copy().items()}
-        for (_, key, model), counts in self._rows.copy().items():
-            _add(found.setdefault((key, model), [0.0] * len(FIGURES)), counts)
+        with self._lock:
+            found = {who: [*counts] for who, counts in self._before.items()}
+            for (_, key, model), counts in self._rows.items():
+                _add(found.setdefault((key, model), [0.0] * len(FIGURES)), counts)
         return {who: counts for who, counts in found.items() if counts[0]}
 
     def collect(self) -> Iterator[Metric]:
@@ -146,13 +155,14 @@ class Usage:
         today = _day(now)
         for day in sorted(self._changed):
             self._changed.discard(day)
-            rows = {at: counts for at, counts in self._rows.copy().items() if at[0] // 24 == day}
+            rows = {at: counts for at, counts in self._in_memory().items() if at[0] // 24 == day}
             self._write(day, rows)
-            if day != today:
-                self._shift(rows, 1)
-                self._days.discard(day)
-                for place in rows:
-                    del self._rows[place]
+            with self._lock:
+                if day != today and day not in self._changed:
+                    self._shift(rows, 1)
+                    self._days.discard(day)
+                    for place in rows:
+                        del self._rows[place]
         self._forget(today - KEPT_DAYS)
 
     def _write(self, day: int, rows: Mapping[UsagePlace, Counts]) -> None:

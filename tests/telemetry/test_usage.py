@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,33 @@ def test_metrics_begin_anew_with_the_program_and_forget_nothing_when_a_day_ends(
     again.save(at_once=True)
     assert requests(again) == [2]
     assert again.since(0.0)[0]["requests"] == 3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_scrape_while_rows_leave_memory_or_come_into_it_counts_them_once(tmp_path: Path, sign: int) -> None:
+    Usage(tmp_path, wall=Wall()).served("a", served())
+    if sign == -1:
+        earlier = Usage(tmp_path, wall=Wall())
+        earlier.served("a", served())
+        earlier.save(at_once=True)
+    wall = Wall()
+    usage = Usage(tmp_path, wall=wall)
+    scraped: list[float] = []
+
+    def scrape() -> None:
+        scraped.extend(counts[0] for counts in usage._since_start().values())
+
+    def shift(rows: dict[Any, list[float]], way: int) -> None:
+        Usage._shift(usage, rows, way)
+        if way == sign:
+            thread.start()
+            thread.join(0.1)  # it either has counted by now, or waits
+
+    thread = threading.Thread(target=scrape)
+    usage._shift = shift  # type: ignore[method-assign]
+    usage.served("a", served())
+    wall.now += DAY
+    usage.save(at_once=True)
+    thread.join()
+    assert scraped in ([1.0], [])
+    assert [counts[0] for counts in usage._since_start().values()] == [1.0]
