@@ -9,6 +9,7 @@ thing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from types import MappingProxyType
@@ -170,6 +171,15 @@ class Draining(MuxError):
 
     status, code = 503, "shutting_down"
     retry_after = 10.0
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return foreign text as a terminal may have it: without escape sequences and control characters."""
+    return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", " "))
 
 
 def with_log(message: str, log: Iterable[str]) -> str:

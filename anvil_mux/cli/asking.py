@@ -26,7 +26,7 @@ from anvil_mux.cli.screen import (
     named,
     pause_line,
 )
-from anvil_mux.errors import BackendError, ConfigError, MuxError
+from anvil_mux.errors import ConfigError, MuxError, printable
 
 MOST_STOPPED = 8
 """How many replicas that are stopped are listed."""
@@ -34,7 +34,7 @@ MOST_STOPPED = 8
 
 def add_address(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "-f", "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
+        "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
     )
     command.add_argument(
         "--url", help="address of anvil-mux; by default ANVIL_URL, or the one that runs here"
@@ -204,15 +204,12 @@ def reload(given: argparse.Namespace) -> int:
     return 0
 
 
-def logs(given: argparse.Namespace) -> int:
-    """Print the logs of engines elsewhere, by way of anvil-mux; on this machine the engines' own are read."""
+def logs(given: argparse.Namespace, url: str) -> int:
+    """Print the logs of engines, as the anvil-mux at ``url`` has them."""
     from anvil_mux.serve import remote
 
-    if given.follow:
-        raise BackendError("-f follows a log only where both the engine and anvil-mux run")
-
     def ask(**of: str) -> Any:
-        return ask_mux(given, "GET", remote.query("/logs", lines=str(given.lines), **of))
+        return remote.ask(url, "GET", remote.query("/logs", lines=str(given.lines), **of))
 
     first = ask(model=given.model)
     model, backend = first["model"], first["backend"]
@@ -229,7 +226,8 @@ def print_log(given: argparse.Namespace, service: str, lines: Iterable[str], *, 
     if headed and not given.json:
         say(f"==> {service}")
     for line in lines:
-        print(json.dumps({"service": service, "line": line}) if given.json else line, flush=given.follow)
+        text = json.dumps({"service": service, "line": line}) if given.json else printable(line)
+        print(text, flush=given.follow)
 
 
 def profile(given: argparse.Namespace) -> int:

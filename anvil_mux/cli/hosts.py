@@ -32,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         told = what.add_parser(name, help=about, description=f"{about}.")
         told.add_argument("host", metavar="HOST", help="the host's name, as `hosts` lists it")
         told.add_argument(
-            *("-f", "--file"),
+            "--file",
             action="append",
             dest="files",
             default=argparse.SUPPRESS,  # else it would replace what stands before WHAT

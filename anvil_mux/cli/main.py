@@ -678,20 +678,40 @@ def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:
 
 
 def _logs(given: argparse.Namespace) -> int:
+    """Ask the anvil-mux that runs; where none does, or to follow a log, read what the engines left here."""
+    from anvil_mux.serve import remote
+
+    url = asking.address(given)
+    place = _place(url)
+    named = bool(given.url or os.environ.get("ANVIL_URL"))
+    if not given.follow and (place or named or not given.files):
+        try:
+            return asking.logs(given, url)
+        except remote.NotRunning:
+            if named:
+                raise
+    elif named and not place:
+        raise BackendError("-f follows a log only where both the engine and anvil-mux run")
+    return _read_logs(given, place.files if place else given.files)
+
+
+def _read_logs(given: argparse.Namespace, files: Sequence[str]) -> int:
+    """Print the logs of engines on this machine, whose services are in these files."""
     from anvil_mux.host.local import LocalHost
     from anvil_mux.host.seam import HostConfig
 
-    url = given.url or (None if given.files else os.environ.get("ANVIL_URL"))
-    place = _place(url) if url else None
-    if url and not place:
-        return asking.logs(given)
-    config = configuration(place.files if place else given.files or _files_served())
+    config = configuration(files)
     backends = [b for b in config.backends if given.model in (b.name, b.model, *b.aliases)]
-    if any(backend.host for backend in backends or config.backends):
-        return asking.logs(given)  # an engine on another host, or one whose name only the cluster tells
     if not backends:
         known = ", ".join(b.model for b in config.backends)
         raise BackendError(f"no service serves {given.model}; known: {known}")
+    if any(backend.host for backend in backends):
+        only = "-f follows a log only where both the engine and anvil-mux run"
+        raise BackendError(
+            only
+            if given.follow
+            else f"{given.model} is on another host: only a running anvil-mux has its log"
+        )
     if given.follow and len(backends) > 1:
         names = ", ".join(b.name for b in backends)
         raise BackendError(f"{given.model} has several services; follow one of them: {names}")
@@ -708,21 +728,7 @@ def _place(url: str) -> RunningMux | None:
     from anvil_mux.state import state_folder
 
     found = remote.places(state_folder("", os.environ))
-    return next((each for each in found if each.url == asking.with_scheme(url)), None)
-
-
-def _files_served() -> Sequence[str]:
-    """The files of the one anvil-mux that runs here, where no compose file is at hand."""
-    from anvil_mux.config.composefile import find_files
-    from anvil_mux.serve import remote
-    from anvil_mux.state import state_folder
-
-    try:
-        find_files(Path.cwd(), os.environ)
-    except ConfigError:
-        found = remote.places(state_folder("", os.environ))
-        return found[0].files if len(found) == 1 else ()
-    return ()
+    return next((each for each in found if each.url == url), None)
 
 
 # bench

@@ -83,7 +83,9 @@ class Diagnosis:
         more: dict[str, Any] = {"hosts": hosts} if hosts else {}
         sentence = found.sentence
         if "fallback" in beside:
-            sentence = f"{sentence} {healthz.fallback_words(beside['fallback'])}"
+            said, line_end, log = sentence.partition("\n")  # below it are lines of the engine's log
+            said = f"{said}{'' if said.endswith('.') else '.'} {healthz.fallback_words(beside['fallback'])}"
+            sentence = said + line_end + log
         if choices:
             more["any_of"] = list(choices)
             sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"

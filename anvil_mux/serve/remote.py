@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
-from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.errors import BackendError, MuxError, printable
 from anvil_mux.protocol import foreign
 from anvil_mux.state import write_whole
 
@@ -120,7 +120,7 @@ def events(url: str, *, key: str | None = None) -> Iterator[tuple[str, Mapping[s
             if line.startswith(b"event: "):
                 kind = line[7:].strip().decode()
             elif line.startswith(b"data: "):
-                yield kind, foreign.read(line[6:])
+                yield kind, _printable(foreign.read(line[6:]))
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def _asked(
 
 def _answer(url: str, status: int, text: bytes, accept: Sequence[int]) -> Any:
     try:
-        answer = foreign.read(text)
+        answer = _printable(foreign.read(text))
     except ValueError:
         raise NotRunning(f"what answers at {url} is no anvil-mux") from None
     if status not in accept:
@@ -160,3 +160,12 @@ def _answer(url: str, status: int, text: bytes, accept: Sequence[int]) -> Any:
         why = str(said.get("message") or f"{url} answered {status}")
         raise BackendError(f"{why} Commands take it from ANVIL_API_KEY." if status == 401 else why)
     return answer
+
+
+def _printable(value: Any) -> Any:
+    """The same, with texts that a terminal may have: some are an engine's own."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value

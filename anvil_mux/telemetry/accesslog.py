@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Protocol
 
+from anvil_mux.errors import printable
 from anvil_mux.protocol import api
 
 PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
@@ -26,7 +27,7 @@ PATIENCE_SECONDS = 1.0
 class Output:
     """A descriptor that lines are written to. It never raises, and waits for a reader once, and not for long.
 
-    What a full disk or a full pipe does not take is lost. Any thread.
+    What a full disk or a full pipe does not take is lost; what engines say steers no terminal. Any thread.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -34,7 +35,7 @@ class Output:
         self._blocked = False
 
     def write(self, text: str) -> None:
-        data = text.encode("utf-8", "replace")
+        data = printable(text).encode("utf-8", "replace")
         if self._blocked:
             data = b"\n" + data  # the last line may have been cut
         patience = 0.0 if self._blocked else PATIENCE_SECONDS

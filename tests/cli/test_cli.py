@@ -37,6 +37,7 @@ from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.policies import POLICIES
+from anvil_mux.serve import remote
 from anvil_mux.serve.credentials import open_address
 from anvil_mux.serve.learned import Known, LearnedFile
 from anvil_mux.serve.locking import locked
@@ -1131,7 +1132,42 @@ def test_logs_show_what_the_engine_printed(
     assert main(["logs", "a", "--json", "-n", "1", "--file", file]) == 0
     assert json.loads(capsys.readouterr().out)["service"] == "a"
     assert main(["logs", "nope", "--file", file]) == 1
-    assert "no service serves nope; known: a, b" in capsys.readouterr().err
+    assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
+
+
+def test_logs_are_those_of_the_anvil_mux_that_is_asked_whatever_compose_file_is_at_hand(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    compose(tmp_path, "a", project="other")
+    (tmp_path / "anvil-mux" / "other").mkdir(parents=True)
+    (tmp_path / "anvil-mux" / "other" / "a.log").write_text("printed by another project's engine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ANVIL_URL", url)
+    assert main(["load", "a"]) == 0
+    assert main(["logs", "a"]) == 0
+    assert "a: listens on" in capsys.readouterr().out
+    monkeypatch.delenv("ANVIL_URL")
+    assert main(["logs", "a", "--file", "compose.yaml"]) == 0  # none runs for this one
+    assert capsys.readouterr().out == "printed by another project's engine\n"
+
+
+def test_what_an_engine_prints_steers_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m \x9b2Jbell\x07 tab\tkept"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    compose(tmp_path, "a", project="other")
+    (tmp_path / "anvil-mux" / "other").mkdir(parents=True)
+    (tmp_path / "anvil-mux" / "other" / "a.log").write_text(evil + "\n")
+    assert main(["logs", "a", "--file", "compose.yaml"]) == 0
+    assert capsys.readouterr().out == "red \ufffd2Jbell\ufffd tab\tkept\n"
+
+
+def test_what_an_engine_says_steers_no_terminal_of_a_command_that_asks() -> None:
+    answer = json.dumps({"models": {"a\x1b[2J": ["\x1b[31mred", {"said": "\x1b]0;owned\x07"}]}}).encode()
+    assert remote._answer("", 200, answer, (200,)) == {"models": {"a": ["red", {"said": ""}]}}
 
 
 def test_logs_can_be_followed_until_the_engine_ends(mux: Running, url: str) -> None:

@@ -145,7 +145,7 @@ services:
 NEAR = """
 x-anvil: {runtime: process, gpus: ["0"], on_exit: stop}
 services:
-  broken: {command: ["false"], x-anvil: {gpus: ["0"], fallback: gpt}}
+  broken: {command: [sh, -c, "echo no such model; exit 1"], x-anvil: {gpus: ["0"], fallback: gpt}}
   slow:
     command: [ENGINE, --host, 127.0.0.1, --port, $$PORT, --model, slow, --load-seconds, "600"]
     x-anvil: {gpus: ["0"], fallback: {models: [gpt], after: 0s}}
@@ -198,6 +198,9 @@ def check_both(near: Running) -> None:
     metrics = seen(lambda: near.request("GET", "/metrics")[2], lambda text: 'model="slow",to="gpt"' in text)
     assert 'anvil_fallbacks_total{cause="load_failed",model="broken",to="gpt"} 1.0' in metrics
     assert 'anvil_circuit_state{backend="gpt",state="closed"} 1.0' in metrics
+    lines = near.get("/why?model=broken")["sentence"].splitlines()
+    assert lines[0].endswith(" If it cannot be served, gpt answers instead.")
+    assert lines[-1] == "no such model"
     sentence = near.get("/why?model=slow")["sentence"]
     assert sentence.endswith("If it is not served within 0 s, gpt answers instead.")
     assert near.get("/healthz")["models"]["gpt"]["elsewhere"]["circuit"] == "closed"

@@ -235,6 +235,15 @@ def test_a_full_disk_does_not_end_the_journal(desk: Desk) -> None:
     assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 2
 
 
+def test_the_last_words_of_an_engine_steer_no_terminal(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = desk.open(tail=lambda _: ["\x1b[2J\x1b]0;owned\x07out of memory\x07"])
+    journal.observe(Event(1.0, "stopped", "a", "a", cause=Cause("load_failed", detail="why")))
+    journal.flush()
+    shown = capfd.readouterr().err
+    assert "out of memory" in shown
+    assert not {"\x1b", "\x07"} & set(shown)
+
+
 def test_a_pipe_that_nobody_reads_holds_nothing_up_and_lines_come_again_once_somebody_does(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
