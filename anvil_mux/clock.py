@@ -7,7 +7,8 @@ seconds on one monotonic scale; ``wall`` translates a moment for people.
 A thread that does one small thing again and again in the background is a ``Worker``, and always in real time.
 What goes wrong in a turn ends the turn and never the thread; ``mistakes`` tells of it until a turn succeeds.
 
-Times that come from outside, in requests or in the file, are read by ``seconds_in`` and are at most a year.
+Times and counts that come from outside, in requests or in files, are read by ``seconds_in`` and ``count_in``,
+which look at a few characters; a time is at most a year.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ LONGEST_POLL = 2**31 - 1
 YEAR_SECONDS = 365 * 86400.0
 """The longest time that a request or a setting may say."""
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
-_MOST_CHARACTERS = 64
+_MOST_CHARACTERS, _MOST_DIGITS = 64, 16
+MOST_COUNT = 10**15
+"""The greatest whole number that a request, a setting or an engine may say."""
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"
 """Can be read in one way only, so that what does not fit is known after one pass."""
 _UNIT = "(ms|us|µs|μs|ns|h|m|s)"
@@ -54,6 +57,12 @@ def seconds_in(text: str) -> float | None:
         return None
     parts = _SPLIT.split(text)
     return sum(float(number) * _UNITS[unit] for number, unit in zip(parts[::2], parts[1::2], strict=False))
+
+
+def count_in(text: str, most: int = MOST_COUNT) -> int | None:
+    """The whole number that a text says in plain digits; None for any other text, and beyond ``most``."""
+    is_count = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+    return int(text) if is_count and int(text) <= most else None
 
 
 def mistakes() -> dict[str, str]:

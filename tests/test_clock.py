@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from anvil_mux import clock
-from anvil_mux.clock import Clock, Worker, mistakes, seconds_in, watch_threads
+from anvil_mux.clock import Clock, Worker, count_in, mistakes, seconds_in, watch_threads
 
 GUARD = 20.0
 LONG = 3600.0
@@ -183,3 +183,14 @@ def test_a_thread_that_ends_of_a_mistake_is_told(monkeypatch: pytest.MonkeyPatch
     thread.join(GUARD)
     assert mistakes() == {"fated": "ended: IndexError: list index out of range"}
     clock._mistakes.clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "count"),
+    [
+        *(("0", 9, 0), ("9", 9, 9), ("10", 9, None), ("007", 9, 7), ("", 9, None), ("-1", 9, None)),
+        *(("²", 9, None), ("٣", 9, None), ("1" * 5000, 10**15, None), ("1_0", 99, None), ("1.0", 9, None)),
+    ],
+)
+def test_counts_are_plain_digits_up_to_a_bound(text: str, most: int, count: int | None) -> None:
+    assert count_in(text, most) == count

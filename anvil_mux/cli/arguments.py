@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from anvil_mux.clock import count_in
+
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config, Gpu, Machine
 
@@ -39,7 +41,7 @@ def add_cluster(command: argparse.ArgumentParser) -> None:
 
 
 def read_port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65535:
+    if count_in(text, 65535) is None:
         raise argparse.ArgumentTypeError(f"must be from 0 to 65535, not {text}")
     return int(text)
 
@@ -69,7 +71,7 @@ def read_value(read: Callable[[str], T], text: str) -> T:
 
 
 def read_positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not count_in(text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
     return int(text)
 

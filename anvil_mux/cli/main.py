@@ -836,7 +836,7 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
         hosts.add_arguments,
     ),
     "requests": (
-        "Show the last captured requests, or one of them with its bodies",
+        "List the requests under way, cancel one, or show the last captured ones with their bodies",
         requests.run,
         requests.add_arguments,
     ),

@@ -1,4 +1,4 @@
-"""The command ``requests``: the last requests, or one of them with what was asked and answered."""
+"""The command ``requests``: those under way, and the end of one; the last ones, or one with its bodies."""
 
 from __future__ import annotations
 
@@ -10,20 +10,35 @@ from typing import Any
 from anvil_mux.cli.asking import add_address, ask_mux
 from anvil_mux.cli.output import print_json, print_table, say
 from anvil_mux.cli.screen import paint
+from anvil_mux.errors import BadRequest
 
 HEAD = ("ID", "ENDED", "KEY", "MODEL", "ANSWER", "TOOK", "TOKENS")
+
+RUNNING_HEAD = ("ID", "KEY", "MODEL", "BACKEND", "STATE", "FOR")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "id", nargs="?", default="", metavar="ID", help="show this request: its X-Request-ID"
     )
+    command.add_argument("--running", action="store_true", help="list the requests that wait or run now")
+    command.add_argument("--cancel", action="store_true", help="end the request ID, which waits or runs")
     add_address(command)
 
 
 def run(given: argparse.Namespace) -> int:
     from anvil_mux.serve import remote
 
+    if given.cancel:
+        if not given.id:
+            raise BadRequest("name the request to cancel: anvil-mux requests --cancel ID")
+        done = ask_mux(given, "POST", "/requests/cancel", {"id": given.id})
+        print_json(done) if given.json else say(f"the request {given.id} was cancelled")
+        return 0
+    if given.running:
+        told = ask_mux(given, "GET", "/requests/running")
+        print_json(told) if given.json else print_table(RUNNING_HEAD, map(_running_row, told["requests"]))
+        return 0
     told = ask_mux(given, "GET", remote.query("/requests", **({"id": given.id} if given.id else {})))
     if given.json:
         print_json(told)
@@ -34,6 +49,11 @@ def run(given: argparse.Namespace) -> int:
     else:
         print_table(HEAD, map(_row, told["requests"]))
     return 0
+
+
+def _running_row(each: dict[str, Any]) -> tuple[str, ...]:
+    state = (each["backend"], each["state"], f"{each['seconds']:.1f} s")
+    return each["id"] or f"(load {each['ticket']})", each["key"], each["model"], *state
 
 
 def _row(each: dict[str, Any]) -> tuple[str, ...]:

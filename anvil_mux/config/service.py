@@ -19,6 +19,7 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import Any
 
+from anvil_mux.clock import count_in
 from anvil_mux.config import devices
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, advice, as_yaml
 
@@ -133,8 +134,8 @@ def listens_on(service: RawService) -> int | None:
 
 
 def commanded_port(service: RawService) -> int | None:
-    ports = [value for value in flag_values(argv(service), "--port") if value.isdigit()]
-    return int(ports[-1]) if ports else None
+    ports = [count_in(value) for value in flag_values(argv(service), "--port")]
+    return next((port for port in reversed(ports) if port is not None), None)
 
 
 def copies(service: RawService) -> int:
@@ -142,7 +143,8 @@ def copies(service: RawService) -> int:
     deploy = service.get("deploy")
     asked = deploy.get("replicas") if isinstance(deploy, Mapping) else None
     given = str(service.get("scale", asked if asked is not None else 1))
-    return int(given) if given.isdigit() else 1
+    found = count_in(given)
+    return 1 if found is None else found
 
 
 def engine(service: RawService) -> str:
@@ -682,7 +684,7 @@ def _published(entry: Any) -> Iterator[Port]:
 
 def _range(text: str) -> list[int]:
     first, dash, last = text.partition("-")
-    if not first.isdigit() or (dash and not last.isdigit()):
+    if count_in(first, 65535) is None or (dash and count_in(last, 65535) is None):
         text = f"ports: {text!r} is no port"
         raise ValueError(Diagnostic(text, write='ports: ["127.0.0.1::8000"]', key=("ports",)))
     return list(range(int(first), int(last if dash else first) + 1))

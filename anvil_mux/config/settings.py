@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from anvil_mux.clock import YEAR_SECONDS, seconds_in
+from anvil_mux.clock import MOST_COUNT, YEAR_SECONDS, seconds_in
 from anvil_mux.config import shapes
 from anvil_mux.config.diagnostic import Diagnostic, advice, as_diagnostic, as_yaml
 from anvil_mux.config.shapes import Shape
@@ -151,27 +151,19 @@ def one_of(*known: str) -> ValueKind:
     return ValueKind(" | ".join(known), read, shapes.one_of(known))
 
 
-MOST = 10**15
-"""The greatest whole number of any setting, and the most bytes."""
-
-
 def whole_number(least: int, most: float = math.inf, example: str = "") -> ValueKind:
     """A whole number; ``example``: what to write for one that does not fit, if not the nearest that does."""
 
     def read(value: Any) -> int:
         if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}", value):
             value = int(value)
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or not least <= value <= MOST
-            or value > most
-        ):
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not least <= value <= min(most, MOST_COUNT):
             limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:.0f}"
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-            near = example or f"{min(max(value, least), most, MOST):.0f}" if fits else ""
+            near = example or f"{min(max(value, least), most, MOST_COUNT):.0f}" if fits else ""
             raise unfit(f"must be a whole number {limits}, not {show(value)}", near)
-        return value
+        return int(value)
 
     return ValueKind("whole number", read, shapes.whole(least, most))
 
@@ -201,8 +193,8 @@ def size(least: int = 0) -> ValueKind:
         if found is None or found[2] not in SIZES:
             text = f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}"
             raise unfit(text, f"{found[1]}{_unit(found[2])}" if found else "20GiB" if least else "64MiB")
-        amount = int(min(float(found[1]) * SIZES[found[2]], MOST + 1))
-        if amount > MOST:
+        amount = int(min(float(found[1]) * SIZES[found[2]], MOST_COUNT + 1))
+        if amount > MOST_COUNT:
             raise unfit(f"must be at most 1000TB, not {show(value)}", "64MiB")
         if 0 < amount < least:
             raise ValueError(advice(f"is only {amount} bytes", value=f"{found[1]}GiB"))

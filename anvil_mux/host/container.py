@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from anvil_mux.clock import count_in
 from anvil_mux.config.config import Service
 from anvil_mux.host.seam import LOOPBACK, url_of
 
@@ -135,7 +136,7 @@ def read_container(found: Mapping[str, Any]) -> Container:
     return Container(
         id=found["Id"],
         service=labels.get(f"{LABEL}.service", ""),
-        number=int(number) if number.isdigit() else 1,
+        number=count_in(number) or 1,
         status=state["Status"],
         started_at=state.get("StartedAt", ""),
         exit_code=state.get("ExitCode", 0),
@@ -163,5 +164,5 @@ def read_container(found: Mapping[str, Any]) -> Container:
 def _bindings(ports: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     for inside, bindings in ports.items():
         for binding in bindings or ():
-            if binding.get("HostPort", "").isdecimal():
+            if count_in(binding.get("HostPort", ""), 65535) is not None:
                 yield inside, binding.get("HostIp", ""), int(binding["HostPort"])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from anvil_mux.clock import count_in
 from anvil_mux.config import interpolate, service
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.overlay import laid_over
@@ -506,7 +507,7 @@ def _named_port(engine: _EngineFound) -> int | None:
     """The port that the engine's command or environment names."""
     named = flags(engine.role.words, "--port")
     named += [engine.variables[key] for key in ("LLAMA_ARG_PORT", "PORT") if engine.variables.get(key)]
-    return next((int(each) for each in named if each.isdigit()), None)
+    return next((port for each in named if (port := count_in(each)) is not None), None)
 
 
 def _share(one: str | tuple[str, ...] | None, other: str | tuple[str, ...] | None) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import Severed
+from anvil_mux.errors import Cancelled, MuxError, Severed
 from anvil_mux.multiplexer.circuits import Attempt
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket, TokenUsage
@@ -145,7 +145,9 @@ class Lease:
         if self.ticket.severed:
             cut()
 
-    def severed_error(self) -> Severed:
+    def severed_error(self) -> MuxError:
         # Where nobody severed it, the thread that moves streams has ended.
         severance = self.ticket.severed or Severance(Cause("shutdown"))
+        if severance.cause.kind == "cancelled":
+            return Cancelled(f"This request for {self.ticket.model} was cancelled by hand.")
         return Severed(f"{severance.sentence(self.ticket.model)}. Send it again.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
@@ -32,8 +32,9 @@ from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.facts import Facts
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.overview import Overview
-from anvil_mux.multiplexer.shell import Shell
+from anvil_mux.multiplexer.shell import Shell, cut
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
@@ -233,21 +234,35 @@ class Multiplexer:
         self.counts.count_waiting(ticket, -1)
         return self._scheduler.abandoned(ticket, now, error)
 
-    def cancel(self, number: int) -> bool:
-        """Fail one request that waits; False if no ticket of that number waits."""
+    def cancel(self, number: int | None, request: str = "") -> bool:
+        """End one request, named by its ticket's number or by its id: one that waits fails, one that runs is
+        cut and ends its lease by itself. False if there is none.
+        """
         found: list[Ticket] = []
 
+        def is_meant(ticket: Ticket) -> bool:
+            return ticket.id == number if number is not None else ticket.request == request != ""
+
         def fact(now: float) -> Effects:
-            waiting = (ticket for model in self._layout.models.values() for ticket in model.queue)
-            found.extend(islice((ticket for ticket in waiting if ticket.id == number), 1))
+            models = list(self._layout.models.values())
+            running = (ticket for model in models for slot in model.slots for ticket in slot.holders)
+            waiting = (ticket for model in models for ticket in model.queue)
+            found.extend(islice(filter(is_meant, chain(waiting, running)), 1))
             if not found:
                 return NOTHING
-            error = Cancelled(f"This request for {found[0].model} was taken out of its queue.")
-            return self._leave_queue(found[0], now, error)
+            [ticket] = found
+            if ticket.backend:
+                ticket.severed = Severance(Cause("cancelled"))
+                return NOTHING
+            error = Cancelled(f"This request for {ticket.model} was taken out of its queue.")
+            return self._leave_queue(ticket, now, error)
 
         self._shell.apply(fact)
         for ticket in found:
-            ticket.wake.set()
+            if ticket.backend:
+                cut(ticket)
+            else:
+                ticket.wake.set()
         return bool(found)
 
     def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None:

@@ -35,6 +35,7 @@ from anvil_mux.scheduler.status import (
     KeptPrompts,
     ModelState,
     Status,
+    UnderWay,
     Waiter,
     gpu_states,
     host_state,
@@ -197,6 +198,26 @@ class Overview:
         with self._lock:
             queues = [model.queue for model in self._layout.models.values() if model.queue.tickets]
             return [Waiter(t.id, t.model, t.since) for queue in queues for t in islice(queue, most)]
+
+    def under_way(self) -> list[UnderWay]:
+        """The requests that run, and those that wait."""
+        with self._lock:
+            models = list(self._layout.models.values())
+            running = [
+                (t, slot.name, at) for m in models for slot in m.slots for t, at in slot.holders.items()
+            ]
+            waiting = [(ticket, "", ticket.since) for model in models for ticket in model.queue]
+        return [
+            UnderWay(
+                request=t.request,
+                ticket=t.id,
+                key=getattr(t.sender, "name", ""),
+                model=t.model,
+                backend=backend,
+                since=since,
+            )
+            for t, backend, since in (*running, *waiting)
+        ]
 
     def coming_loads(self, models: Iterable[str]) -> tuple[list[str], list[Backend]]:
         """The ``models`` that have a queue, and the backends whose loads they wait for, the next first."""

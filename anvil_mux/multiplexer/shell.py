@@ -117,7 +117,7 @@ class Shell:
             # last has its lease after 28 to 34 ms on two CPUs, and 45 to 74 on one; so it is 21 and 15.
             os.sched_yield()
         for ticket in effects.cut:
-            _cut(ticket)
+            cut(ticket)
         for job in jobs:
             if isinstance(job.step, Cancel):
                 self._host.cancel(job.backend, job.step.number)
@@ -156,10 +156,11 @@ class Shell:
         self.apply(fact)
 
 
-def _cut(ticket: Ticket) -> None:
-    cut = ticket.cut  # the lease may end just now
+def cut(ticket: Ticket) -> None:
+    """Cut a request that was severed."""
+    end = ticket.cut  # the lease may end just now
     try:
-        if cut:
-            cut()
+        if end:
+            end()
     except Exception:  # a worker must not end
         log.exception("cutting a severed request for %s", ticket.model)

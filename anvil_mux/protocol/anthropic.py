@@ -25,6 +25,7 @@ from anvil_mux.protocol.completions import (
     ToolBegin,
     Translation,
     arguments_of,
+    count,
     document,
     objects,
     parts_of,
@@ -272,10 +273,10 @@ class _Count:
         pass
 
     def whole(self, body: bytes, now: float) -> bytes:
-        count = document(body).get("count")
-        if not isinstance(count, int):  # llama.cpp's takes text only
+        tokens = count(document(body).get("count"))
+        if tokens is None:  # llama.cpp's takes text only
             raise BadRequest("this engine cannot count the tokens of messages", status=501)
-        return written({"input_tokens": count})
+        return written({"input_tokens": tokens})
 
     def feed(self, data: bytes, now: float) -> bytes:
         raise BackendError("The engine answered with a stream to a question without one.")
@@ -338,7 +339,7 @@ def _reason(ending: Ending) -> str:
 def _usage(ending: Ending) -> dict[str, int]:
     cached = ending.cached_tokens or 0
     usage = {
-        "input_tokens": (ending.prompt_tokens or 0) - cached,
+        "input_tokens": max((ending.prompt_tokens or 0) - cached, 0),
         "output_tokens": ending.completion_tokens or 0,
     }
     return {**usage, "cache_read_input_tokens": cached} if cached else usage

@@ -305,8 +305,8 @@ NO_TOKENS: Tokens = (None, None, None)
 USAGE_BYTES = 2048
 """The length of the end of an answer in which its usage stands."""
 _SAID = re.compile(
-    rb'"((?:prompt|input|completion|output|cached|cache_read_input)_tokens|cache_n)"[ \t]*:[ \t]*'
-    rb"(\d{1,9})(?!\d)"
+    rb'"((?:prompt|input|completion|output|cached|cache_read_input)_tokens|(?:cache|prompt|predicted)_n)"'
+    rb"[ \t]*:[ \t]*(\d{1,9})(?!\d)"
 )
 """Whole names: one pattern for all names in _tokens takes 1.5 us for an answer of llama.cpp, this one 0.8."""
 
@@ -314,15 +314,17 @@ _SAID = re.compile(
 def tokens_said(body: bytes) -> Tokens:
     """Read the usage in the end of an answer.
 
-    OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
+    OpenAI and most engines count what was cached as part of the input, Anthropic and llama.cpp's ``timings``
+    beside it; these count where there is no usage.
     """
-    start = body.find(b'"usage"', -USAGE_BYTES)
-    if start < 0:  # an answer to count_tokens has an "input_tokens" of its own
+    start, timings = body.find(b'"usage"', -USAGE_BYTES), body.find(b'"timings"', -USAGE_BYTES)
+    if start < 0 and timings < 0:  # an answer to count_tokens has an "input_tokens" of its own
         return NO_TOKENS
-    timings = body.find(b'"timings"', -USAGE_BYTES, start)  # llama.cpp's
-    if timings >= 0:
-        start = timings
-    said = dict(_SAID.findall(body, start))  # of several the last counts
+    said = dict(_SAID.findall(body, min(each for each in (start, timings) if each >= 0)))  # the last counts
+    if start < 0:
+        answer, computed, kept = said.get(b"predicted_n"), said.get(b"prompt_n"), int(said.get(b"cache_n", 0))
+        prompt = int(computed) + kept if computed else None
+        return int(answer) if answer else None, prompt, kept if computed else None
     answer = said.get(b"completion_tokens") or said.get(b"output_tokens")
     prompt, cached = said.get(b"prompt_tokens"), said.get(b"cached_tokens") or said.get(b"cache_n")
     if prompt is None:

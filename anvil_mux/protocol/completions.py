@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from anvil_mux.clock import MOST_COUNT
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol import foreign
 from anvil_mux.protocol.api import written
@@ -281,13 +282,23 @@ def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tool_begin(call: dict[str, Any], index: object) -> ToolBegin:
-    function = call.get("function") or {}
+    function = _function(call)
     return ToolBegin(str(call.get("id") or f"call_{index}"), str(function.get("name") or ""))
 
 
 def _arguments(call: dict[str, Any]) -> str:
-    given = (call.get("function") or {}).get("arguments")
+    given = _function(call).get("arguments")
     return given if isinstance(given, str) else "" if given is None else json.dumps(given)
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    return function if isinstance(function, dict) else {}
+
+
+def count(value: object) -> int | None:
+    """The number of tokens that an engine says; None if that is none."""
+    return value if type(value) is int and 0 <= value <= MOST_COUNT else None
 
 
 def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: bool) -> Ending:
@@ -298,9 +309,9 @@ def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: b
     return Ending(
         reason="tool_calls" if called and reason == "stop" else reason,
         stop_sequence=sequence if isinstance(sequence, str) else None,
-        prompt_tokens=counts.get("prompt_tokens"),
-        completion_tokens=counts.get("completion_tokens"),
-        cached_tokens=details.get("cached_tokens") if isinstance(details, dict) else None,
+        prompt_tokens=count(counts.get("prompt_tokens")),
+        completion_tokens=count(counts.get("completion_tokens")),
+        cached_tokens=count(details.get("cached_tokens")) if isinstance(details, dict) else None,
         prompt_seconds=_seconds(timings, "prompt_ms"),
         completion_seconds=_seconds(timings, "predicted_ms"),
     )
@@ -309,7 +320,7 @@ def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: b
 def _seconds(timings: object, key: str) -> float | None:
     """A time that llama.cpp measured."""
     found = timings.get(key) if isinstance(timings, dict) else None
-    return found / 1000 if isinstance(found, (int, float)) else None
+    return found / 1000 if isinstance(found, (int, float)) and 0 <= found <= MOST_COUNT else None
 
 
 def _raise_error(found: dict[str, Any]) -> None:

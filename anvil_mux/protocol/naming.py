@@ -276,12 +276,31 @@ def _key(quoted: bytes | bytearray) -> str:
         raise BadRequest("the body is not JSON: bad escape in a key", param="body") from None
 
 
+URLENCODED = b"application/x-www-form-urlencoded"
+
+
+def is_urlencoded(content_type: bytes, body: bytes | bytearray) -> bool:
+    """Whether a body is a form without files; plain ``curl -d`` says so of JSON too."""
+    return content_type.partition(b";")[0].strip().lower() == URLENCODED and not _START.match(body)
+
+
+def in_urlencoded(body: bytes | bytearray) -> tuple[str | None, bool]:
+    """The model that a form without files names, and whether it asks for a stream."""
+    try:
+        fields = body.decode("ascii")
+        stream = parse_qs(fields, max_num_fields=MAX_PARTS).get("stream", [""])[-1]
+    except ValueError:
+        raise BadRequest("the form is not urlencoded, or has too many fields", param="body") from None
+    return model_in_query(fields), stream in ("true", "1")
+
+
 def model_in_query(query: str) -> str | None:
     """The model that ``?model=`` names; two different ones are refused."""
     try:
-        named = set(parse_qs(query, keep_blank_values=True, errors="strict").get("model", ()))
+        fields = parse_qs(query, keep_blank_values=True, errors="strict", max_num_fields=MAX_PARTS)
     except ValueError:
-        raise BadRequest("the query is not UTF-8", param="model") from None
+        raise BadRequest("the query is not UTF-8, or has too many fields", param="model") from None
+    named = set(fields.get("model", ()))
     if len(named) > 1:
         raise _twice()
     return checked(named.pop()) if named else None

@@ -31,6 +31,7 @@ from anvil_mux.protocol.completions import (
     ToolBegin,
     Translation,
     arguments_of,
+    count,
     document,
     objects,
     parts_of,
@@ -377,18 +378,21 @@ class _Embed(_Words):
         if not isinstance(data, list):
             raise BackendError("The engine's answer has no embeddings.")
         vectors = [each.get("embedding") for each in data if isinstance(each, dict)]
-        return written(self._said(vectors, found.get("usage") or {}, now))
+        if not all(isinstance(each, list) for each in vectors):
+            raise BackendError("The engine's answer has embeddings that are no lists of numbers.")
+        usage = found.get("usage")
+        tokens = count(usage.get("prompt_tokens")) if isinstance(usage, dict) else None
+        return written(self._said(vectors, tokens or 0, now))
 
-    def _said(self, vectors: list[Any], usage: dict[str, Any], now: float) -> dict[str, Any]:
-        count = usage.get("prompt_tokens", 0)
+    def _said(self, vectors: list[Any], tokens: int, now: float) -> dict[str, Any]:
         durations = self._durations(now)
-        return {"model": self._model, "embeddings": vectors, **durations, "prompt_eval_count": count}
+        return {"model": self._model, "embeddings": vectors, **durations, "prompt_eval_count": tokens}
 
 
 class _Embeddings(_Embed):
     _empty: ClassVar[dict[str, Any]] = {"embedding": []}
 
-    def _said(self, vectors: list[Any], usage: dict[str, Any], now: float) -> dict[str, Any]:
+    def _said(self, vectors: list[Any], tokens: int, now: float) -> dict[str, Any]:
         return {"embedding": vectors[0] if vectors else []}
 
 

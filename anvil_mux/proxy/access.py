@@ -26,7 +26,7 @@ OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
 """Routes that are answered without a key: they tell that the program lives, and whether it is ready."""
 LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
 """Routes that are answered to every key, as far as its models go."""
-STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/usage", "/why"])
+STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/requests/running", "/usage", "/why"])
 UPSTREAM = api.Route("openai", "upstream")
 """The route below /upstream/: for the engine of a model, as it is."""
 

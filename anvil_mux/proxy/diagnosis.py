@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
+from anvil_mux.clock import count_in
 from anvil_mux.errors import BadRequest, CircuitOpen
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.completions import finite
@@ -41,8 +42,8 @@ class Diagnosis:
     def logs(self, asked: Asked, reply: Reply) -> None:
         """Tell the log of the query's ``backend``, which may stand in the model's place; else of any."""
         name, query = _named(asked)
-        lines = query.get("lines", [str(LOG_LINES)])[-1]
-        if not lines.isdigit() or not 0 < int(lines) <= MAX_LOG_LINES:
+        lines = count_in(query.get("lines", [str(LOG_LINES)])[-1], MAX_LOG_LINES)
+        if not lines:
             raise BadRequest(f"`lines` is a number from 1 to {MAX_LOG_LINES}", param="lines")
         models = {each.model: each for each in self._mux.overview.status().models}
         services = {each.backend: model for model in models.values() for each in model.backends}
@@ -56,17 +57,17 @@ class Diagnosis:
             "backend": backend,
             "backends": [each.backend for each in model.backends],
         }
-        _answer(reply, {**told, "lines": list(self._tail(backend, int(lines)))})
+        _answer(reply, {**told, "lines": list(self._tail(backend, lines))})
 
     def why(self, asked: Asked, reply: Reply) -> None:
         name, query = _named(asked)
         choices = asked.access.choices(name, asked.key)
         model = self._mux.resolve(self._mux.overview.choose(choices) if choices else name)
-        tokens = query.get("tokens", ["0"])[-1]
-        if not tokens.isdecimal():
-            raise BadRequest("tokens must be a whole number", param="tokens")
+        tokens = count_in(query.get("tokens", ["0"])[-1])
+        if tokens is None:
+            raise BadRequest("`tokens` is a whole number", param="tokens")
         found = self._mux.overview.wait_estimate(model)
-        stages = self._mux.overview.explain(model, Work(tokens=int(tokens)), staged=True)
+        stages = self._mux.overview.explain(model, Work(tokens=tokens), staged=True)
         if found.verdict == "served" and not all(
             any(row["chosen"] for row in stage) for stage in stages.values()
         ):

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from anvil_mux.errors import BackendError, BadRequest, MuxError, NothingResident, Severed, with_log
+from anvil_mux.errors import BackendError, BadRequest, Cancelled, MuxError, NothingResident, Severed, with_log
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
 from anvil_mux.protocol import api, stages
@@ -203,6 +203,8 @@ class Dispatcher:
 
     def _judged(self, lease: Lease, error: MuxError, reply: Reply) -> _Failure:
         """Judge a failure by what is found of the engine while the lease is held."""
+        if isinstance(error, Cancelled):
+            return _Failure(error, again=False)
         if lease.attempt:
             if not isinstance(error, Severed):
                 lease.attempt.failed(_within(error), away=isinstance(error, EngineUnreachable))

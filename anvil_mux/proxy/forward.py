@@ -435,4 +435,6 @@ def _as_known(question: Question, backend: Backend) -> RequestBody:
         return body
     if named == known_as or model_in == "upstream":
         return body
+    if model_in == "multipart":
+        return (naming.model_replaced_in_query(body.decode("ascii"), known_as).encode("ascii"),)
     return naming.model_replaced(body, known_as, question.span) if body else ()

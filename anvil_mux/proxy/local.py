@@ -64,6 +64,7 @@ class Local:
             "/models": lists.models,
             "/readyz": probes.readyz,
             "/requests": captures.answer,
+            "/requests/running": operations.under_way,
             "/usage": UsageRoute(usage).usage,
             "/v1/models": lists.models,
             OF_ONE: lists.models,

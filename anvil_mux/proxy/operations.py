@@ -25,6 +25,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
 from anvil_mux.protocol.completions import parse
 from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.probes import Answer
 from anvil_mux.proxy.questions import read_json, resolve
 from anvil_mux.proxy.reloads import Reloads, as_json
 from anvil_mux.proxy.reply import JSON, Reply
@@ -94,13 +95,34 @@ class Operations:
         self._mux.facts.pin(_named(asked, reply, record), False)
         reply.whole(200, [JSON], DONE)
 
+    def under_way(self, asked: Asked) -> Answer:
+        """The requests that wait or run."""
+        now = time.time()
+        told = [
+            {
+                "id": each.request,
+                "ticket": each.ticket,
+                "key": each.key,
+                "model": each.model,
+                "backend": each.backend,
+                "state": "running" if each.backend else "waiting",
+                "seconds": round(now - self._mux.overview.wall(each.since), 1),
+            }
+            for each in self._mux.overview.under_way()
+        ]
+        return 200, JSON, json.dumps({"requests": told}, indent=1).encode("ascii") + b"\n"
+
     def cancel(self, asked: Asked, reply: Reply, record: Served) -> None:
-        """Take one request out of its queue."""
-        ticket = parse(read_json(asked, reply.client)).get("ticket")
-        if not isinstance(ticket, int):
-            raise BadRequest("the body must name a `ticket`, by its number", param="ticket")
-        if not self._mux.cancel(ticket):
-            raise NotFound(f"No request with the ticket {ticket} waits (any more).")
+        """End one request: out of its queue, or while it runs."""
+        said = parse(read_json(asked, reply.client))
+        ticket, id = said.get("ticket"), said.get("id")
+        if not isinstance(ticket, int) and not (id and isinstance(id, str)):
+            raise BadRequest("the body must name a request: its `id`, or its `ticket`", param="ticket")
+        if not self._mux.cancel(
+            ticket if isinstance(ticket, int) else None, id if isinstance(id, str) else ""
+        ):
+            which = f"the ticket {ticket}" if isinstance(ticket, int) else f"the id {id}"
+            raise NotFound(f"No request with {which} waits or runs (any more).")
         reply.whole(200, [JSON], DONE)
 
     def reload(self, asked: Asked, reply: Reply, record: Served) -> None:
@@ -199,11 +221,20 @@ class _SharedLoad:
 
 def _named(asked: Asked, reply: Reply, record: Served) -> str:
     """The model that the body names."""
+    kind = asked.request.fields.get(b"content-type", b"")
+    if kind.startswith(naming.URLENCODED):
+        body = reply.client.read_body(asked.request, naming.MAX_JSON_PARSED)
+        if naming.is_urlencoded(kind, body):
+            return _model_of(naming.in_urlencoded(body)[0], asked, record)
+        return _model_in(body, asked, record)
     return _model_in(read_json(asked, reply.client), asked, record)
 
 
 def _model_in(body: bytes | bytearray, asked: Asked, record: Served) -> str:
-    name, _ = naming.model_and_stream(body)
+    return _model_of(naming.model_and_stream(body)[0], asked, record)
+
+
+def _model_of(name: str | None, asked: Asked, record: Served) -> str:
     if name is None:
         raise BadRequest("the body must name a `model`", param="model")
     record.model = resolve(asked, name)

@@ -189,6 +189,10 @@ def _from_form(asked: Asked, client: Client) -> Question:
     kind = asked.request.fields.get(b"content-type", b"")
     if _coding(asked.request):
         raise BadRequest("a form must be sent as it is, without Content-Encoding", status=415)
+    if kind.partition(b";")[0].strip().lower() == naming.URLENCODED:
+        body = client.read_body(asked.request, naming.MAX_JSON_PARSED)
+        named, wants_stream = naming.in_urlencoded(body)
+        return Question(asked, target(asked, named), body, named, stream=wants_stream and asked.route.streams)
     if naming.media(kind, b"") != "multipart":
         raise BadRequest("this route takes a form (Content-Type: multipart/form-data)", status=415)
     scanner = naming.MultipartModelScanner(naming.boundary(kind))
@@ -298,6 +302,8 @@ def _name_in_body(asked: Asked, path: str, body: bytes | bytearray) -> str | Non
         scanner.feed(bytes(body))
         scanner.finish()
         return scanner.model
+    if naming.is_urlencoded(kind, body):
+        return naming.in_urlencoded(body)[0]
     if api.api_of(path) == "ollama":
         return ollama.name_in(parse(body))
     route = api.match("POST", path)

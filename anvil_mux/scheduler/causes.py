@@ -87,6 +87,7 @@ Kind = Literal[
     "evicted",
     "host_lost",
     "shutdown",
+    "cancelled",
     "error",
     # of the end of a pause
     "resumed",
@@ -211,6 +212,7 @@ SENTENCES: dict[Kind, str] = {
     "evicted": "evicted for {model}",
     "host_lost": "the host {host} is lost",
     "shutdown": "anvil-mux shut down",
+    "cancelled": "cancelled by hand",
     "error": "{detail}",
     "reconfigured": "{detail}",
     "bad_configuration": "{detail}",

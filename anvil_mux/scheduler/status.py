@@ -202,6 +202,22 @@ class Waiter:
     since: float
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """One request that waits or runs."""
+
+    request: str
+    """The id that its client was told; "": a load by hand."""
+    ticket: int
+    key: str
+    """The name of its API key; "": none."""
+    model: str
+    backend: str
+    """The backend at which it runs; "": it waits."""
+    since: float
+    """When it came, or began to run."""
+
+
 def model_state(state: GroupState, model: Model, now: float, progress: Progress | None) -> ModelState:
     """One model, whose queue stands in this GPU group."""
     slots = model.slots

@@ -44,7 +44,7 @@ def load_of(text: str) -> EngineLoad | None:
     found: dict[str, list[float]] = {}
     for name, value in LINE.findall(text):
         if what := NAMES.get(name):
-            number = float(value)
+            number = _number(value)
             if math.isfinite(number):
                 found.setdefault(what, []).append(number)
     if "running" not in found or "waiting" not in found:
@@ -52,6 +52,13 @@ def load_of(text: str) -> EngineLoad | None:
     usage = found.get("usage")
     share = sum(usage) / len(usage) if usage else None
     return EngineLoad(round(sum(found["running"])), round(sum(found["waiting"])), share)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def load_of_slots(text: str) -> EngineLoad | None:

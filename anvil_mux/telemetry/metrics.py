@@ -597,7 +597,7 @@ def _route_labels() -> dict[str, str]:
         "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
     )
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
-    seen = "/events /logs /pause /reload /requests /requests/cancel /resume /usage /why"
+    seen = "/events /logs /pause /reload /requests /requests/cancel /requests/running /resume /usage /why"
     hosts = "/hosts /hosts/drain /hosts/gone /hosts/undrain"
     labels |= {path: path for path in f"{state} {models} {theirs} {seen} {hosts}".split()}
     return labels | _WITH_NAMES

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.protocol import anthropic, ollama
 from anvil_mux.protocol.completions import (
     ChunkReader,
     Ending,
@@ -139,3 +144,54 @@ def test_a_question_names_the_model_as_its_engine_knows_it() -> None:
 
     asked = Translation("a", "/v1/embeddings", {"input": "x"}, Nobody())
     assert json.loads(asked.body("inside")) == {"model": "inside", "input": "x"}
+
+
+ODD = [None, [], "x", 7, {}, True, -1, 10**400, math.inf, math.nan, [1], {"a": 1}]
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("translate", [ollama.chat, anthropic.messages])
+def test_whatever_an_engine_says_of_calls_and_figures_is_an_answer_or_its_error(
+    translate: Callable[[dict[str, Any]], Translation], odd: object
+) -> None:
+    said = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    for part in (
+        {"choices": [{"message": {"content": "x", "tool_calls": odd}}]},
+        {"choices": [{"message": {"content": "x", "tool_calls": [odd]}}]},
+        {"choices": [{"message": {"content": "x", "tool_calls": [{"function": odd}]}}]},
+        {"choices": [{"message": {"content": "x", "tool_calls": [{"function": {"arguments": odd}}]}}]},
+        {"choices": [{"message": {"content": odd}}]},
+        {"choices": [{"message": {"content": "x"}, "finish_reason": odd, "stop_reason": odd}]},
+        {"usage": odd},
+        {"usage": {"prompt_tokens": odd, "completion_tokens": odd, "prompt_tokens_details": odd}},
+        {"usage": {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": odd}}},
+        {"timings": odd},
+        {"timings": {"prompt_ms": odd, "predicted_ms": odd}},
+    ):
+        body = json.dumps({"choices": [{"message": {"content": "x"}}], **part}).encode()
+        with suppress(BackendError):
+            translation = translate(said)
+            translation.answer.begun(0.0, 0.0)
+            assert isinstance(json.loads(translation.answer.whole(body, 1.0), parse_constant=_refuse), dict)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("ask", [ollama.embed, ollama.embeddings])
+def test_whatever_an_engine_says_as_embeddings_is_an_answer_or_its_error(
+    ask: Callable[[dict[str, Any]], Translation], odd: object
+) -> None:
+    for answer in (
+        {"data": odd},
+        {"data": [odd]},
+        {"data": [{"embedding": odd}]},
+        {"data": [], "usage": odd},
+    ):
+        for usage in ({}, {"usage": {"prompt_tokens": odd}}):
+            translation = ask({"model": "a", "input": "x", "prompt": "x"})
+            translation.answer.begun(0.0, 0.0)
+            with suppress(BackendError):
+                translation.answer.whole(json.dumps({**answer, **usage}).encode(), 1.0)
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(constant)

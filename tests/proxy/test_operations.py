@@ -243,3 +243,13 @@ def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:
 def test_following_is_a_get(make_rig: Callable[..., Rig], method: bytes) -> None:
     answer = make_rig().client().get(b"/models/sse", method)
     assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")
+
+
+@pytest.mark.parametrize("body", [b"model=a", b"x=1&model=%61", ASK_A])
+def test_a_model_may_be_named_in_a_plain_form(rig: Rig, body: bytes) -> None:
+    connection = rig.client()
+    form = b"POST /models/load?wait=true HTTP/1.1\r\nHost: localhost\r\n"
+    kind = b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection.send(form + kind + body)
+    assert connection.read().body == b'{"success":true}'
+    assert rig.events.of("ready")

@@ -1131,3 +1131,40 @@ def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:
     assert connection.get(b"/livez").status == 200
     slow[1].send(b"alhost\r\n\r\n")
     assert slow[1].read().body == b"ok\n"
+
+
+def test_a_form_without_files_reaches_the_engine_with_its_own_name_for_the_model(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(backends=(Backend("a", "a", gpus=("0",), served_model="inside & out"),))
+    rig.engine.answer = None
+    client = rig.client()
+    body = b"language=en&model=a&prompt=x%20y"
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\n"
+    kind = b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: %d\r\n\r\n" % len(body)
+    client.send(head + kind + body)
+    asked = rig.engine.next()
+    assert asked.body == b"language=en&model=inside%20%26%20out&prompt=x%20y"
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+def test_an_engine_is_asked_for_answers_that_can_be_read(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A, extra=b"Accept-Encoding: gzip, br\r\n")
+    asked = rig.engine.next()
+    assert asked.head.lower().count(b"accept-encoding: identity\r\n") == 1
+    assert b"gzip" not in asked.head
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/logs?model=a&lines=%C2%B2", f"/logs?model=a&lines={'1' * 4500}", "/logs?model=a&lines=-1"),
+        *("/why?model=a&tokens=%C2%B2", f"/why?model=a&tokens={'1' * 5000}", "/why?model=a&tokens=%D9%A3"),
+    ],
+)
+def test_what_is_no_number_in_a_query_is_a_bad_request(rig: Rig, path: str) -> None:
+    assert rig.client().get(path.encode()).status == 400

@@ -278,3 +278,63 @@ def test_other_methods_are_told_what_is_allowed(rig: Rig) -> None:
     client.post(b"{}", b"/events")
     answer = client.read()
     assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")
+
+
+def running(rig: Rig) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(rig.client().get(b"/requests/running").body)["requests"]
+    return found
+
+
+def test_requests_that_run_or_wait_are_listed(rig: Rig) -> None:
+    first = rig.client()
+    first.post(ASK_A, extra=b"X-Request-ID: the-first\r\n")
+    asked = rig.engine.next()
+    [shown] = running(rig)
+    assert (shown["id"], shown["model"], shown["backend"], shown["state"]) == (
+        "the-first",
+        "a",
+        "a",
+        "running",
+    )
+    rig.mechanism.gate.clear()
+    second = rig.client()
+    second.post(b'{"model":"org/b"}', extra=b"X-Request-ID: the-second\r\n")
+    rig.events.wait("queued", 2)
+    assert [(each["id"], each["state"]) for each in running(rig)] == [
+        ("the-first", "running"),
+        ("the-second", "waiting"),
+    ]
+    asked.send(JSON_OK)
+    assert first.read().status == 200
+
+
+def test_a_request_that_runs_is_cancelled_by_its_id_and_its_engine_hears_of_it(rig: Rig) -> None:
+    client, boss = rig.client(), rig.client()
+    client.post(ASK_A, extra=b"X-Request-ID: unwanted\r\n")
+    asked = rig.engine.next()
+    boss.post(b'{"id":"unwanted"}', b"/requests/cancel")
+    assert boss.read().status == 200
+    refused = client.read()
+    error = json.loads(refused.body)["error"]
+    assert (refused.status, error["code"]) == (503, "cancelled")
+    assert error["message"] == "This request for a was cancelled by hand."
+    assert asked.was_left()
+    rig.events.wait("released")
+    assert running(rig) == []
+    boss.post(b'{"id":"unwanted"}', b"/requests/cancel")
+    assert boss.read().status == 404
+
+
+def test_a_stream_that_is_cancelled_ends_with_an_error_and_no_other_replica_goes_on(rig: Rig) -> None:
+    client, boss = rig.client(), rig.client()
+    client.post(b'{"model":"a","stream":true}', extra=b"X-Request-ID: unwanted\r\n")
+    asked = rig.engine.next()
+    asked.send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"d\r\ndata: {}\n\n  \n\r\n"
+    )
+    client.read_until(b"data: {}")
+    boss.post(b'{"id":"unwanted"}', b"/requests/cancel")
+    assert boss.read().status == 200
+    assert b'"code":"cancelled"' in client.rest()
+    assert asked.was_left()
