@@ -378,7 +378,6 @@ def _check_files(given: argparse.Namespace) -> int:
     from anvil_mux.cli import diagnostics, gpus
     from anvil_mux.config.config import LOCAL
     from anvil_mux.host import check
-    from anvil_mux.host.seam import HostConfig
     from anvil_mux.serve import elsewhere
     from anvil_mux.serve.credentials import open_address, secrets
 
@@ -386,9 +385,8 @@ def _check_files(given: argparse.Namespace) -> int:
     config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
     keyring, _ = secrets(config)
     known = _learned(config)
-    warnings = [*config.warnings, *_slow_loads(config, known), *_engine_lacks(config)]
+    warnings = [*config.warnings, *_slow_loads(config, known), *_lacking(config)]
     warnings += elsewhere.warnings(config.backends)
-    warnings += check.missing_rights(HostConfig.of(config))
     warnings += [*keyring.warnings, *filter(None, [open_address(config, keyring)])]
     hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
     seen = _check_hosts(config, cluster) if cluster else []
@@ -547,17 +545,18 @@ def _slow_loads(config: Config, known: Known) -> list[str]:
     ]
 
 
-def _engine_lacks(config: Config) -> list[str]:
-    """A warning for each image that Docker does not have, and for what it cannot do."""
+def _lacking(config: Config) -> list[str]:
+    """A warning for each thing that this machine lacks for the configuration."""
     from anvil_mux.host import check
     from anvil_mux.host.seam import HostConfig
 
-    try:
-        here = HostConfig.of(config)
-        return [*check.missing_images(here), *check.engine_limits(here)]
-    except MuxError as error:
-        say(f"note: images were not looked for: {error.message}")
-        return []
+    found: list[str] = []
+    for question in check.questions():
+        try:
+            found += question(HostConfig.of(config))
+        except MuxError as error:
+            found.append(f"no container can be started, and images were not looked for: {error.message}")
+    return list(dict.fromkeys(found))
 
 
 def _config(given: argparse.Namespace) -> int:

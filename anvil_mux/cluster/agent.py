@@ -318,11 +318,7 @@ def local_host(
 def _lacks(config: HostConfig) -> list[str]:
     """Say what this host lacks for a configuration, which changes nothing; in plain text, which may cross."""
     try:
-        return [
-            str(each)
-            for lacking in (check.missing_images, check.engine_limits, check.missing_rights)
-            for each in lacking(config)
-        ]
+        return [str(each) for lacking in check.questions() for each in lacking(config)]
     except MuxError as error:
         return [error.message]
 

@@ -21,7 +21,7 @@ import yaml
 
 from anvil_mux.command import Done, run
 from anvil_mux.config import compose_words, interpolate, overlay
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, advice
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.overlay import Layer, Layers
 from anvil_mux.config.problems import KeyInFile
@@ -35,6 +35,8 @@ OVERRIDE_NAMES = (
     "docker-compose.override.yaml",
 )
 COMPOSE_TIMEOUT = 60.0
+OF_PROCESSES = ("HOST", "PORT")
+"""Variables that a local process is given when it starts."""
 SHARED = ("networks", "volumes", "secrets", "configs")
 """The things beside services that services use."""
 
@@ -98,7 +100,7 @@ def combine(
     for document in documents:
         resolved, unset = interpolate.resolve(document, variables)
         content = overlay.laid_over(content, resolved)
-        warnings += [_unset(documents, name) for name in unset]
+        warnings += [_unset(documents, name, process=process) for name in unset]
     project = _project(documents[0].file, content, environ)
     return _content(content, project, warnings, Layers(documents, variables), plain=True)
 
@@ -175,11 +177,14 @@ def _warning(documents: Sequence[Document], text: str) -> str:
     return f"{documents[0].file}: docker compose: {text}"
 
 
-def _unset(documents: Sequence[Document], name: str) -> str:
+def _unset(documents: Sequence[Document], name: str, *, process: bool = False) -> str:
     """A warning about a variable that is not set, at the first line that uses it."""
     said = f"the variable {name} is not set, so nothing stands in its place"
-    text = f"{said}; set it, here or in .env, or write ${{{name}:-default}}"
-    found = Diagnostic(text, said=said, write=f"{name}=... in .env")
+    if process and name in OF_PROCESSES:
+        found = advice(f"{said}; anvil-mux puts in a {name} that begins with $$", f"$${name}")
+    else:
+        text = f"{said}; set it, here or in .env, or write ${{{name}:-default}}"
+        found = Diagnostic(text, said=said, write=f"{name}=... in .env")
     for document in documents:
         for key, value in _texts(document.content, ()):
             if re.search(rf"\$(?:{name}\b|{{{name}[:}}?+-])", value):

@@ -566,11 +566,24 @@ def process_bites(service: RawService, port: int | None) -> Iterator[str]:
 
     Your own program may read PORT from its environment; engines do not.
     """
-    if engine(service) != "openai" and port is None and not any("PORT" in word for word in argv(service)):
+    yield from _other_port(service, port)
+    family = engine(service)
+    if family == "openai" or commanded_port(service) or any("PORT" in word for word in argv(service)):
+        return
+    by_variable = {LLAMACPP_PORT, "OLLAMA_HOST"} & set(environment(service, {}))
+    if not by_variable and (port is None or port != USUAL_PORTS.get(family)):
         said = "its command does not say where it is to listen"
         yield Diagnostic(
             f"{said}; add --port $$PORT", said=said, write="command: ... --port $$PORT", key=("command",)
         )
+
+
+def _other_port(service: RawService, port: int | None) -> Iterator[str]:
+    """A warning if the command has the engine listen at another port than that where it is asked."""
+    told = commanded_port(service)
+    if told is not None and port is not None and told != port:
+        said = f"its command listens on {told}, and is asked on {port} (x-anvil: port)"
+        yield advice(said, f"x-anvil: {{port: {told}}}", key=("x-anvil", "port"))
 
 
 def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str]:
@@ -580,6 +593,8 @@ def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str
         if port in inside and told not in inside:
             text = f"its command listens on {told}, but published is {', '.join(map(str, inside))}"
             yield Diagnostic(text, write=f'ports: ["127.0.0.1::{told}"]', key=("ports",))
+        else:
+            yield from _other_port(service, port)
     elif engine == "llamacpp" and not environment(service, {}).get(LLAMACPP_PORT):
         said = "llama.cpp listens on 8080 or, in newer versions, on 9931"
         flag = f'--port "{inside[0] if inside else 8080}"'

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from anvil_mux.config.config import Backend
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.host.seam import HostConfig, HostGpu
 
 DRIVERS = ("/dev/nvidiactl", "/sys/class/drm/card0", "/sys/class/drm/card1")
 """Files that are there if a driver of GPUs is."""
+IN_CONTAINER = ("/.dockerenv", "/run/.containerenv")
+"""Files of which one is there if this program itself is in a container."""
 
 
 def gpus_here() -> tuple[HostGpu, ...]:
@@ -82,3 +88,57 @@ def missing_rights(config: HostConfig) -> list[str]:
     from anvil_mux.host.local import build_runtime
 
     return rights.warnings(config, build_runtime(config))
+
+
+def missing_files(config: HostConfig) -> list[str]:
+    """A warning for each program, file of weights and mounted folder that backends need and is not there."""
+    from anvil_mux.host.endpoint import find_endpoint
+
+    folders = [Path(file).absolute().parent for file in config.files]
+    is_process = config.runtime == "process"
+    if not is_process and find_endpoint(os.environ).path is None:
+        return []
+    sees_all = is_process or not any(map(os.path.exists, IN_CONTAINER))
+    return [
+        Diagnostic(f"service {name}: {said}", key=("services", name, key))
+        for name, backend in {backend.service_name: backend for backend in config.backends}.items()
+        for key, place, said in (_programs if is_process else _mounts)(backend, folders)
+        if sees_all or any(folder in Path(place).parents for folder in folders)
+    ]
+
+
+def _programs(backend: Backend, folders: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
+    """Key, path and text of each file that a local process lacks."""
+    known = dict(backend.service.environment)
+    folder = backend.service.working_dir or str(folders[0] if folders else Path.cwd())
+    if not os.path.isdir(folder):
+        yield "working_dir", folder, f"its working_dir {folder} is not there"
+        return
+    program = backend.service.command[0]
+    path = os.path.normpath(os.path.join(folder, program)) if "/" in program else program
+    if shutil.which(path, path=known.get("PATH", os.environ.get("PATH"))) is None:
+        said = f"its program {path} is not there, or may not be run"
+        yield "command", path, said if "/" in program else f"its program {program} is not on PATH"
+    yield from _weights(backend)
+
+
+def _mounts(backend: Backend, folders: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
+    """Key, path and text of each file that a container lacks."""
+    absent = [place for _, place in backend.service.mounts if place and not os.path.exists(place)]
+    for place in absent:
+        yield "volumes", place, f"it mounts {place}, which is not there: Docker makes an empty folder of it"
+    for key, place, said in _weights(backend):
+        if not any(Path(each) in (Path(place), *Path(place).parents) for each in absent):
+            yield key, place, said
+
+
+def _weights(backend: Backend) -> Iterator[tuple[str, str, str]]:
+    from anvil_mux.host.weights import missing
+
+    for place in missing(backend):
+        yield "command", place, f"its model {place} is not there"
+
+
+def questions() -> Sequence[Callable[[HostConfig], list[str]]]:
+    """All questions about what a host may lack for a configuration."""
+    return missing_files, missing_images, engine_limits, missing_rights

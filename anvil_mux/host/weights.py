@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -28,6 +28,10 @@ MOST_FILES = 512
 MOST_INDEX = 64 << 20
 """Bytes of a list of files that are read."""
 WEIGHTS = (".gguf", ".safetensors")
+MODEL_FLAGS = ("-m", "--model", "--model-path", "serve")
+"""Words after which a command names its model."""
+DOWNLOADS = ("-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo")
+"""Flags of llama.cpp by which it gets the file that it names."""
 SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.gguf$")
 """The end of the name of a GGUF file that is one of several."""
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
@@ -57,6 +61,23 @@ def weights_of(backend: Backend, mounted: Mounts = ()) -> list[Path]:
     found = finder.in_store(backend.served_model or backend.model) if backend.engine == "ollama" else ()
     wanted = dict.fromkeys(finder.inside_mounts([*found, *finder.named()]))
     return list(islice(filter(os.path.isfile, wanted), MOST_FILES))
+
+
+def missing(backend: Backend) -> list[str]:
+    """The paths on this machine of what the command names as its model, and that are not there."""
+    service = backend.service
+    words = service.command
+    if any(flag in words for flag in DOWNLOADS):
+        return []
+    named = [*(word for word in words if word.endswith(WEIGHTS)), *_models(words)]
+    places = dict.fromkeys(on_host(service, word.rpartition("=")[2]) for word in named)
+    return [place for place in places if place and not os.path.exists(place)]
+
+
+def _models(words: Sequence[str]) -> Iterator[str]:
+    """The paths that stand where a command names its model."""
+    found = [value for flag in MODEL_FLAGS for value in flag_values(words, flag)]
+    yield from (each for each in found if each.startswith(("/", "./", "../")))
 
 
 def shards(file: Path) -> Iterator[Path]:

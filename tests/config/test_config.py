@@ -867,6 +867,40 @@ def test_an_engine_that_is_not_told_its_port_is_a_warning(tmp_path: Path, comman
     ] == [True] * warned
 
 
+PROCESSES = "x-anvil: {runtime: process}\nservices: {a: {%s}}"
+
+
+@pytest.mark.parametrize(
+    ("service", "warning"),
+    [
+        (
+            "command: llama-server --port 81, x-anvil: {port: 80, gpus: []}",
+            "its command listens on 81, and is asked on 80 (x-anvil: port); write x-anvil: {port: 81}",
+        ),
+        ("command: vllm serve m, x-anvil: {port: 81, gpus: []}", "add --port $$PORT"),
+        ("command: vllm serve m, x-anvil: {port: 8000, gpus: []}", ""),
+        ("command: [ollama, serve], environment: {OLLAMA_HOST: ':80'}, x-anvil: {port: 80, gpus: []}", ""),
+        (
+            "command: './own ${PORT}', x-anvil: {gpus: []}",
+            "the variable PORT is not set, so nothing stands in its place; anvil-mux puts in a PORT that "
+            "begins with $$; write $$PORT",
+        ),
+    ],
+)
+def test_a_process_that_listens_elsewhere_is_a_warning(tmp_path: Path, service: str, warning: str) -> None:
+    warnings = plain(tmp_path, PROCESSES % service).warnings
+    assert [text.endswith(warning) for text in warnings] == [True] * bool(warning), warnings
+
+
+@pytest.mark.parametrize(
+    "rest", ["ports: ['127.0.0.1::80', '127.0.0.1::81']", "network_mode: host", "ports: ['127.0.0.1::80']"]
+)
+def test_a_container_that_listens_elsewhere_is_a_warning(tmp_path: Path, rest: str) -> None:
+    service = f"image: x, command: x --port 81, profiles: [llm], gpus: [{{count: 1}}], {rest}"
+    (found,) = plain(tmp_path, f"services: {{a: {{{service}, x-anvil: {{port: 80}}}}}}").warnings
+    assert "its command listens on 81" in found
+
+
 def test_a_model_that_fits_beside_no_pinned_one_is_a_warning(tmp_path: Path) -> None:
     warnings = plain(tmp_path, TWO % ("vram: 5GiB, pin: true", "vram: 4GiB")).warnings
     assert any("services.b: does not fit on GPU 0 beside the pinned a" in warning for warning in warnings)

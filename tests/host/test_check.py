@@ -1,0 +1,100 @@
+"""What a machine lacks for a configuration: programs, models and mounted folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.host import check
+from anvil_mux.host.seam import HostConfig
+from anvil_mux.plugins import load
+
+
+def lacking(folder: Path, text: str) -> list[str]:
+    file = folder / "compose.yaml"
+    file.write_text(text)
+    config = HostConfig.of(load([file], compose=None, environ={}))
+    return [each.replace(f"{folder}/", "") for each in check.missing_files(config)]
+
+
+@pytest.fixture(autouse=True)
+def engine_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+
+
+def process(service: str) -> str:
+    return f"x-anvil: {{runtime: process}}\nservices: {{a: {{x-anvil: {{gpus: []}}, {service}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("service", "expected"),
+    [
+        ("command: no-such-program", "service a: its program no-such-program is not on PATH"),
+        (
+            "command: [./no-such], working_dir: there",
+            "service a: its program there/no-such is not there, or may not be run",
+        ),
+        (
+            "command: [./file], working_dir: there",
+            "service a: its program there/file is not there, or may not be run",
+        ),
+        ("command: sh, working_dir: nowhere", "service a: its working_dir nowhere is not there"),
+        ("command: sh -m there/b.gguf", "service a: its model there/b.gguf is not there"),
+        ("command: sh --model=./there/b", "service a: its model there/b is not there"),
+        ("command: sh serve ../b, working_dir: there", "service a: its model b is not there"),
+        ("command: sh -m there/a.gguf", ""),
+        ("command: sh -m there/b.gguf --model-url https://x/b.gguf", ""),
+        ("command: sh serve org/name", ""),
+        ("command: own, environment: {PATH: there/bin}", ""),
+    ],
+)
+def test_what_a_process_lacks(
+    tmp_path: Path, service: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there" / "bin").mkdir(parents=True)
+    (tmp_path / "there" / "a.gguf").touch()
+    (tmp_path / "there" / "file").touch()
+    (tmp_path / "there" / "bin" / "own").touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert lacking(tmp_path, process(service)) == [expected] * bool(expected)
+
+
+VOLUMES = "services: {a: {image: x, volumes: ['%s:/models:ro', named:/n, /n], command: [%s], x-anvil: {}}}"
+
+
+@pytest.mark.parametrize(
+    ("mount", "words", "expected"),
+    [
+        (
+            "./absent",
+            "-m, /models/a.gguf",
+            "service a: it mounts absent, which is not there: Docker makes an empty folder of it",
+        ),
+        ("./there", "-m, /models/b.gguf", "service a: its model there/b.gguf is not there"),
+        ("./there", "serve, /models/c", "service a: its model there/c is not there"),
+        ("./there", "-m, /models/a.gguf", ""),
+        ("./there", "-m, /in/the/image.gguf", ""),
+        ("./there", "-m, /n/b.gguf", ""),
+    ],
+)
+def test_what_a_container_lacks(tmp_path: Path, mount: str, words: str, expected: str) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.gguf").touch()
+    assert lacking(tmp_path, VOLUMES % (mount, words)) == [expected] * bool(expected)
+
+
+def test_the_files_of_an_engine_on_another_machine_are_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "ssh://user@host")
+    assert lacking(tmp_path, VOLUMES % ("./absent", "x")) == []
+
+
+def test_in_a_container_only_what_lies_beside_the_file_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for marks, expected in (((), ["/no/such"]), ((str(tmp_path),), [])):
+        monkeypatch.setattr(check, "IN_CONTAINER", marks)
+        found = lacking(tmp_path, VOLUMES % ("/no/such", "x"))
+        assert [each.split()[4].rstrip(",") for each in found] == expected
