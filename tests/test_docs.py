@@ -216,3 +216,15 @@ def test_every_room_is_in_the_list_of_rooms() -> None:
     listed = (ROOT / "CONTRIBUTING.md").read_text()
     for module in (ROOT / "anvil_mux").rglob("[a-z]*.py"):
         assert f"`{module.name}`" in listed, module.name
+
+
+def test_each_threat_is_shown_by_tests_that_there_are() -> None:
+    table = (ROOT / "docs" / "security.md").read_text().partition("\n## Threats\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!who |---)([^|]+) \|.*\| ([^|]+) \|$", table, re.M)
+    assert len(rows) >= 8
+    for who, shown in rows:
+        file, named = "", re.findall(r"`((?:tests/[\w/]+\.py)?)::(\w+)`", shown)
+        assert named or "mode 700" in shown, who
+        for path, test in named:
+            file = path or file
+            assert f"def {test}(" in (ROOT / file).read_text(), (file, test)
