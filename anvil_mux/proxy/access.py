@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import NamedTuple
 
@@ -254,6 +255,7 @@ def _name_in(host: str) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
+@lru_cache(64)
 def _is_local(host: bytes) -> bool:
     """``host`` (with or without a port) can only mean this machine."""
     name = _name_in(host.decode("latin-1"))

@@ -14,6 +14,7 @@ from errno import EALREADY, EINPROGRESS, EINTR, ETIMEDOUT
 from socket import (
     AF_INET,
     AF_INET6,
+    AF_UNIX,
     IPPROTO_TCP,
     MSG_DONTWAIT,
     MSG_PEEK,
@@ -21,6 +22,7 @@ from socket import (
     SO_SNDTIMEO,
     SOL_SOCKET,
     TCP_CONGESTION,
+    TCP_INFO,
     TCP_NODELAY,
     socket,
 )
@@ -40,6 +42,9 @@ LOOK_SECONDS = 0.25
 """How often a thread that waits for an engine looks at its client and its lease."""
 IDLE_SECONDS = 4.0
 """The longest idle time; less than the keep-alive time of the engines (uvicorn, cpp-httplib: 5 s)."""
+SO_MEMINFO = 55
+"""The option whose first number is the bytes of memory that what was not read takes (Linux 4.12)."""
+ESTABLISHED = 1
 SPARED = 2
 """Idle connections that are left to an engine while requests wait there that they could not carry."""
 
@@ -165,6 +170,13 @@ class Pool:
 
 
 def _is_quiet(connection: socket) -> bool:
+    """Whether an idle connection is open and nothing has come on it.
+
+    ``recv`` lets another thread have the interpreter, which costs more than all else here; ``getsockopt``
+    does not. So it is asked first, wherever it knows.
+    """
+    if connection.family != AF_UNIX and _is_known_quiet(connection):
+        return True
     try:
         connection.recv(1, MSG_PEEK | MSG_DONTWAIT)
     except BlockingIOError:
@@ -172,6 +184,15 @@ def _is_quiet(connection: socket) -> bool:
     except OSError:
         pass
     return False  # its end, or bytes that nobody asked for
+
+
+def _is_known_quiet(connection: socket) -> bool:
+    try:
+        state = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 1)[0]
+        unread = connection.getsockopt(SOL_SOCKET, SO_MEMINFO, 4)
+    except OSError:  # another kernel
+        return False
+    return state == ESTABLISHED and not any(unread)
 
 
 def connect(address: Address, look: Callable[[], object] = lambda: None) -> socket:
