@@ -91,11 +91,10 @@ class SampleQuestion(NamedTuple):
         return self._replace(asks={**self.asks, **more})
 
     def written(self, backend: Backend) -> tuple[bytes, bytes]:
-        """Head and body, for a connection that may be used again."""
-        body = self._body(backend).encode()
-        fields = {"Host": backend.name, **_headers(backend), "Content-Length": str(len(body))}
+        """The lines of the head, and the body, for a connection that may be used again."""
+        fields = {"Host": backend.name, **_headers(backend)}
         lines = [f"POST {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
-        return "".join(f"{line}\r\n" for line in (*lines, "")).encode(), body
+        return "".join(f"{line}\r\n" for line in lines).encode(), self._body(backend).encode()
 
     def _body(self, backend: Backend) -> str:
         return json.dumps({"model": backend.served_model, **self.asks})
