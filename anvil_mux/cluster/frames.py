@@ -137,6 +137,8 @@ def _scalar(kind: Any, value: object) -> object:
 
 
 def _one_of(kinds: Sequence[Any], value: object) -> Any:
+    if value is None and types.NoneType in kinds:  # most often
+        return None
     for kind in kinds[:-1]:
         try:
             return of(kind, value)
