@@ -180,6 +180,15 @@ def checked(model: object) -> str:
     return model
 
 
+def refuse_more_models(body: bytes | bytearray) -> None:
+    """Refuse a body with `models`, in which some servers take others to ask if the first one fails."""
+    opening = _START.match(body)
+    may_have = opening and (b'"models"' in body or b"\\u" in body)
+    if opening and may_have and any(key == "models" for key, _ in _top_level_keys(body, opening.end())):
+        text = "`models` may name other models of the server; that needs a key with `admin`"
+        raise BadRequest(text, param="models", status=403)
+
+
 def _not_an_object() -> BadRequest:
     return BadRequest("the body must be a JSON object", param="body")
 

@@ -81,6 +81,8 @@ class Access:
         """Model -> its backend, where it has but one."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
         """Models of which a request may be served in two stages."""
+        self.has_elsewhere = any(backend.url for backend in config.backends)
+        """Whether a request may reach a server that has more models than the configuration says."""
         self._chains = fallback.chains(config.backends)
 
     @property

@@ -182,6 +182,8 @@ def _from_json(asked: Asked, client: Client) -> Question:
         found, named = target(asked, translation.model), translation.model
         return Question(asked, found, body, named, stream=stream, translation=translation)
     named, stream = naming.model_and_stream(body)
+    if asked.access.has_elsewhere and asked.key and not asked.key.admin:
+        naming.refuse_more_models(body)
     return Question(asked, target(asked, named), body, named, stream=stream and route.streams)
 
 
@@ -191,6 +193,8 @@ def _from_form(asked: Asked, client: Client) -> Question:
         raise BadRequest("a form must be sent as it is, without Content-Encoding", status=415)
     if kind.partition(b";")[0].strip().lower() == naming.URLENCODED:
         body = client.read_body(asked.request, naming.MAX_JSON_PARSED)
+        if not naming.is_urlencoded(kind, body):
+            raise BadRequest("this route takes a form, not JSON", status=415)
         named, wants_stream = naming.in_urlencoded(body)
         return Question(asked, target(asked, named), body, named, stream=wants_stream and asked.route.streams)
     if naming.media(kind, b"") != "multipart":
@@ -309,6 +313,7 @@ def _name_in_body(asked: Asked, path: str, body: bytes | bytearray) -> str | Non
     route = api.match("POST", path)
     if route and route.model_in == "session":
         return naming.session_model(body)[0]
+    naming.refuse_more_models(body)
     return naming.model_and_stream(body)[0]
 
 

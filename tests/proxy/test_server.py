@@ -1168,3 +1168,23 @@ def test_an_engine_is_asked_for_answers_that_can_be_read(rig: Rig) -> None:
 )
 def test_what_is_no_number_in_a_query_is_a_bad_request(rig: Rig, path: str) -> None:
     assert rig.client().get(path.encode()).status == 400
+
+
+def test_json_is_no_form(rig: Rig) -> None:
+    client = rig.client()
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 13\r\n"
+    client.send(head + b"Content-Type: application/x-www-form-urlencoded\r\n\r\n" + ASK_A)
+    assert client.read().status == 415
+
+
+def test_the_end_of_a_thread_is_a_problem_that_healthz_and_readyz_tell(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(clock._mistakes, "scheduler", "ended: OverflowError")
+    client = rig.client()
+    health = client.get(b"/healthz")
+    assert (health.status, json.loads(health.body)["problems"]) == (
+        503,
+        {"threads": "scheduler: ended: OverflowError"},
+    )
+    assert client.get(b"/readyz").status == 503

@@ -417,6 +417,7 @@ OTHERS = [
     (b"{}", CHAT + b"?model=o1-pro", b"application/json"),
     (b'{"name":"o1-pro"}', b"/api/show", b"application/json"),
 ]
+MORE = [b'{"model":"a-inside","models":["o1-pro"]}', b'{"model":"a-inside","x":{},"m\\u006fdels":[]}']
 
 
 @pytest.mark.parametrize(("body", "path", "kind"), OTHERS)
@@ -470,3 +471,22 @@ def test_models_of_one_server_elsewhere_may_be_named_by_who_may_use_them(
     access = Access(Config(backends=backends), Keyring(), only_local_hosts=False)
     key = Key(b"", models=frozenset(["a", "org/b"]), state=False, admin=False)
     assert names_there(access, key, "a") == {"cheap", "better"}
+
+
+@pytest.mark.parametrize("body", MORE)
+def test_no_further_models_are_named_to_a_server_by_a_key_for_some(shared_server: Rig, body: bytes) -> None:
+    assert post_upstream(shared_server, OWN, body, CHAT)[0] == 403
+    assert post_upstream(shared_server, ADMIN, body, CHAT)[0] == 200
+
+
+@pytest.mark.parametrize("body", MORE)
+def test_no_further_models_are_named_where_there_are_servers_elsewhere(
+    make_rig: Callable[..., Rig], body: bytes
+) -> None:
+    there = Backend("c", "c", url="https://there.example/v1", engine="openai")
+    for backends, status in ((BACKENDS, 200), ((*BACKENDS, there), 403)):
+        rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}), backends=backends)
+        rig.engine.answer = lambda _: JSON_OK
+        client = rig.client()
+        client.post(body.replace(b"a-inside", b"a"), extra=b"x-api-key: %b\r\n" % OWN.encode())
+        assert client.read().status == status
