@@ -287,16 +287,17 @@ def with_scheme(url: str) -> str:
 
 
 def _configured_url(files: Sequence[str]) -> str | None:
-    """The address in the compose file, of which nothing else is read, right or wrong."""
-    from anvil_mux.config import interpolate
+    """The address in the compose files, of which nothing else is read, right or wrong."""
+    from anvil_mux.config import interpolate, overlay
     from anvil_mux.config.composefile import find_files
     from anvil_mux.config.table import SETTINGS
 
     try:
         paths = [Path(file) for file in files] or find_files(Path.cwd(), os.environ)
-        document = interpolate.read(paths[-1])
-        scope = interpolate.Scope(interpolate.environment(document.file.parent, os.environ))
-        said = os.environ.get("ANVIL_LISTEN") or scope.fill(str(document.content["x-anvil"]["listen"]))
+        documents = [interpolate.read(path) for path in paths]
+        layers = overlay.Layers(documents, interpolate.environment(paths[0].parent, os.environ))
+        listen = os.environ.get("ANVIL_LISTEN")
+        said = listen or overlay.origins(layers.of_all())["listen"].filled("listen")
         host, port = SETTINGS["listen"].kind.read(said)
     except (ConfigError, ValueError, KeyError, TypeError):
         if files and not Path(files[0]).exists():

@@ -158,8 +158,10 @@ def _content(
 
     lay(content, (), layers.of_all())
     for name, described in overlay.mapping(content.get("services")).items():
-        with suppress(ConfigError):  # what stands at an address, or is not there, Compose alone has read
-            lay(described, ("services", name), layers.of_service(name))
+        own: list[Layer] = []
+        with suppress(ConfigError, ValueError):  # what stands at an address Compose alone has read
+            own = layers.of_service(name)
+        lay(described, ("services", name), own)
     shared = {kind: found for kind in SHARED if isinstance(found := content.get(kind), dict)}
     services, settings = content.get("services"), content.get(overlay.OURS)
     return Content(services, settings, project, tuple(warnings), plain=plain, shared=shared, places=places)

@@ -51,6 +51,8 @@ class Layers:
         self._folder = documents[0].file.parent
         self._variables = variables
         self._read: dict[Path, Document] = {}
+        self._inner: dict[Path, list[tuple[Document, Path, Mapping[str, str]]]] = {}
+        """File -> those that it includes, each with its folder and its variables."""
 
     def of_all(self) -> list[Layer]:
         """The ``x-anvil`` at the top level of each file; Compose takes none from an included one."""
@@ -69,7 +71,9 @@ class Layers:
     def _take(
         self, found: list[Layer], document: Document, folder: Path, variables: Mapping[str, str], name: str
     ) -> None:
-        for inner, its_folder, its_variables in self._included(document, folder, variables):
+        if document.file not in self._inner:
+            self._inner[document.file] = [*self._included(document, folder, variables)]
+        for inner, its_folder, its_variables in self._inner[document.file]:
             self._take(found, inner, its_folder, its_variables, name)
         self._take_service(found, document, folder, variables, name)
 

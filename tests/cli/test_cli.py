@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import importlib.util
 import json
@@ -26,7 +27,7 @@ import yaml
 
 import anvil_mux.serve.locking
 from anvil_mux import __version__
-from anvil_mux.cli import output
+from anvil_mux.cli import asking, output
 from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, _steered_by_all, main
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.keys import Keyring
@@ -1651,3 +1652,18 @@ def test_check_shows_who_stays_and_who_comes_back(tmp_path: Path, capsys: pytest
     assert told["any_of"]["warm"] == {"models": ["a"], "swap": "never"}
     assert main(["config", "--json", str(file)]) == 0
     assert json.loads(capsys.readouterr().out)["any_of"]["any"] == {"models": ["b", "a"], "swap": "allowed"}
+
+
+def test_the_address_is_that_of_the_last_file_that_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for variable in ("ANVIL_URL", "ANVIL_LISTEN", "COMPOSE_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "compose.yaml").write_text("x-anvil: {listen: '127.0.0.1:${AT:-81}'}\nservices: {}")
+    (tmp_path / "compose.override.yaml").write_text("x-anvil: {max_queue: 5}")
+    given = argparse.Namespace(url=None)
+    assert asking.address(given) == "http://127.0.0.1:81"
+    (tmp_path / "compose.override.yaml").write_text("x-anvil: {listen: '127.0.0.1:82'}")
+    assert asking.address(given) == "http://127.0.0.1:82"

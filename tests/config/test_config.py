@@ -1438,6 +1438,24 @@ def test_a_setting_is_named_by_the_file_whose_value_counts(laid: list[Path], com
     ]
 
 
+def test_what_only_compose_can_read_is_merged_as_compose_does(tmp_path: Path) -> None:
+    there = "extends: {file: 'https://host/base.yaml', service: b}"
+    file = write(tmp_path, f"services: {{a: {{{there}, x-anvil: {{pin: true}}}}}}")
+    answer = Done(0, "services: {a: {image: x, x-anvil: {pin: true, ttl: 5}}}", "")
+    (a,) = load([file], compose=lambda argv, environ: answer, environ={}).backends
+    assert (a.pin, a.ttl) == (True, 5.0)
+
+
+def test_a_setting_of_several_files_that_cannot_be_filled_in_is_an_error(tmp_path: Path) -> None:
+    first = write(tmp_path, SERVICE % "", "one.yaml")
+    second = write(tmp_path, "services: {a: {x-anvil: {model: '${A:-{}}'}}}", "two.yaml")
+    answer = Done(0, SERVICE % "", "")
+    with pytest.raises(
+        ConfigError, match=r"two\.yaml:1: services\.a\.x-anvil\.model: .* has braces in braces"
+    ):
+        load([first, second], compose=lambda argv, environ: answer, environ={})
+
+
 def test_files_of_processes_are_laid_over_each_other_without_compose(tmp_path: Path) -> None:
     first = write(
         tmp_path,
