@@ -92,6 +92,8 @@ class Request(NamedTuple):
     keep_alive: bool
     chunked: bool
     expect_continue: bool
+    passing: list[Field]
+    """Lower-case name -> line, of the fields that may go on to an engine."""
     length: int | None
 
 
@@ -107,6 +109,8 @@ class Response(NamedTuple):
     """How the body ends: none (there is no body), length, chunked, close."""
     keep_alive: bool
     """Whether the engine's connection may be used again after the body."""
+    passing: list[Field]
+    """Lower-case name -> line, of the fields that may go on to a client."""
     length: int | None
     """The declared length; answers to HEAD and 304 may have one without a body."""
 
@@ -155,6 +159,7 @@ def parse_request(head: bytes) -> Request:
         _keep_alive(fields, minor),
         chunked,
         minor and b"expect" in fields and _expects_continue(fields[b"expect"]),
+        _passing(headers, _NOT_TO_ENGINES | _named_by_connection(fields), b"x-forwarded-"),
         length,
     )
 
@@ -194,7 +199,8 @@ def parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Respon
         body = "chunked" if chunked else "close" if length is None else "length"
     keep_alive = body != "close" and _keep_alive(fields, minor)
     version = (1, 1) if minor else (1, 0)
-    return Response(version, status, line[3] or b"", headers, fields, body, keep_alive, length)
+    passing = _passing(headers, _NOT_TO_CLIENTS | _named_by_connection(fields), b"access-control-")
+    return Response(version, status, line[3] or b"", headers, fields, body, keep_alive, passing, length)
 
 
 def forward_request_head(
@@ -209,8 +215,7 @@ def forward_request_head(
 
     ``set`` replaces and ``drop`` removes fields (both by lower-case names).
     """
-    unwanted = _NOT_TO_ENGINES.union(_named_by_connection(request.fields), drop, set)
-    passing = _passing(request.headers, unwanted, b"x-forwarded-")
+    passing = b"".join([line for low, line in request.passing if low not in drop and low not in set])
     if target is None:
         target = request.target if request.target[:1] == b"/" else _path_and_query(request)
     first = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
@@ -240,8 +245,7 @@ def forward_response_head(
     """
     added = list(extra)
     names = [name.lower() for name, _ in added]
-    unwanted = _NOT_TO_CLIENTS.union(_named_by_connection(response.fields), names)
-    passing = _passing(response.headers, unwanted, b"access-control-")
+    passing = b"".join([line for low, line in response.passing if low not in names])
     reason = response.reason or PHRASES.get(response.status, b"")
     first = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
     last = [name + b": " + value for name, value in added]
@@ -265,8 +269,8 @@ def stream_head(
     status: int, headers: Iterable[Field], *, chunked: bool, connection: bytes | None = None
 ) -> bytes:
     """The head of a stream that we begin ourselves, before an engine answers."""
-    own = Response((1, 1), status, b"", list(headers), {}, "close", True, None)
-    return forward_response_head(own, chunked=chunked, connection=connection)
+    own = Response((1, 1), status, b"", [], {}, "close", True, [], None)
+    return forward_response_head(own, chunked=chunked, connection=connection, extra=headers)
 
 
 class ChunkCounter:
@@ -521,20 +525,18 @@ def _tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip(b" \t") for token in value.lower().split(b","))
 
 
-def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes) -> bytes:
-    """The lines of ``headers`` that go on to the other side, after a look for smuggled line ends.
+def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes) -> list[Field]:
+    """The lines of ``headers`` that may go on to the other side, each with its lower-case name.
 
     Where a client comes from is not for it to say (x-forwarded-), and not for an engine which other sites'
     pages may read its answers (access-control-).
     """
     beginnings = (b"proxy-", prefix)
-    lines = [
-        b": ".join(field)
+    return [
+        (low, b"%b: %b\r\n" % field)
         for field in headers
         if (low := field[0].lower()) not in unwanted and not low.startswith(beginnings)
     ]
-    lines.append(b"")  # so that the last one ends, too
-    return _checked(b"\r\n".join(lines), len(lines) - 1)
 
 
 def _written(

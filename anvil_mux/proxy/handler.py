@@ -53,6 +53,7 @@ UNREAD = http1.Request(
     keep_alive=False,
     chunked=False,
     expect_continue=False,
+    passing=[],
     length=None,
 )
 """Stands for what could not be read as a request."""
