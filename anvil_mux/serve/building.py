@@ -306,8 +306,8 @@ def bounded(config: Config, memory: int) -> Config:
     most = (files - min(OWN_FILES, files // 4)) // (FILES_WITH_TLS if config.tls_cert else FILES)
     if config.max_connections <= most or files == resource.RLIM_INFINITY:
         return replace(config, max_bodies=bodies)
-    warning = (
-        f"max_connections is {most} instead of {config.max_connections}: "
-        f"this program may open {files} files (ulimit -n)"
-    )
-    return replace(config, max_bodies=bodies, max_connections=most, warnings=(*config.warnings, warning))
+    warnings = config.warnings
+    if config.origins.get("max_connections") != "default":
+        said = f"max_connections is {most} instead of {config.max_connections}"
+        warnings = (*warnings, f"{said}: this program may open {files} files (ulimit -n)")
+    return replace(config, max_bodies=bodies, max_connections=most, warnings=warnings)

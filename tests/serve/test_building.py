@@ -25,6 +25,8 @@ def test_there_are_no_more_connections_than_files_can_be_opened_for() -> None:
         "max_connections is 384 instead of 16384: this program may open 1024 files (ulimit -n)",
     )
     assert building.bounded(Config((), max_connections=100), 16 << 30).warnings == ()
+    by_default = building.bounded(Config((), origins={"max_connections": "default"}), 16 << 30)
+    assert (by_default.max_connections, by_default.warnings) == (384, ())
     assert building.bounded(Config((), tls_cert="/cert"), 16 << 30).max_connections == (1024 - 256) // 4
 
 
