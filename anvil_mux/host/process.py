@@ -31,14 +31,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.config.config import Backend
 from anvil_mux.config.prompt_cache import Mounts
-from anvil_mux.errors import BackendError, LoadError, is_shortage
+from anvil_mux.errors import BackendError, ConfigError, LoadError, is_shortage
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
-from anvil_mux.state import state_folder, write_whole
+from anvil_mux.state import state_folder
 
 OURS = "ANVIL_"
 """The beginning of the names of our variables, which hold API keys and settings; engines get none of them."""
@@ -55,6 +56,11 @@ REAP_SECONDS = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 FOLLOW_PAUSE = 0.2
 TAIL_BYTES = 256 << 10
+RECORD_BYTES = 4096
+"""The room that a record has, whatever is in it."""
+LOG_BYTES, KEPT_BYTES = 64 << 20, 4 << 20
+"""The size at which the log of an engine that runs is cut, and how much of its end is kept then."""
+TRIM_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +101,13 @@ class ProcessRuntime:
         self._state = state or state_folder(config.project, self._environ)
         self._closed = threading.Event()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Held while a record is written: what is spare room to one must not be a record by then.
+        self._writing = threading.Lock()
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
         self._up: dict[str, Record] = {}  # the runs that `watch` answers for
+        self._problem = ""  # why the last record could not be written
 
     def start(self, backend: Backend) -> str:
         described = _described(backend, self._address)
@@ -122,7 +131,7 @@ class ProcessRuntime:
         try:
             child = self._spawn(backend, port, intent.mark)
         except LoadError:
-            self._record_file(backend.name).unlink(missing_ok=True)
+            self._drop_record(backend.name)
             raise
         record = replace(intent, pid=child.pid, started=_start_moment(child.pid))
         with self._lock:
@@ -147,7 +156,7 @@ class ProcessRuntime:
         if record is not None:
             _end_run(record, grace)
             self._reap(backend.name)
-            self._record_file(backend.name).unlink(missing_ok=True)
+            self._drop_record(backend.name)
 
     def pause(self, backend: Backend) -> None:
         if not _signal(self._record(backend.name), signal.SIGSTOP):
@@ -225,6 +234,8 @@ class ProcessRuntime:
             part = b""
             while True:
                 over = self._closed.is_set() or self.ended(backend) is not None
+                if os.fstat(log.fileno()).st_size < log.tell():
+                    log.seek(0)  # it was cut
                 for piece in log:
                     part += piece
                     if part.endswith(b"\n"):
@@ -237,19 +248,29 @@ class ProcessRuntime:
                 yield _text(part)
 
     def watch(self, died: Callable[[str], None]) -> None:
+        try:
+            self._make_room(self._config)
+        except BackendError as error:
+            log.warning("%s", error.message)
         while not self._closed.is_set():
             with self._lock:
                 up = dict(self._up)
+            for name in up:
+                trim(self._log_file(name))
             for name in self._ended_of(up):
                 if not self._closed.is_set():
                     self._judge(name, up[name], died)
 
     def reconfigure(self, config: HostConfig) -> None:
+        try:
+            self._make_room(config)
+        except BackendError as error:
+            raise ConfigError([error.message]) from None
         self._names = self._names | {backend.name for backend in config.backends}
         self._config = config
 
     def problem(self) -> str:
-        return ""
+        return self._problem
 
     def close(self) -> None:
         self._closed.set()
@@ -293,7 +314,7 @@ class ProcessRuntime:
                 if fd is None or not _alive(record):
                     return [name]
                 names[fd] = name
-            ready = _wait_for_any([self._waker, *names], None)
+            ready = _wait_for_any([self._waker, *names], TRIM_SECONDS)
         if self._waker in ready:
             os.eventfd_read(self._waker)
         return [names[fd] for fd in ready if fd in names]
@@ -355,7 +376,7 @@ class ProcessRuntime:
 
     def _record(self, name: str) -> Record | None:
         try:
-            known = json.loads(self._record_file(name).read_text())
+            known = self._read(self._record_file(name))
             record = Record(**{each.name: known[each.name] for each in fields(Record) if each.name in known})
         except OSError as error:
             _check_shortage(error)
@@ -366,12 +387,52 @@ class ProcessRuntime:
             return None
         return record if record.pid else _begun(record)
 
+    def _read(self, file: Path) -> Any:
+        """Return what a record has in its file. ValueError, also at a second look: it is written in place."""
+        try:
+            return json.loads(file.read_text())
+        except ValueError:
+            return json.loads(file.read_text())
+
+    def _spare_file(self, name: str) -> Path:
+        return self._state / f"{name}.spare"
+
+    def _make_room(self, config: HostConfig) -> None:
+        """Have room on the disk for the record of each service, before another is evicted for it."""
+        for backend in config.backends:
+            with self._writing:
+                if not self._record_file(backend.name).exists():
+                    self._fill(self._spare_file(backend.name), "")
+
     def _write_record(self, name: str, record: Record) -> None:
+        file, spare = self._record_file(name), self._spare_file(name)
+        text = json.dumps(asdict(record))
+        with self._writing:
+            if file.exists():
+                self._fill(file, text)
+            else:
+                self._fill(spare, text)
+                os.replace(spare, file)
+
+    def _drop_record(self, name: str) -> None:
+        """Forget a run; its room is kept for the next one."""
+        with self._writing, suppress(FileNotFoundError):
+            os.replace(self._record_file(name), self._spare_file(name))
+
+    def _fill(self, file: Path, text: str) -> None:
+        """Write a record in place, which takes no new room and is whole even if we are killed."""
         try:
             self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(self._record_file(name), json.dumps(asdict(record)))
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                size = os.pwrite(descriptor, text.encode().ljust(RECORD_BYTES), 0)
+                os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
         except OSError as error:
-            raise BackendError(f"service {name}: cannot write its record: {error}") from None
+            self._problem = f"services cannot be started: {self._state} cannot be written: {error.strerror}"
+            raise BackendError(f"service {file.stem}: cannot write its record: {error}") from None
+        self._problem = ""
 
 
 def _claim_port(backend: Backend, address: str) -> int:
@@ -541,6 +602,19 @@ def _wait_for_any(fds: list[int], timeout: float | None) -> list[int]:
     for fd in fds:
         poll.register(fd, select.POLLIN)
     return [fd for fd, _ in poll.poll(None if timeout is None else min(timeout * 1000, LONGEST_POLL))]
+
+
+def trim(log: Path) -> None:
+    """Cut a log that has become too long; what its engine prints in that moment may be lost."""
+    with suppress(OSError), log.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LOG_BYTES:
+            file.seek(size - KEPT_BYTES)
+            file.readline()  # a part of a line
+            kept = file.read()
+            file.truncate(0)  # whoever appends goes on behind what is put there
+            file.seek(0)
+            file.write(kept)
 
 
 def _text(line: bytes) -> str:

@@ -53,7 +53,7 @@ class Starter(Protocol):
 
 
 def _start(argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
-    with open(log, "wb") as output:
+    with open(log, "ab") as output:  # whoever cuts a long log relies on that
         return subprocess.Popen(
             argv,
             cwd=cwd,

@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.errors import BackendError, ConfigError, LoadError
 from anvil_mux.host import process
 from anvil_mux.host.process import ProcessRuntime, Record
+from anvil_mux.host.seam import HostConfig
 from anvil_mux.host.starter import Child, Detached, OwnChildren, StarterLost
 from anvil_mux.state import state_folder
 from tests.running import seen
@@ -708,10 +709,73 @@ def test_a_broken_record_is_no_record(house: House, text: str):
 @either_parent
 def test_a_record_that_cannot_be_written_leaves_nothing_running(house: House):
     backend = shell(FOREVER)
-    house.file("a.json.part").mkdir(parents=True)
+    house.file("a.spare").mkdir(parents=True)
     with pytest.raises(BackendError, match="service a: cannot write its record"):
         house.runtime(backend).start(backend)
     assert inhabitants(house.folder) == []
+
+
+@pytest.fixture
+def full_disk(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """A disk on which files can be made and no room can be had, once it is full."""
+    full, write = [False], os.pwrite
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if full[0] and offset + len(data) > os.fstat(descriptor).st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(process.os, "pwrite", pwrite)
+    yield full
+    full[0] = False
+
+
+def test_a_disk_that_is_full_since_it_serves_keeps_nobody_from_being_swapped(
+    house: House, full_disk: list[bool]
+):
+    first, second = shell(FOREVER), shell(FOREVER, "b")
+    runtime = house.runtime(first, second)
+    assert seen(lambda: [house.file(f"{name}.spare").exists() for name in "ab"], all) == [True, True]
+    full_disk[0] = True
+    for backend in (first, second, first, second):
+        assert runtime.start(backend)
+        assert runtime.running().keys() == {backend.name}
+        runtime.stop(backend)
+    assert runtime.problem() == ""
+
+
+def test_where_no_record_can_be_written_that_is_a_problem_and_a_reload_is_refused(
+    house: House, full_disk: list[bool]
+):
+    first, second = shell(FOREVER), shell(FOREVER, "b")
+    full_disk[0] = True
+    runtime = house.runtime(first)
+    with pytest.raises(BackendError, match="cannot write its record"):
+        runtime.start(first)
+    assert runtime.problem().endswith("cannot be written: No space left on device")
+    with pytest.raises(ConfigError, match="service b: cannot write its record"):
+        runtime.reconfigure(HostConfig.of(Config((second,), runtime="process")))
+    full_disk[0] = False
+    assert runtime.start(first)
+    assert runtime.problem() == ""
+    runtime.stop(first)
+
+
+def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house: House, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process, "LOG_BYTES", 1000)
+    monkeypatch.setattr(process, "KEPT_BYTES", 100)
+    gate = house.gate()
+    backend = shell(f"seq 1000; read line < {gate}; echo more")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    seen(lambda: runtime.log_tail(backend)[-1:], lambda last: last == ["1000"])
+    process.trim(house.file("a.log"))
+    kept = runtime.log_tail(backend, 1000)
+    assert kept == [str(number) for number in range(1001 - len(kept), 1001)]
+    assert house.file("a.log").stat().st_size <= 100
+    lines = runtime.follow_log(backend)
+    gate.write_text("go\n")
+    assert list(lines)[-2:] == ["1000", "more"]
 
 
 def test_a_log_is_followed_until_the_service_ends(house: House):
