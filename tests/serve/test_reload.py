@@ -439,6 +439,20 @@ def test_who_was_to_be_replaced_when_the_program_was_killed_is_not_taken_over(
         running.tells("a: was running already")
 
 
+def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_start(
+    house: House, state: Path
+) -> None:
+    house.open()
+    with serving(house.write({"a": {}, "b": {"gpus": ["1"]}}), state=state, on_exit="keep") as running:
+        assert [first_word(running, name) for name in "ab"] == ["a", "b"]
+    file = house.write({"a": {"word": "other"}, "b": {"gpus": ["1"], "ttl": 900}})
+    with serving(file, state=state) as running:
+        running.tells("b: was running already")
+        running.tells("stopping a: its command changed since it was started")
+        assert states(running) == {"a": "stopped", "b": "ready"}
+        assert first_word(running, "a") == "other"
+
+
 def test_the_event_log_begins_anew_under_the_new_configuration(house: House, state: Path) -> None:
     log = state / "events"
     house.open()
