@@ -50,7 +50,7 @@ def _read_one(value: Any) -> Hook:
             parts.read("on", settings.listed(OCCASIONS, {}).read, OCCASIONS),
             parts.read("run", _read_command, ()),
             parts.read("url", _read_url, ""),
-            parts.read("timeout", settings.read_seconds, 10.0),
+            parts.read("timeout", settings.positive(settings.SECONDS).read, 10.0),
         )
     )
     return made

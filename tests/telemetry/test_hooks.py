@@ -195,6 +195,7 @@ def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, .
         ([{"url": "http://x", "on": ["lodaed"]}], "unknown: lodaed; did you mean loaded?"),
         ([{"url": "http://x", "timout": 1}], "timout: unknown key; did you mean timeout?"),
         ([{"url": "http://x", "timeout": "soon"}], "must be seconds"),
+        ([{"url": "http://x", "timeout": 0}], "must be more than 0, not 0"),
     ],
 )
 def test_a_hook_that_cannot_be_meant_is_refused(value: object, problem: str) -> None:
