@@ -93,7 +93,8 @@ class Facts:
         with self._shell.lock:
             slot = self._scheduler.layout.slot(backend)
             answered = slot.answered if slot else -FOREVER
-        return answered > since or self._has_heard(self._shell.runs[backend].address, since)
+            run = self._shell.runs.get(backend)
+        return answered > since or (run is not None and self._has_heard(run.address, since))
 
     def observed(self, backend: str, load: EngineLoad | None) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""

@@ -63,11 +63,7 @@ class Overview:
         self._lock = shell.lock
         self._scheduler = shell.scheduler
         self._layout = shell.scheduler.layout
-        # The lock guards what follows.
-        self._said: dict[str, tuple[float, LogProgress]] = {}
-        """Backend -> what its log said last of a load, and when."""
-        self._prompts: dict[str, KeptPrompts] = {}
-        """Backend -> its prompts on disk, of those that keep some."""
+        self._reported, self._prompts = shell.reported, shell.prompts
 
     def _find(self, model: str) -> tuple[GroupState, Model]:
         """Find a model and the GPU group in which its queue stands, under the lock.
@@ -302,13 +298,13 @@ class Overview:
         slot = next((slot for slot in model.slots if slot.state == "loading"), None)
         if slot is None or model.ready:
             return None
-        at, said = self._said.get(slot.name, (now, None))
+        at, said = self._reported.get(slot.name, (now, None))
         return progress(now - slot.since, expected_load(state, slot), said if at >= slot.since else None)
 
     def report(self, backend: str, said: LogProgress) -> None:
         """Note what the log of a backend says of its load."""
         with self._lock:
-            self._said[backend] = self._clock.now(), said
+            self._reported[backend] = self._clock.now(), said
 
     def note_prompts(self, backend: str, kept: KeptPrompts) -> None:
         """Note which prompts of a backend are on disk."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
@@ -24,7 +25,9 @@ from anvil_mux.multiplexer.workers import Workers
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
+from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Effects, Load, Step, Ticket
 
 log = logging.getLogger(__name__)
@@ -63,11 +66,15 @@ class Shell:
         self.counts = RequestCounts(self.lock)
         # Of these two whoever needs one entry reads it without the lock.
         self.backends = {each.name: each for each in config.backends}
-        """The backends as they were last started or are to be; also those that went."""
+        """The backends as they were last started or are to be; also those that go."""
         self.runs: dict[str, EngineRun] = {}
         """Backend -> the last run that was seen of it."""
         self.loads: dict[str, int] = {}
         """Backend -> the number of its last load; none: it was adopted."""
+        self.reported: dict[str, tuple[float, LogProgress]] = {}
+        """Backend -> what its log said last of a load, and when."""
+        self.prompts: dict[str, KeptPrompts] = {}
+        """Backend -> its prompts on disk, of those that keep some."""
         performer = Performer(host, self.scheduler, self.apply, self._loaded)
         self.workers = Workers[Job](
             clock=clock,
@@ -151,9 +158,24 @@ class Shell:
                 slot = self.scheduler.layout.slot(name)
                 if found := slot.backend if slot else wanted.get(name):
                     self.backends[name] = found
+            self._forget_all_but(wanted)
             return effects
 
         self.apply(fact)
+
+    def _forget_all_but(self, wanted: Collection[str]) -> None:
+        """Forget the backends that the configuration has no longer, and that have left their GPUs."""
+        tables: tuple[dict[str, Any], ...] = (
+            self.backends,
+            self.runs,
+            self.loads,
+            self.reported,
+            self.prompts,
+        )
+        for table in tables:
+            for name in [each for each in table if each not in wanted]:
+                if self.scheduler.layout.slot(name) is None:
+                    del table[name]
 
 
 def cut(ticket: Ticket) -> None:

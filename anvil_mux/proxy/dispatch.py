@@ -118,8 +118,11 @@ class Dispatcher:
             return self._explain(question, work, reply)
         tend, left = partial(self._tend, question, reply, []), target.replicas
         crashes: tuple[Crash, ...] = ()
-        while failure := self._try(question, reply, record, work=work, tend=tend, crashes=crashes):
-            crashes = (*crashes, *failure.crashes)
+        resent = False
+        while failure := self._try(
+            question, reply, record, work=work, tend=tend, crashes=crashes, resent=resent
+        ):
+            crashes, resent = (*crashes, *failure.crashes), True
             if not failure.again or (left <= 0 and len(crashes) < MOST_CRASHES):
                 raise failure.error
             left -= 1
@@ -136,6 +139,7 @@ class Dispatcher:
         work: Work,
         tend: Tend,
         crashes: tuple[Crash, ...],
+        resent: bool,
     ) -> _Failure | None:
         """Sends it once. ``crashes``: ends of engines that it was sent to, and was there at."""
         asked, model = question.asked, question.target.model
@@ -149,6 +153,7 @@ class Dispatcher:
                 key=asked.key,
                 staged=staged,
                 crashes=crashes,
+                resent=resent,
                 request=asked.id,
                 rides=question.target.rides,
             )

@@ -138,6 +138,8 @@ class Admission:
     ) -> None:
         """Add a request to its model's queue; ``only``: the one backend that can serve it."""
         queue, found = model.queue, _BEGAN_BEFORE
+        if not ticket.resent:
+            model.demand.arrived(now)
         if not queue.tickets:
             self._state.changed()
             found = bound(self._state, model, now)

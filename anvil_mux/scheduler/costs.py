@@ -12,7 +12,7 @@ loading suggest. Not thread-safe: the lock of the scheduler guards it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 ALPHA = 0.3
@@ -129,6 +129,20 @@ class Costs:
             load_seconds = old.load_seconds + ALPHA * (load_seconds - old.load_seconds)
         swaps = old.swaps if old else 0
         self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps=swaps + 1, host=host))
+
+    def keep(self, models: Collection[str]) -> None:
+        """Forget what was learned of models that are not among these."""
+
+        known = {"", *models}
+
+        def kept(*names: str) -> bool:
+            return all(name in known or known.issuperset(name.split("+")) for name in names)
+
+        self._known = {key: cost for key, cost in self._known.items() if kept(key[1], key[2])}
+        self._loads = {key: seconds for key, seconds in self._loads.items() if kept(key[1])}
+        self._elsewhere = {key: seconds for key, seconds in self._elsewhere.items() if kept(key[0])}
+        self._evictions = {key: seconds for key, seconds in self._evictions.items() if kept(key[1])}
+        self._estimates.clear()
 
     def _remember(self, cost: Cost) -> None:
         self._estimates.clear()

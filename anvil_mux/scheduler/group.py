@@ -112,7 +112,6 @@ class GpuGroup:
     def request(self, ticket: Ticket, now: float) -> bool:
         """A request arrived: it is leased, failed or queued."""
         state, model = self.state, self._models[ticket.model]
-        model.demand.arrived(now)
         if ticket.crashes and (error := of_crashes(ticket)):
             self.admission.fail(ticket, error, now)
             return False
@@ -130,6 +129,8 @@ class GpuGroup:
         if slot is None:
             self.admission.fail(ticket, nobody_takes(model.name), now)
             return complete(state, model, now)
+        if not ticket.resent:
+            model.demand.arrived(now)
         if not slot.holders:
             model.demand.returned(now - slot.used, now)
         elif not model.replicas:  # else others may be answered elsewhere

@@ -70,6 +70,8 @@ class GroupSwaps:
 
         While some have leases and no bound the others go on serving: their turn comes when those have ended.
         """
+        if any(victim.is_endless for victim in swap.victims):
+            return
         target = swap.target.model if swap.target else ""
         bounds = {each: self._bound(each, swap.cause) for each in swap.victims if each.state == "ready"}
         endless = [each for each, seconds in bounds.items() if each.holders and seconds == FOREVER]

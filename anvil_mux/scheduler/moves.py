@@ -107,7 +107,7 @@ class Moves:
         """The lightest standby level with room for it, in host memory and beside ``target`` on its GPUs."""
         state, ways = self._state, levels(slot.backend)
         for way in ways[ways.index(state.memory.level_for(slot)) :]:
-            last = state.footprints.in_standby(slot.name, way)
+            last = state.footprints.in_standby(slot.name, way, slot.backend.service.digest)
             if not (target and last and state.placement.excludes(slot.named(last.residual), target)):
                 return way
         return "stop"

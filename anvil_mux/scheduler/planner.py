@@ -18,7 +18,7 @@ from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import Spill
 from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.state import GroupState, Still
+from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.swap import SwapInProgress, coming, swap_to
 
 FIRST_SERVICE_SECONDS = 10.0
@@ -181,32 +181,7 @@ def swap_seconds(state: GroupState, model: Model, now: float) -> float:
 def _first_choice(state: GroupState, model: Model, now: float) -> _TargetAndVictims | None:
     """The backend that would be loaded here for a queue, were none elsewhere, and its victims."""
     slots = [slot for slot in state.own(model) if slot.host.is_awaited and slot.is_loadable(now)]
-    if not _still(state).is_simple:
-        return _choose(state, slots, state.busy_gpus(), now, frozenset())
-    best: _TargetAndVictims | None = None
-    for slot in slots:
-        found = _kept_victims(state, slot, now)
-        if found is not None and (best is None or len(found) < len(best[1])):
-            best = slot, found
-    return best
-
-
-def _kept_victims(state: GroupState, target: Slot, now: float) -> list[Slot] | None:
-    """The victims for a backend in a simple group, found once for all that need the same GPUs."""
-    still, needs = state.still, (target.whole, *target.holds.items(), *target.residual)
-    if needs not in still.victims:
-        still.victims[needs] = victims(state, target, state.busy_gpus(), frozenset(), now)
-    return still.victims[needs]
-
-
-def _still(state: GroupState) -> Still:
-    """The findings about a GPU group that hold until it changes."""
-    if state.still.version != state.version:
-        slots = state.placement.active
-        able = sum([slot.state == "ready" or bool(slot.residual) for slot in slots])
-        rare = any(slot.state == "stuck" or slot.pinned or slot.failed_stops for slot in slots)
-        state.still = Still(state.version, state.memory.budget is None and able < 2 and not rare, {})
-    return state.still
+    return _choose(state, slots, state.busy_gpus(), now, frozenset())
 
 
 def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupState:
@@ -289,9 +264,6 @@ def _seconds_before(state: GroupState, slot: Slot) -> float:
 
 def _is_hindered(state: GroupState, slots: Sequence[Slot], now: float) -> bool:
     """Whether none of these backends of a model could be loaded."""
-    for slot in slots if _still(state).is_simple else ():
-        if slot.is_loadable(now) and _kept_victims(state, slot, now) is not None:
-            return False
     return all(slot.leaving for slot in slots) or all_obstacles(state, slots, now) is not None
 
 

@@ -246,7 +246,7 @@ class HostMemory:
         """Bytes that a backend keeps in standby: as last measured, or else what it takes along."""
         if way == "stop":
             return 0
-        last = self._footprints.in_standby(slot.name, way)
+        last = self._footprints.in_standby(slot.name, way, slot.backend.service.digest)
         if last and last.host_bytes:
             return last.host_bytes
         return slot.ram - slot.shared + (sum(slot.holds.values()) if way in KEEPS_WEIGHTS else 0)

@@ -82,19 +82,6 @@ class Common:
     (settling.py)."""
 
 
-class Still(NamedTuple):
-    """The findings about a GPU group that hold until it changes.
-
-    Of the hundreds of groups in which a queue could stand few change between two looks at them.
-    """
-
-    version: int = -1
-    is_simple: bool = False
-    """Whether victims depend on nothing else: not on a choice among them, on time or on the host's memory."""
-    victims: dict[Hashable, list[Slot] | None] = {}
-    """The GPU memory that a backend needs -> the victims that make room for it, as far as that was asked."""
-
-
 class Deferred(NamedTuple):
     """The swaps to queues that compete for GPUs, held back."""
 
@@ -134,8 +121,6 @@ class GroupState:
     deferred: dict[str, Deferred] = field(default_factory=dict)
     """The first model of each set of queues whose swaps the policy holds back."""
     version: int = 0
-    still: Still = field(default_factory=Still)
-    """The last findings about it, which hold for one version (planner.py)."""
     slots: dict[str, Slot] = field(init=False)
     costs: Costs = field(init=False)
     footprints: Footprints = field(init=False)

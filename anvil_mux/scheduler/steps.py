@@ -43,6 +43,7 @@ class Ticket:
         "model",
         "prefill",
         "request",
+        "resent",
         "rides",
         "sender",
         "severed",
@@ -73,6 +74,8 @@ class Ticket:
         """Whether it takes a lease; if not it only wants the model loaded."""
         self.request = ""
         """The id of its request, as its client was told."""
+        self.resent = False
+        """Whether the same request came before, as another ticket: it counts once."""
         self.rides = False
         """Whether it may force no swap: it is leased by what is ready, or fails."""
         self.prefill = prefill

@@ -928,6 +928,23 @@ def test_a_backend_that_cannot_be_asked_for_want_of_files_is_left_alone():
     assert [call for _, call in stage.engines.calls] == ["load a"]
 
 
+def test_what_was_known_of_a_backend_that_is_gone_is_forgotten_at_the_next_reload():
+    def main(stage):
+        stage.mux.load("a")
+        stage.mux.load("b")
+        stage.mux.overview.report("a", LogProgress("half", 0.5))
+        for _ in range(2):
+            stage.mux.facts.reconfigure(Config(policy="eager", backends=(B,)), {})
+            stage.clock.sleep(30.0)
+        shell = stage.mux._shell
+        assert [*shell.backends] == [*shell.runs] == [*shell.loads] == ["b"]
+        assert [cost.target for cost in stage.mux.overview.costs()] == []
+        assert shell.reported == {}
+        assert not stage.mux.facts.is_heard("a", 0.0)
+
+    Stage().play(main)
+
+
 def test_where_no_thread_can_look_for_a_backend_nothing_is_in_doubt_and_the_next_request_looks_anew():
     def main(stage):
         stage.engines.ended = lambda backend: "exited with code 139"

@@ -203,6 +203,26 @@ def test_what_it_needs_more_goes_as_well_and_what_it_does_not_need_stays():
     assert high.backend == "high"
 
 
+def test_what_it_needs_more_serves_on_while_another_drains_without_end():
+    driver = Driver(
+        backend("a", "0", drain_timeout=inf),
+        backend("b", "1", drain_timeout=0.0),
+        backend("low", "0"),
+        backend("high", "0", "1", priority=1),
+    )
+    leases = {}
+    for name in "ab":
+        assert driver.core.adopt(name, 0.0)
+        leases[name] = driver.request(name, 1.0)
+    driver.request("low", 2.0)
+    driver.request("high", 3.0)
+    assert driver.steps(3.0) == []
+    assert (driver.state("a"), driver.state("b")) == ("draining", "ready")
+    driver.core.release(leases["a"], 4.0)
+    assert driver.steps(4.0) == ["evict a", "evict b"]
+    assert leases["b"].severed
+
+
 def test_one_that_could_have_other_gpus_waits_for_the_policy():
     driver, _, _ = outranked(backend("b", "1"), TIE, high="1")
     assert driver.core.adopt("b", 3.0)

@@ -129,3 +129,16 @@ def test_a_cost_is_its_eviction_and_its_load():
 @pytest.mark.parametrize(("models", "name"), [([], ""), (["a"], "a"), (["c", "a", "b"], "a+b+c")])
 def test_a_set_of_victims_has_one_name_in_whatever_order(models, name):
     assert source_of(models) == source_of(reversed(models)) == name
+
+
+def test_what_was_learned_of_models_that_are_gone_is_forgotten_and_nothing_else():
+    costs = Costs()
+    kept, gone = [("", "a"), ("b", "a"), ("a+b", "c")], [("gone", "a"), ("a+gone", "c"), ("a", "gone")]
+    for source, target in kept + gone:
+        costs.learn(source, target, "stop", 2.0, 3.0)
+    costs.keep({"a", "b", "c"})
+    assert [(each.source, each.target) for each in costs] == kept
+    assert costs.estimate("gone", "a", "stop", "vllm") == replace(
+        Costs().estimate("gone", "a", "stop", "vllm"), load_seconds=3.0
+    )
+    assert not costs.knows("gone", "stop", "")

@@ -48,3 +48,17 @@ def test_what_was_measured_before_the_service_was_described_anew_counts_no_more(
 
 def test_what_an_earlier_version_wrote_down_without_a_description_counts():
     assert Footprints([Footprint("a", "stop", {"0": 21}, {"0": 0})]).held("a", "as it is") == {"0": 21}
+
+
+def test_what_was_kept_under_another_description_counts_no_more():
+    prints = Footprints()
+    prints.learn("a", "sleep", {}, {}, host_bytes=16, described="one")
+    assert prints.in_standby("a", "sleep", "one").host_bytes == 16
+    assert prints.in_standby("a", "sleep", "another") is None
+
+
+def test_what_is_gone_is_forgotten():
+    prints = Footprints([Footprint("a", "stop", {"0": 1}, {}), Footprint("b", "stop", {"0": 2}, {})])
+    prints.keep({"b"})
+    assert [each.backend for each in prints] == ["b"]
+    assert (prints.held("a"), prints.held("b")) == ({}, {"0": 2})

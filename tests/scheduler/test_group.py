@@ -12,6 +12,7 @@ from anvil_mux.config.profile import Profile
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler import planner
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL
@@ -22,7 +23,7 @@ from anvil_mux.scheduler.planner import plan
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.snapshot import snapshot
-from anvil_mux.scheduler.steps import Evict, Load, Ticket, Wait
+from anvil_mux.scheduler.steps import Crash, Evict, Load, Ticket, Wait
 from anvil_mux.scheduler.swap import drains
 from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.scheduler.lone import LoneGroup
@@ -2809,3 +2810,44 @@ def test_what_a_standby_model_costs_to_bring_back_is_what_its_way_costs():
     (line,) = snapshot(state, 4.0, {"a": plan(state, state.models["a"], set(), 4.0)}).queues
     assert line.evicts == ("b",)
     assert line.load_seconds == 0.5
+
+
+def arrivals(driver, model):
+    """How often a model was asked for, as far as its demand knows at the moment of the last arrival."""
+    return round(driver.core.state.models[model].demand._weight)
+
+
+def test_a_request_that_is_sent_again_or_refused_is_no_further_demand():
+    driver = Driver(A, B).with_resident("a")
+    before = arrivals(driver, "a")
+    driver.request("a", 1.0)
+    assert arrivals(driver, "a") == before + 1
+    for at, about in ((1.5, {"resent": True}), (2.0, {"crashes": (Crash("a", "died"), Crash("a", "died"))})):
+        resent = about.pop("resent", False)
+        ticket = Ticket(next(driver.ids), "a", at, **about)
+        ticket.resent = resent
+        driver.core.request(ticket, at)
+        assert arrivals(driver, "a") == before + 1
+    riding = Ticket(next(driver.ids), "b", 3.0)
+    riding.rides = True
+    driver.core.request(riding, 3.0)
+    assert riding.error
+    assert arrivals(driver, "b") == 0
+    driver.request("b", 4.0)
+    waiting = Ticket(next(driver.ids), "b", 4.5)
+    waiting.resent = True
+    driver.core.request(waiting, 4.5)
+    assert arrivals(driver, "b") == 1
+
+
+def test_what_a_backend_held_last_is_its_own_when_it_is_chosen_where_a_queue_waits():
+    """Both need the GPU whole; of it other programs hold 5 of 24, and ``a`` held 20 of it, ``b`` 10."""
+    driver = Driver(backend("a"), backend("b"), gpus=(Gpu("0", vram=24),))
+    state = driver.core.state
+    driver.core.memory_seen({"0": 5})
+    for name, amount in (("a", 20), ("b", 10)):
+        state.placement.measure(driver.core.slots[name], {"0": amount})
+    state.changed()
+    waits = {name: planner.wait_seconds(state, state.models[name], 1.0) for name in "ba"}
+    assert waits["b"] == 10.0
+    assert planner._first_choice(state, state.models["a"], 1.0) is None
