@@ -31,8 +31,8 @@ from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.serve import reloading
+from anvil_mux.serve import terminal as printed_on
 from anvil_mux.serve.building import Parts
-from anvil_mux.serve.terminal import say
 from anvil_mux.sim.simulate import check
 from anvil_mux.telemetry.eventlog import config_of, read
 from tests.cli.test_cli import PROJECT, ROOT, TIMEOUT, state
@@ -476,10 +476,10 @@ def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(
 ) -> None:
     near, far = os.openpty()
     os.close(near)
-    with open(far, "w") as closed:
-        monkeypatch.setattr(sys, "stderr", closed)
-        say("one engine less")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), far)  # as Signals does
+    monkeypatch.setattr(printed_on, "STDERR", far)
+    monkeypatch.setattr(sys, "stderr", printed_on.StandardError())
+    printed_on.say("one engine less")
+    os.close(far)
 
 
 def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -> None:
