@@ -75,6 +75,8 @@ class Shell:
         """Backend -> what its log said last of a load, and when."""
         self.prompts: dict[str, KeptPrompts] = {}
         """Backend -> its prompts on disk, of those that keep some."""
+        self._gone: dict[str, None] = {}
+        """The backends that reloads have taken away, until they are forgotten."""
         performer = Performer(host, self.scheduler, self.apply, self._loaded)
         self.workers = Workers[Job](
             clock=clock,
@@ -158,12 +160,13 @@ class Shell:
                 slot = self.scheduler.layout.slot(name)
                 if found := slot.backend if slot else wanted.get(name):
                     self.backends[name] = found
-            self._forget_all_but(wanted)
+            self._gone.update(dict.fromkeys(prepared.change.removed))
+            self._forget_gone(wanted)
             return effects
 
         self.apply(fact)
 
-    def _forget_all_but(self, wanted: Collection[str]) -> None:
+    def _forget_gone(self, wanted: Collection[str]) -> None:
         """Forget the backends that the configuration has no longer, and that have left their GPUs."""
         tables: tuple[dict[str, Any], ...] = (
             self.backends,
@@ -172,10 +175,10 @@ class Shell:
             self.reported,
             self.prompts,
         )
-        for table in tables:
-            for name in [each for each in table if each not in wanted]:
-                if self.scheduler.layout.slot(name) is None:
-                    del table[name]
+        for name in [each for each in self._gone if not self.scheduler.layout.slot(each)]:
+            del self._gone[name]
+            for table in tables if name not in wanted else ():
+                table.pop(name, None)
 
 
 def cut(ticket: Ticket) -> None:

@@ -12,7 +12,7 @@ loading suggest. Not thread-safe: the lock of the scheduler guards it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 ALPHA = 0.3
@@ -130,13 +130,11 @@ class Costs:
         swaps = old.swaps if old else 0
         self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps=swaps + 1, host=host))
 
-    def keep(self, models: Collection[str]) -> None:
-        """Forget what was learned of models that are not among these."""
-
-        known = {"", *models}
+    def keep(self, is_model: Callable[[str], bool]) -> None:
+        """Forget what was learned of what is no model any more."""
 
         def kept(*names: str) -> bool:
-            return all(name in known or known.issuperset(name.split("+")) for name in names)
+            return all(is_model(name) or all(map(is_model, filter(None, name.split("+")))) for name in names)
 
         self._known = {key: cost for key, cost in self._known.items() if kept(key[1], key[2])}
         self._loads = {key: seconds for key, seconds in self._loads.items() if kept(key[1])}

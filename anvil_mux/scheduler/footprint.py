@@ -8,7 +8,7 @@ not be read is not in it. Not thread-safe: the lock of the scheduler guards it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -80,11 +80,6 @@ class Footprints:
         """The last footprint of a backend at this standby level, of its service as it is ``described``."""
         last = self._known.get((backend, way))
         return None if last is None or last.is_outdated(described) else last
-
-    def keep(self, backends: Collection[str]) -> None:
-        """Forget all backends but these."""
-        self._known = {key: each for key, each in self._known.items() if each.backend in backends}
-        self._held = {name: each for name, each in self._held.items() if name in backends}
 
     def _remember(self, footprint: Footprint) -> None:
         self._known[footprint.backend, footprint.way] = footprint

@@ -51,6 +51,8 @@ class Prepared(NamedTuple):
     different_gpus: frozenset[str]
     different_models: tuple[str, ...]
     """The models of which the settings are other ones."""
+    loses_models: bool
+    """Whether some model is served no longer."""
     concerns_all: bool
     """Whether a setting has changed that concerns every GPU group."""
     rerouted: bool
@@ -88,6 +90,7 @@ def prepare(before: Config, config: Config) -> Prepared:
         different_models=tuple(
             name for name, each in models.items() if rerouted or settings.get(name) != each
         ),
+        loses_models=not settings.keys() <= models.keys(),
         concerns_all=_differ(before, config, SHARED),
         rerouted=rerouted,
         settings=SharedSettings(

@@ -374,8 +374,8 @@ class Scheduler:
             names = self._settling.place_some(prepared, expected, now)
             filled = self.layout.replaced_by(prepared, names)
         exchange = self.layout.regroup(names, filled)
-        self.costs.keep({*self.layout.models, *prepared.settings.models})
-        self.footprints.keep({*self.layout.of_backend, *prepared.settings.wanted})
+        if prepared.loses_models:
+            self.costs.keep(prepared.settings.models.__contains__)
         self.expected(expected)
         others = self.layout.going_on(prepared)
         others |= {group: None for group in concerned if self.layout.by_name.get(group.name) is group}

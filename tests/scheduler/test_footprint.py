@@ -55,10 +55,3 @@ def test_what_was_kept_under_another_description_counts_no_more():
     prints.learn("a", "sleep", {}, {}, host_bytes=16, described="one")
     assert prints.in_standby("a", "sleep", "one").host_bytes == 16
     assert prints.in_standby("a", "sleep", "another") is None
-
-
-def test_what_is_gone_is_forgotten():
-    prints = Footprints([Footprint("a", "stop", {"0": 1}, {}), Footprint("b", "stop", {"0": 2}, {})])
-    prints.keep({"b"})
-    assert [each.backend for each in prints] == ["b"]
-    assert (prints.held("a"), prints.held("b")) == ({}, {"0": 2})
