@@ -47,8 +47,10 @@ _START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
 _EMPTY = re.compile(rb"[ \t\r\n]*\}")
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _RUN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,500}', re.DOTALL)
-_MAX_KEY = 6 * len("stream") + 2
+_MAX_KEY = 6 * len("context_window_fallbacks") + 2
 """The longest key of interest, with every character escaped, and its quotes."""
+_MORE_MODELS = re.compile(r"models|(?:\w+_)?fallbacks", re.IGNORECASE)
+_MAY_HAVE_MORE = re.compile(rb'(?i:models|fallbacks)"|\\u')
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,9 @@ def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
     """The model that a JSON body names (None when it names none) and whether it asks for a stream."""
     if len(body) > MAX_JSON_PARSED:
         return _scanned(body)
-    # Where "model" stands once, and no letter of it is escaped (\u006d, ...), the key cannot come twice.
-    if body[:1] == b"{" and body.count(b'"model"') == 1 and b"\\u006" not in body:
+    # Where "model" stands once, and no letter of it is escaped (\u006d, \u004d), the key cannot come twice.
+    once = body[:1] == b"{" and body.lower().count(b'"model"') == 1
+    if once and b"\\u006" not in body and b"\\u004" not in body:
         try:
             foreign.check(body)
             text = body.decode()
@@ -157,13 +160,20 @@ def _parse_with_care(body: bytes | bytearray) -> tuple[str | None, bool]:
     models: list[object] = []
     stream = False
     for key, value in document:
-        if key == "model":
+        if _is_model(key):
             models.append(value)
         elif key == "stream":
             stream = value is True
     if len(models) > 1:
         raise _twice()
     return (checked(models[0]) if models else None), stream
+
+
+def _is_model(key: str) -> bool:
+    """Whether a key is `model`; BadRequest if only its capitals differ: some servers read it all the same."""
+    if key.lower() == "model" != key:
+        raise BadRequest(f"`{key}` is written `model`", param="model")
+    return key == "model"
 
 
 def checked(model: object) -> str:
@@ -181,12 +191,16 @@ def checked(model: object) -> str:
 
 
 def refuse_more_models(body: bytes | bytearray) -> None:
-    """Refuse a body with `models`, in which some servers take others to ask if the first one fails."""
+    """Refuse a body with `models` or `fallbacks`, in which some servers take others to ask if the first one
+    fails.
+    """
     opening = _START.match(body)
-    may_have = opening and (b'"models"' in body or b"\\u" in body)
-    if opening and may_have and any(key == "models" for key, _ in _top_level_keys(body, opening.end())):
-        text = "`models` may name other models of the server; that needs a key with `admin`"
-        raise BadRequest(text, param="models", status=403)
+    if opening is None or not _MAY_HAVE_MORE.search(body):
+        return
+    for key, _ in _top_level_keys(body, opening.end()):
+        if _MORE_MODELS.fullmatch(key):
+            text = f"`{key}` may name other models of the server; that needs a key with `admin`"
+            raise BadRequest(text, param=key, status=403)
 
 
 def _not_an_object() -> BadRequest:
@@ -220,7 +234,7 @@ def _scan(body: bytes | bytearray) -> _NamedModel:
         raise _not_an_object()
     model, stream = None, False
     for key, start in _top_level_keys(body, opening.end()):
-        if key == "model":
+        if _is_model(key):
             if model is not None:
                 raise _twice()
             model = start, _string_value(body, start)
@@ -339,7 +353,7 @@ _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]"
 
 def boundary(content_type: bytes) -> bytes:
     """The line that separates the parts of a multipart body."""
-    named = [quoted or bare for name, quoted, bare in _parameters(content_type) if name == b"boundary"]
+    named = _values(_parameters(content_type), b"boundary")
     if len(named) != 1 or not _BOUNDARY.fullmatch(named[0]):
         raise BadRequest("multipart/form-data needs one valid `boundary`")
     return named[0]
@@ -448,7 +462,7 @@ def _field_name(head: bytes) -> str:
     for name, value in parse_fields(head):
         if name.lower() == b"content-disposition":
             parameters = _parameters(value)
-            names = [quoted or bare for key, quoted, bare in parameters if key == b"name"]
+            names = _values(parameters, b"name")
             if len(names) > 1:
                 raise BadRequest("a part of the form has two names", param="body")
             if names in ([b"model"], [b"stream"]) and not any(
@@ -460,3 +474,10 @@ def _field_name(head: bytes) -> str:
 
 def _parameters(value: bytes) -> list[tuple[bytes, bytes, bytes]]:
     return [(name.lower(), quoted, bare) for name, quoted, bare in _PARAMETER.findall(value)]
+
+
+def _values(parameters: list[tuple[bytes, bytes, bytes]], name: bytes) -> list[bytes]:
+    """The values of a parameter; BadRequest if one is encoded, or in parts, as only some servers read it."""
+    if any(key.startswith(name + b"*") for key, _, _ in parameters):
+        raise BadRequest(f"`{name.decode()}*` in a form is written `{name.decode()}`", param="body")
+    return [quoted or bare for key, quoted, bare in parameters if key == name]

@@ -125,6 +125,9 @@ def _made(
 
 def name_in(said: Mapping[str, Any]) -> str | None:
     """The model that a body names, now or as it was once called."""
+    for key in said:
+        if key.lower() in ("model", "name") and not key.islower():  # Ollama reads it all the same
+            raise BadRequest(f"`{key}` is written `{key.lower()}`", param="model")
     return text(said, "model") or text(said, "name") or None
 
 

@@ -213,11 +213,6 @@ class Server(ThreadingHTTPServer):
         else:
             self._part(connection)
 
-    def _shake_hands(self, connection: ClientConnection, context: ssl.SSLContext) -> None:
-        client = connection.client
-        connection.socket = client.socket = accepted(client.socket, context, 2 * self.client_timeout)
-        client.tls, connection.is_known = None, False
-
     def _serve_one(self, connection: ClientConnection, request: http1.Request) -> bool:
         """Whether another request may follow."""
         client = connection.client

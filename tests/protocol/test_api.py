@@ -737,3 +737,10 @@ def test_a_path_below_upstream_is_read_in_few_ways_however_long_it_is() -> None:
     path = "/upstream" + "/a" * 4000
     assert [len(name) for name, _ in api.upstream(path)] == [15, 13, 11, 9, 7, 5, 3, 1]
     assert len(api.upstream_names(path)) == 8
+
+
+@pytest.mark.parametrize("filling", [b"", b" " * LARGE], ids=["parsed", "scanned"])
+@pytest.mark.parametrize("key", [b"Model", b"MODEL", b"mod\\u0045l"])
+def test_a_key_that_only_some_servers_read_as_the_model_is_refused(key: bytes, filling: bytes) -> None:
+    with pytest.raises(BadRequest, match="is written `model`"):
+        naming.model_and_stream(b'{"model":"a",%b"%b":"b"}' % (filling, key))

@@ -417,7 +417,24 @@ OTHERS = [
     (b"{}", CHAT + b"?model=o1-pro", b"application/json"),
     (b'{"name":"o1-pro"}', b"/api/show", b"application/json"),
 ]
-MORE = [b'{"model":"a-inside","models":["o1-pro"]}', b'{"model":"a-inside","x":{},"m\\u006fdels":[]}']
+MORE = [
+    b'{"model":"a-inside","models":["o1-pro"]}',
+    b'{"model":"a-inside","x":{},"m\\u006fdels":[]}',
+    b'{"model":"a-inside","Models":["o1-pro"]}',
+    b'{"model":"a-inside","fallbacks":["o1-pro"]}',
+    b'{"model":"a-inside","context_window_fallbacks":[{"a-inside":["o1-pro"]}]}',
+]
+ENCODED = b"--b\r\nContent-Disposition: form-data; name%b\r\n\r\no1-pro\r\n--b--\r\n"
+OTHER_READINGS = [
+    (b'{"Model":"o1-pro"}', CHAT, b"application/json"),
+    (b'{"model":"a-inside","MODEL":"o1-pro"}', CHAT, b"application/json"),
+    (b'{"model":"a-inside","\\u004dodel":"o1-pro"}', CHAT, b"application/json"),
+    (b'{"Name":"o1-pro"}', b"/api/show", b"application/json"),
+    (ENCODED % b"*=utf-8''model", b"/v1/audio/transcriptions", FORM),
+    (ENCODED % b"*0=mo; name*1=del", b"/v1/audio/transcriptions", FORM),
+    (ENCODED % b"=x", b"/v1/audio/transcriptions", FORM + b"; boundary*=utf-8''c"),
+]
+"""Bodies in which some servers read a model, and others none."""
 
 
 @pytest.mark.parametrize(("body", "path", "kind"), OTHERS)
@@ -431,6 +448,13 @@ def test_nothing_below_upstream_names_another_model_of_the_same_server(
 @pytest.mark.parametrize("body", [b'{"model":"a-inside"}', b'{"model":"tuned-inside"}', b"{}", b""])
 def test_a_models_own_names_and_adapters_may_be_named_below_upstream(shared_server: Rig, body: bytes) -> None:
     assert post_upstream(shared_server, OWN, body, CHAT)[0] == 200
+
+
+@pytest.mark.parametrize(("body", "path", "kind"), OTHER_READINGS)
+def test_what_only_some_servers_read_as_a_model_is_refused(
+    shared_server: Rig, body: bytes, path: bytes, kind: bytes
+) -> None:
+    assert post_upstream(shared_server, ALL, body, path, kind) == (400, "bad_request")
 
 
 @pytest.mark.parametrize(("body", "path", "kind"), OTHERS)
