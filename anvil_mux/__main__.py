@@ -6,6 +6,7 @@ the three standard streams is there from the first line on, so that nobody print
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -28,14 +29,27 @@ def main() -> int:
 def open_standard_streams() -> None:
     """Open those of the three that whoever started us has closed; what is printed there is nobody's."""
     for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if not _serves(descriptor):
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, descriptor)
             os.set_inheritable(descriptor, True)
+            if null != descriptor:
+                os.close(null)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _serves(descriptor: int) -> bool:
+    """Whether it is open, and for output too where it is one.
+
+    A shell whose standard error is closed reads its script there, and leaves it open for whom it starts.
+    """
+    try:
+        way = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError:
+        return False
+    return descriptor == 0 or way != os.O_RDONLY
 
 
 if __name__ == "__main__":

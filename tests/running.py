@@ -126,6 +126,15 @@ class Running:
         self._reader.join(STOP_TIMEOUT)
         return code
 
+    def cut_short(self, how: signal.Signals = signal.SIGTERM) -> int | None:
+        """Signals it until it ends, as signals close to the first count as one with it; its exit code."""
+
+        def signalled() -> int | None:
+            self.process.send_signal(how)
+            return self.process.poll()
+
+        return seen(signalled, lambda code: code is not None)
+
 
 @contextmanager
 def serving(

@@ -76,12 +76,8 @@ DEMO = Path(__file__).resolve().parent.parent / "demo.yaml"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    given, unknown = parser.parse_known_args(_with_command(words, parser.error))
-    if unknown:
-        given.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command itself
     try:
+        given = _arguments(list(sys.argv[1:] if argv is None else argv))
         code: int = given.run(given)
         sys.stdout.flush()
         return code
@@ -102,6 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # Arguments
+
+
+def _arguments(words: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    try:
+        given, unknown = parser.parse_known_args(_with_command(words, parser.error))
+    finally:
+        sys.stdout.flush()  # a help text, after which it ends
+    if unknown:
+        given.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command itself
+    return given
 
 
 def _with_command(words: list[str], refuse: Callable[[str], object]) -> list[str]:

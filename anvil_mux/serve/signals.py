@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from types import FrameType
 
@@ -12,6 +13,8 @@ from anvil_mux.telemetry.journal import STDERR
 
 INTERRUPTED = 130
 RELOAD, END = "reload", "end"
+SAME_SECONDS = 0.5
+"""Signals so close to the first are one: whoever sends it to a process and its group sends it twice."""
 
 
 class Signals:
@@ -22,7 +25,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self._told: float | None = None  # the moment of the first SIGTERM or SIGINT
         self._reloads = 0
         self._reloaded = 0
         self._is_over = False
@@ -47,8 +50,9 @@ class Signals:
             self._reloads += 1
 
     def _tell(self, _number: int, _frame: FrameType | None) -> None:
-        self._count += 1
-        if self._count > 1:
+        if self._told is None:
+            self._told = time.monotonic()
+        elif time.monotonic() - self._told > SAME_SECONDS:
             with suppress(OSError):
                 write_some(STDERR, b"anvil-mux: ended at once; engines run on\n", 0.0)
             os._exit(INTERRUPTED)
@@ -61,7 +65,7 @@ class Signals:
 
     def wait(self) -> str:
         """Signals that come while a reload is under way lead to one more."""
-        while not (self._count or self._is_over):
+        while self._told is None and not self._is_over:
             if self._reloads > self._reloaded:
                 self._reloaded = self._reloads
                 return RELOAD

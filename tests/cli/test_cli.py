@@ -1383,7 +1383,7 @@ def test_a_second_signal_ends_at_once(state: Path) -> None:
     with stream(running, "a", 1000):
         running.process.send_signal(signal.SIGTERM)
         running.tells("waiting up to 30 s for 1 request")
-        assert running.stop(signal.SIGINT) == 130
+        assert running.cut_short(signal.SIGINT) == 130
     assert is_alive(engine_pid(state, "a"))
 
 

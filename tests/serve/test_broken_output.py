@@ -85,7 +85,7 @@ def test_the_second_signal_ends_it_at_once(state: Path, standard_error: int) -> 
     with stream(running, "a", 10_000):
         running.process.send_signal(signal.SIGTERM)
         seen(lambda: running.process.poll() or running.request("GET", "/readyz")[0], lambda code: code == 503)
-        assert running.stop() == 130
+        assert running.cut_short() == 130
 
 
 def test_it_serves_without_any_standard_stream(state: Path) -> None:
@@ -98,12 +98,12 @@ def test_it_serves_without_any_standard_stream(state: Path) -> None:
     assert process.wait(STOP_TIMEOUT) == 0
 
 
-@pytest.mark.parametrize("word", ["version", "config"])
-def test_a_command_whose_output_is_full_says_so_without_a_traceback(word: str, state: Path) -> None:
+@pytest.mark.parametrize("words", [["version"], ["config"], ["--help"], ["ps", "--help"]])
+def test_a_command_whose_output_is_full_says_so_without_a_traceback(words: list[str], state: Path) -> None:
     compose(state)
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "anvil_mux", word],
+            [sys.executable, "-m", "anvil_mux", *words],
             cwd=state,
             stdout=full,
             stderr=subprocess.PIPE,
@@ -117,6 +117,13 @@ def test_a_command_without_an_output_ends_well() -> None:
     close = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "anvil_mux", "version"]
     done = subprocess.run(close, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_file_that_a_shell_left_open_for_reading_is_no_standard_error(state: Path) -> None:
+    file = compose(state)
+    close = ["sh", "-c", f'exec "$@" 2<{file}', "sh", sys.executable, "-m", "anvil_mux", "check", str(file)]
+    done = subprocess.run(close, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_ctrl_c_while_the_program_is_being_imported_ends_it_quietly(tmp_path: Path) -> None:

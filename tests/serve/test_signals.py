@@ -10,9 +10,13 @@ import pytest
 from anvil_mux.serve.signals import INTERRUPTED
 
 PROGRAM = """
-import os, signal
-from anvil_mux.serve.signals import Signals
+import os, signal, time
+from anvil_mux.serve.signals import SAME_SECONDS, Signals
 signals = Signals()
+clock = [0.0]
+time.monotonic = lambda: clock[0]
+def later():
+    clock[0] += SAME_SECONDS + 0.1
 def term():
     os.kill(os.getpid(), signal.SIGTERM)
 def takeover():
@@ -32,7 +36,9 @@ print("drained", flush=True)
         ("[term, takeover]", 0),
         ("[takeover, term]", 0),
         ("[takeover, takeover]", 0),
-        ("[term, takeover, term]", INTERRUPTED),
+        ("[term, takeover, later, term]", INTERRUPTED),
+        ("[term, term]", 0),
+        ("[term, term, later, term]", INTERRUPTED),
     ],
 )
 def test_only_a_second_signal_cuts_what_a_first_or_a_takeover_lets_end(events, code):
