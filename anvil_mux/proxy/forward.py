@@ -299,6 +299,8 @@ class Forwarder:
         """An answer as it comes, or all at once."""
         if not asked.stream:
             content = exchange.content(response, question.asked.access.config.max_body)
+            if not content:  # an answer's words for nothing are those of a question that asks for nothing
+                raise BackendError(f"The engine of {question.target.model} answered with nothing.")
             said = asked.answer.whole(content, time.time())
             _has_said_all(exchange, exchange.passed.said)
             reply.whole(200, [JSON], said)

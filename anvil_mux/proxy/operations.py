@@ -116,12 +116,11 @@ class Operations:
         """End one request: out of its queue, or while it runs."""
         said = parse(read_json(asked, reply.client))
         ticket, id = said.get("ticket"), said.get("id")
-        if not isinstance(ticket, int) and not (id and isinstance(id, str)):
+        number = ticket if type(ticket) is int else None  # which `true` is not
+        if number is None and not (id and isinstance(id, str)):
             raise BadRequest("the body must name a request: its `id`, or its `ticket`", param="ticket")
-        if not self._mux.cancel(
-            ticket if isinstance(ticket, int) else None, id if isinstance(id, str) else ""
-        ):
-            which = f"the ticket {ticket}" if isinstance(ticket, int) else f"the id {id}"
+        if not self._mux.cancel(number, id if isinstance(id, str) else ""):
+            which = f"the id {id}" if number is None else f"the ticket {number}"
             raise NotFound(f"No request with {which} waits or runs (any more).")
         reply.whole(200, [JSON], DONE)
 

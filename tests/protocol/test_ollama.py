@@ -361,6 +361,27 @@ def test_an_engine_that_dies_in_mid_stream_is_told_in_a_line_and_the_answer_does
     assert rig.events.record().code == "backend_unavailable"
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/api/chat", {"messages": [USER]}),
+        ("/api/generate", {"prompt": "Hi"}),
+        ("/api/embed", {"input": "Hi"}),
+    ],
+)
+@pytest.mark.parametrize("length", [b"Content-Length: 0\r\n", b"Connection: close\r\n"])
+def test_an_engine_that_says_nothing_has_not_answered(
+    rig: Rig, path: str, said: dict[str, object], length: bytes
+) -> None:
+    client = ask(rig, path, model="a", stream=False, **said)
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%b\r\n" % length)
+    asked.close()
+    answer = client.read()
+    assert answer.status == 502
+    assert "answered with nothing" in json.loads(answer.body)["error"]
+
+
 def test_an_engine_that_stops_without_a_reason_has_not_ended_its_answer(rig: Rig) -> None:
     client = ask(rig, "/api/chat", model="a", messages=[USER])
     rig.engine.next().send(SSE_HEAD, framed(chunk({"content": "He"})), b"0\r\n\r\n")

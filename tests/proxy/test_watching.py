@@ -209,7 +209,7 @@ def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
     assert boss.read().status == 404
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"ticket":"1"}', b"nonsense"])
+@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"ticket":"1"}', b'{"ticket":true}', b"nonsense"])
 def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None:
     client = rig.client()
     client.post(body, b"/requests/cancel")
