@@ -143,7 +143,7 @@ class Handler:
         try:
             entry = access.check(request, entry)
             if entry.key:
-                asked = replace(asked, key=entry.key)
+                asked = reply.asked = replace(asked, key=entry.key)
             if asked.route is api.NO_ROUTE:
                 self.local.answer(asked, reply, record)
             elif asked.key and asked.key.requests is not None:

@@ -159,12 +159,15 @@ def test_nothing_is_said_within_a_frame_that_broke_off(rig: Rig, begun: bytes) -
     assert client.rest() == begun
 
 
-def test_a_websocket_ends_when_its_key_is_taken_back(make_rig: Callable[..., Rig]) -> None:
+def test_a_websocket_ends_when_its_key_is_taken_back_and_not_before(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}))
     client = open_websocket(rig, extra=b"x-api-key: %b\r\n" % OWN.encode())
     asked = rig.engine.next()
     asked.send(SWITCHED)
     client.read_until(b"\r\n\r\n")
+    rig.handler.reconfigure(rig.config, keys.load(None, {API_KEYS: f"{KEYS};{'k' * 16} name=new admin"}))
+    asked.send(frame(b"x"))
+    assert client.read_until(frame(b"x"))
     rig.handler.reconfigure(rig.config, keys.load(None, {API_KEYS: f"{ADMIN} admin"}))
     assert good_bye_in(client.rest()) == (1011, "The API key of this websocket was taken back.")
     assert asked.was_left()
