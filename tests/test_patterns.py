@@ -41,7 +41,9 @@ FOREIGN = (
     "serve",
     "host",
     "cluster",
-    "config.settings",
+    "config",
+    "importing",
+    "cli",
     "clock",
 )
 """The packages and modules that read what clients, engines and hosts say."""

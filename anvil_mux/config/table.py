@@ -42,6 +42,9 @@ def _read_gpus(value: Any) -> tuple[Gpu, ...]:
     return tuple(gpus.make(made))
 
 
+HOST_MEMORY = settings.positive(settings.MEMORY)
+
+
 def _read_gpu(id: str, about: Any) -> Gpu:
     if not isinstance(about, dict):
         text = 'must hold its memory, as in gpus: {"0": {vram: 24GiB, reserve: 1GiB}}'
@@ -82,7 +85,7 @@ def _read_machine(name: str, about: Any) -> DeclaredMachine:
         raise settings.unfit(text, "{host_memory: 64GiB}")
     parts = settings.MappingReader(about, ("gpus", "host_memory"))
     gpus = parts.read("gpus", _read_gpus)
-    made: DeclaredMachine = parts.make(DeclaredMachine(gpus, parts.read("host_memory", settings.MEMORY.read)))
+    made: DeclaredMachine = parts.make(DeclaredMachine(gpus, parts.read("host_memory", HOST_MEMORY.read)))
     return made
 
 
@@ -198,8 +201,8 @@ _PRESET = shapes.mapping({"set": _SET, "strip": shapes.listed(shapes.text()), "s
 _PRESETS = shapes.any_of(shapes.by_name(_PRESET), {"type": "string", "pattern": r"{|\$"})
 _LORAS = shapes.any_of(shapes.by_name(shapes.text()), shapes.listed(shapes.text()))
 
-SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
-MOMENTS, BODY = settings.positive(SECONDS), settings.positive(SIZE)
+SECONDS, TEXT = settings.SECONDS, settings.TEXT
+MOMENTS, BODY = settings.positive(SECONDS), settings.positive(settings.SIZE)
 COUNT = settings.whole_number(1)
 PRIORITY = settings.whole_number(-100, 100)
 
@@ -278,7 +281,7 @@ SETTINGS: dict[str, Setting] = {
         logged=True,
         page="staying.md#a-home-model-home",
     ),
-    "queue_timeout": _live(SECONDS, "The longest time a request waits for its model.", logged=True),
+    "queue_timeout": _live(MOMENTS, "The longest time a request waits for its model.", logged=True),
     "max_wait": _live(
         settings.SECONDS_OR_AUTO,
         "The longest time a policy may hold a queue back before its swap begins. auto: 60 s; where it takes "
@@ -298,9 +301,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     "loading_grace": _live(SECONDS, "How long a waiting stream is silent before it gets keep-alive lines."),
     "max_body": _live(BODY, "The largest JSON request."),
-    "max_upload": _live(SIZE, "The largest multipart request (audio, images)."),
+    "max_upload": _live(BODY, "The largest multipart request (audio, images)."),
     "max_bodies": _live(
-        settings.MEMORY,
+        HOST_MEMORY,
         "The most memory that the bodies of all requests take together, also while they wait; further ones "
         "are refused as overloaded. At least max_body; by default 1/8 of the memory that anvil-mux can have.",
     ),
@@ -313,7 +316,7 @@ SETTINGS: dict[str, Setting] = {
         page="staying.md#any-model-that-is-loaded-any_of",
     ),
     "host_memory": _live(
-        settings.MEMORY,
+        HOST_MEMORY,
         "How much host memory all engines together may use, in standby too; by default 9/10 of the host's.",
         logged=True,
         page="gpus.md#what-a-model-needs",
@@ -591,7 +594,7 @@ def _default(owner: type, key: str, setting: Setting) -> str:
     if setting.default is not None:
         return setting.default
     default = default_of(owner, key)
-    return f"{default >> 20}MiB" if setting.kind in (SIZE, BODY) else settings.plain(default)
+    return f"{default >> 20}MiB" if setting.kind is BODY else settings.plain(default)
 
 
 def fields_of(table: Mapping[str, Setting], holds: Callable[[Setting], bool]) -> list[str]:

@@ -523,6 +523,11 @@ BAD: list[tuple[str, str]] = [
     (TOP % "upstream_timeout: 0s", "x-anvil.upstream_timeout: must be more than 0, not '0s'"),
     (TOP % "client_timeout: 0", "x-anvil.client_timeout: must be more than 0, not 0"),
     (TOP % "max_body: 0", "x-anvil.max_body: must be more than 0, not 0"),
+    (TOP % "max_upload: 0", "x-anvil.max_upload: must be more than 0, not 0"),
+    (TOP % "max_bodies: 0", "x-anvil.max_bodies: must be more than 0, not 0"),
+    (TOP % "host_memory: 0", "x-anvil.host_memory: must be more than 0, not 0"),
+    (TOP % "machines: {b: {host_memory: 0}}", "x-anvil.machines.b.host_memory: must be more than 0, not 0"),
+    (TOP % "queue_timeout: 0", "x-anvil.queue_timeout: must be more than 0, not 0"),
     (
         "x-anvil: {runtime: process}\nservices: {a: {command: [x], enviroment: {A: b}, x-anvil: {}}}",
         "compose.yaml:2: services.a.enviroment: unknown key; did you mean environment?",
