@@ -41,9 +41,7 @@ FOREIGN = (
     "serve",
     "host",
     "cluster",
-    "config",
-    "importing",
-    "cli",
+    "config.settings",
     "clock",
 )
 """The packages and modules that read what clients, engines and hosts say."""

@@ -264,8 +264,15 @@ class _Maker:
         port = self._settle_port(engine)
         self._written.services[engine.name] = {"x-anvil": engine.said}
         self._note_engine(engine, names)
-        gpus = _shown(engine)
+        gpus = _shown(engine, service.ALL if self._takes_all(engine) else "none")
         self._row(engine.name, role.engine, model=engine.model, port=str(port), gpus=gpus, why=role.why)
+
+    def _takes_all(self, engine: _EngineFound) -> bool:
+        """Whether the engine is a process that says nothing of GPUs, on a machine that has some."""
+        top = self._made.rest.get("x-anvil")
+        top = top if isinstance(top, dict) else {}
+        has_gpus = bool(self._gpus_here or top.get("gpus"))
+        return top.get("runtime") == "process" and has_gpus and not service.hides_gpus(engine.variables)
 
     def _settle_port(self, engine: _EngineFound) -> int:
         """The port on which the engine listens; it is written where check would not find it."""
@@ -517,10 +524,11 @@ def _share(one: str | tuple[str, ...] | None, other: str | tuple[str, ...] | Non
     return service.ALL in (one, other) or bool(set(one) & set(other))
 
 
-def _shown(engine: _EngineFound) -> str:
+def _shown(engine: _EngineFound, unsaid: str) -> str:
+    """The GPUs of an engine; ``unsaid``: those that it has where nothing says which."""
     if engine.gpus is not None:
         return engine.gpus if isinstance(engine.gpus, str) else ",".join(id or "?" for id in engine.gpus)
     if service.is_nvidia(engine.described):
         return service.ALL
     given = service.others_gpus(engine.described, engine.variables)
-    return f"{'/'.join(given.vendors)}: {', '.join(given.ids) or 'all'}" if given else "none"
+    return f"{'/'.join(given.vendors)}: {', '.join(given.ids) or 'all'}" if given else unsaid

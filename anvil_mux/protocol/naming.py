@@ -99,20 +99,21 @@ Span = tuple[int, int]
 SESSIONS = (
     ("session", "model"),
     ("session", "audio", "input", "transcription", "model"),
+    ("model",),
     ("input_audio_transcription", "model"),
 )
 """The keys, from the outside in, under which what opens a realtime session has its model."""
 
 
-def session_model(body: bytes | bytearray) -> tuple[str | None, Span | None]:
-    """The model of the session that a JSON body describes, and where its value stands, quotes included."""
+def session_models(body: bytes | bytearray) -> list[tuple[str, Span]]:
+    """The models that a JSON body names which describes a session, and where each value stands, quotes
+    included. The first one is the session's; the others transcribe what it hears.
+    """
     if len(body) > MAX_JSON_PARSED:
         raise TooLarge(f"what describes a session has at most {MAX_JSON_PARSED} bytes")
     _parse_with_care(body)
-    for keys in SESSIONS:
-        if span := _value_span(body, keys):
-            return checked(json.loads(body[slice(*span)])), span
-    return None, None
+    spans = filter(None, (_value_span(body, keys) for keys in SESSIONS))
+    return [(checked(json.loads(body[slice(*span)])), span) for span in spans]
 
 
 def _value_span(body: bytes | bytearray, keys: tuple[str, ...]) -> Span | None:
@@ -120,7 +121,11 @@ def _value_span(body: bytes | bytearray, keys: tuple[str, ...]) -> Span | None:
     for key in keys:
         value = body[start:end]
         opening = _START.match(value)
-        found = [at for name, at in _top_level_keys(value, opening.end()) if name == key] if opening else []
+        found = (
+            [at for name, at in _top_level_keys(value, opening.end()) if name.lower() == key]
+            if opening
+            else []
+        )
         if not found:
             return None
         if len(found) > 1:

@@ -370,6 +370,11 @@ class _Generate(_Spoken):
         return {"response": said, **({"thinking": thought} if thought else {})}
 
 
+def _is_number(value: object) -> bool:
+    """Whether it is a number that JSON has, which NaN and what is infinite are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
 class _Embed(_Words):
     _empty: ClassVar[dict[str, Any]] = {"embeddings": []}
 
@@ -381,7 +386,7 @@ class _Embed(_Words):
         if not isinstance(data, list):
             raise BackendError("The engine's answer has no embeddings.")
         vectors = [each.get("embedding") for each in data if isinstance(each, dict)]
-        if not all(isinstance(each, list) for each in vectors):
+        if not all(isinstance(each, list) and all(map(_is_number, each)) for each in vectors):
             raise BackendError("The engine's answer has embeddings that are no lists of numbers.")
         usage = found.get("usage")
         tokens = count(usage.get("prompt_tokens")) if isinstance(usage, dict) else None

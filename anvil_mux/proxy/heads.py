@@ -27,7 +27,7 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
     """The lines of the head for the engine. ``also``: more fields."""
     request, route, backend = question.asked.request, question.asked.route, lease.backend
     query = request.query
-    if route.model_in == "query":
+    if route.model_in != "upstream":  # of whatever reads a name there, it is the one that was asked for
         query = naming.model_replaced_in_query(query, question.known_as(backend))
     own, drop = _credentials(question, backend, route.path)
     own = {**own, **also}

@@ -20,6 +20,8 @@ from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
 
+SESSIONS = "/v1/realtime/"
+"""How the paths begin at which a session is described, which may name a model within."""
 EXPLAIN = b"x-anvil-explain"
 """The header of a request that is not to be sent on: where it would go, and why, is the answer."""
 SWAP = b"x-anvil-swap"
@@ -49,13 +51,17 @@ class Questions:
 
     def _read(self, asked: Asked, client: Client) -> Question:
         route = asked.route
+        if route.model_in not in ("query", "upstream"):
+            naming.model_in_query(asked.request.query)  # the engine gets its own name there, if there is one
         match route.model_in:
             case "json":
                 return _from_json(asked, client)
             case "session":
                 body = read_json(asked, client)
-                named, span = naming.session_model(body)
-                return Question(asked, target(asked, named), body, named, span)
+                named, span = [*naming.session_models(body), (None, None)][0]
+                aim = target(asked, named)
+                _check_session(asked, aim, named, body)
+                return Question(asked, aim, body, named, span)
             case "path":
                 body = read_json(asked, client)
                 stream = naming.model_and_stream(body)[1] and route.streams
@@ -184,7 +190,10 @@ def _from_json(asked: Asked, client: Client) -> Question:
     named, stream = naming.model_and_stream(body)
     if asked.access.has_elsewhere and asked.key and not asked.key.admin:
         naming.refuse_more_models(body)
-    return Question(asked, target(asked, named), body, named, stream=stream and route.streams)
+    aim = target(asked, named)
+    if route.path.startswith(SESSIONS):
+        _check_session(asked, aim, named, body)
+    return Question(asked, aim, body, named, stream=stream and route.streams)
 
 
 def _from_form(asked: Asked, client: Client) -> Question:
@@ -270,12 +279,26 @@ def _check_names(asked: Asked, model: str, path: str, body: bytes | bytearray) -
     A server elsewhere, and some engines, have more models than the configuration says.
     """
     there = names_there(asked.access, asked.key, model)
-    for name in (
-        _name_in_path(path),
-        naming.model_in_query(asked.request.query),
-        _name_in_body(asked, path, body),
-    ):
+    names = [_name_in_path(path), naming.model_in_query(asked.request.query)]
+    for name in (*names, *_names_in_body(asked, path, body)):
         if name is not None and name not in there:
+            raise UnknownModel(name, there)
+
+
+def _check_session(asked: Asked, aim: Target, named: str | None, body: bytes | bytearray) -> None:
+    """Check that a session at a server elsewhere names, beside its model, only what the key may use there;
+    UnknownModel.
+    """
+    key, backends = asked.key, asked.access.config.backends
+    models = {aim.model, *aim.choices, *(step.model for step in aim.chain)}
+    if key is None or key.admin or not any(each.url and each.model in models for each in backends):
+        return
+    there = names_there(asked.access, key, aim.model)
+    names = [name for name, _ in naming.session_models(body)]
+    if named in names:
+        names.remove(named)
+    for name in names:
+        if name not in there:
             raise UnknownModel(name, there)
 
 
@@ -296,25 +319,25 @@ def _name_in_path(path: str) -> str | None:
     return api.model_in_path(path) if route and route.model_in == "path" else None
 
 
-def _name_in_body(asked: Asked, path: str, body: bytes | bytearray) -> str | None:
-    """The model in a body of any kind that may have one; BadRequest for one that cannot be read for that."""
+def _names_in_body(asked: Asked, path: str, body: bytes | bytearray) -> list[str | None]:
+    """The models in a body of any kind that may have one; BadRequest for one that cannot be read for that."""
     kind = asked.request.fields.get(b"content-type", b"")
     if not body:
-        return None
+        return []
     if kind.lower().startswith(b"multipart/"):
         scanner = naming.MultipartModelScanner(naming.boundary(kind))
         scanner.feed(bytes(body))
         scanner.finish()
-        return scanner.model
+        return [scanner.model]
     if naming.is_urlencoded(kind, body):
-        return naming.in_urlencoded(body)[0]
+        return [naming.in_urlencoded(body)[0]]
     if api.api_of(path) == "ollama":
-        return ollama.name_in(parse(body))
-    route = api.match("POST", path)
-    if route and route.model_in == "session":
-        return naming.session_model(body)[0]
+        return [ollama.name_in(parse(body))]
     naming.refuse_more_models(body)
-    return naming.model_and_stream(body)[0]
+    route = api.match("POST", path)
+    if route and route.path.startswith(SESSIONS):
+        return [name for name, _ in naming.session_models(body)]
+    return [naming.model_and_stream(body)[0]]
 
 
 def _no_upstream(asked: Asked) -> UnknownModel | NotFound:

@@ -461,6 +461,26 @@ def test_its_own_recipe_works_for_processes(tmp_path: Path, capsys: pytest.Captu
     assert (a.model, a.service.command[-1]) == ("a", "80")
 
 
+@pytest.mark.parametrize(
+    ("top", "more", "gpus_here", "shown"),
+    [
+        ("runtime: process", "", ["0", "1"], "all"),
+        ('runtime: process, gpus: ["0"]', "", [], "all"),
+        ("runtime: process", "", [], "none"),
+        ("runtime: process", ', environment: {CUDA_VISIBLE_DEVICES: ""}', ["0"], "none"),
+        ("runtime: process", ', environment: {CUDA_VISIBLE_DEVICES: "1"}', ["0", "1"], "1"),
+        ("policy: eager", "", ["0"], "none"),
+    ],
+)
+def test_a_process_that_says_nothing_of_gpus_has_all_of_them(
+    tmp_path: Path, top: str, more: str, gpus_here: list[str], shown: str
+) -> None:
+    text = f"x-anvil: {{{top}}}\nservices: {{a: {{command: llama-server -m /m/a.gguf --port 80{more}}}}}"
+    (tmp_path / "compose.yaml").write_text(text)
+    (row,) = suggest([interpolate.read(tmp_path / "compose.yaml")], {}, gpus_here).rows
+    assert row.gpus == shown
+
+
 def test_the_command_tells_what_compose_would_refuse_in_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,12 +219,17 @@ def test_other_bodies_are_not_supported(content_type, body):
             "a",
             '{"session": {"audio": {"input": {"transcription": {"language": "de", "model": "new"}}}}}',
         ),
+        (
+            '{"model":"a","input_audio_transcription":{"model":"b"}}',
+            "a",
+            '{"model":"new","input_audio_transcription":{"model":"b"}}',
+        ),
         ('{"input_audio_transcription":{"model":"a"}}', "a", '{"input_audio_transcription":{"model":"new"}}'),
         ('{"session":"model","x":{"session":{"model":"a"}}}', None, None),
     ],
 )
 def test_a_realtime_sessions_model_stands_within(document: str, model: str, as_another: str | None) -> None:
-    found, span = naming.session_model(document.encode())
+    found, span = [*naming.session_models(document.encode()), (None, None)][0]
     assert found == model
     if span:
         assert b"".join(naming.model_replaced(document.encode(), "new", span)).decode() == as_another
@@ -235,6 +240,7 @@ def test_a_realtime_sessions_model_stands_within(document: str, model: str, as_a
     [
         ('{"session":{"model":"a"},"session":{"model":"b"}}', "`session` is given twice"),
         ('{"session":{"model":"a","model":"b"}}', "`model` is given twice"),
+        ('{"session":{"model":"a"},"Session":{"model":"b"}}', "`session` is given twice"),
         ('{"session":{"model":1}}', "`model` must be a string"),
         ('{"session":{"model":"a"}', "not JSON"),
         ("[]", "must be a JSON object"),
@@ -242,7 +248,7 @@ def test_a_realtime_sessions_model_stands_within(document: str, model: str, as_a
 )
 def test_a_session_whose_model_is_not_clear_is_refused(document: str, why: str) -> None:
     with pytest.raises(BadRequest, match=why):
-        naming.session_model(document.encode())
+        naming.session_models(document.encode())
 
 
 def padded(document: str) -> bytes:

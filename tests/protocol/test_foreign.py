@@ -112,7 +112,7 @@ def test_every_reader_of_a_request_refuses_what_is_nested_too_deeply():
         lambda: completions.parse(body),
         lambda: naming.model_and_stream(body),
         lambda: naming.model_and_stream(body.replace(b"model", b"m\\u006fdel")),
-        lambda: naming.session_model(body),
+        lambda: naming.session_models(body),
         lambda: rewrite.rewritten(body, ("seed",), {}),
     ):
         with pytest.raises(BadRequest, match="nested deeper"):

@@ -290,8 +290,8 @@ def check_body(body: bytes, draw: random.Random) -> None:
         assert [value for name, value in changed or () if name == "model"] == ["new"]
     if read is not None and read[0] is not None and not body.startswith(codecs.BOM_UTF8):
         session = b'{"session":%b}' % body
-        model, span = naming.session_model(session)
-        changed = loaded(b"".join(naming.model_replaced(session, model or "", span)))
+        ((model, span),) = naming.session_models(session)
+        changed = loaded(b"".join(naming.model_replaced(session, model, span)))
         assert (model, changed) == (read[0], loaded(session))
     kept = [each for each in members if each[0] not in ("temperature", "stream")]
     assert loaded(rewritten(body, ["temperature", "stream"], {})) == kept

@@ -14,6 +14,7 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, BadRequest, LoadError
 from anvil_mux.protocol import ollama
+from anvil_mux.protocol.completions import Translation
 from anvil_mux.proxy.waiting import Patience
 from anvil_mux.scheduler.causes import Cause
 from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
@@ -291,6 +292,14 @@ def test_how_long_the_prompt_of_a_whole_answer_took_is_not_guessed() -> None:
     [said] = lines(answer.whole(b'{"choices":[{"message":{"content":"Hello"}}]}', 2.0))
     assert "prompt_eval_duration" not in said
     assert said["eval_duration"] == 1_000_000_000
+
+
+@pytest.mark.parametrize("odd", ["NaN", "-Infinity", "1e999", "null", "true", '"1"', "[1]"])
+@pytest.mark.parametrize("ask", [ollama.embed, ollama.embeddings])
+def test_embeddings_that_are_no_numbers_are_an_error(ask: Callable[..., Translation], odd: str) -> None:
+    body = f'{{"data":[{{"embedding":[1, 0.5, -1e30]}},{{"embedding":[0.5,{odd}]}}]}}'.encode()
+    with pytest.raises(BackendError, match="no lists of numbers"):
+        ask({"model": "a", "input": "x", "prompt": "x"}).answer.whole(body, 0.0)
 
 
 def test_embeddings_come_back_in_both_shapes() -> None:

@@ -416,6 +416,16 @@ OTHERS = [
     (b'{"mod\\u0065l":"o1-pro"}', CHAT, b"application/json"),
     (OTHER_IN_FORM, b"/v1/audio/transcriptions", FORM),
     (b'{"session":{"model":"o1-pro"}}', b"/v1/realtime/client_secrets", b"application/json"),
+    (
+        b'{"session":{"model":"a-inside","audio":{"input":{"transcription":{"model":"o1-pro"}}}}}',
+        b"/v1/realtime/client_secrets",
+        b"application/json",
+    ),
+    (
+        b'{"model":"a-inside","input_audio_transcription":{"model":"o1-pro"}}',
+        b"/v1/realtime/sessions",
+        b"application/json",
+    ),
     (b"{}", b"/openai/deployments/o1-pro/chat/completions", b"application/json"),
     (b"{}", CHAT + b"?model=o1-pro", b"application/json"),
     (b'{"name":"o1-pro"}', b"/api/show", b"application/json"),
@@ -517,3 +527,60 @@ def test_no_further_models_are_named_where_there_are_servers_elsewhere(
         client = rig.client()
         client.post(body.replace(b"a-inside", b"a"), extra=b"x-api-key: %b\r\n" % OWN.encode())
         assert client.read().status == status
+
+
+CLOUD = Backend("c", "c", url="https://there.example/v1", engine="openai", served_model="c-inside")
+SESSION = b'{"session":{"model":"%b","audio":{"input":{"transcription":{"model":"%b"}}}}}'
+BOTH = b'{"model":"%b","session":{"model":"%b"}}'
+OLD_SESSION = b'{"model":"%b","input_audio_transcription":{"model":"%b"}}'
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "heard", "status"),
+    [
+        (OWN, b"a", b"anything", 200),
+        (ALL, b"c", b"o1-pro", 404),
+        (ALL, b"c", b"c-inside", 200),
+        (ADMIN, b"c", b"o1-pro", 200),
+    ],
+)
+@pytest.mark.parametrize(
+    ("session", "path"),
+    [(SESSION, b"client_secrets"), (OLD_SESSION, b"sessions"), (BOTH, b"sessions")],
+)
+def test_what_a_session_names_beside_its_model_is_checked_at_servers_elsewhere(
+    make_rig: Callable[..., Rig],
+    session: bytes,
+    path: bytes,
+    key: str,
+    model: bytes,
+    heard: bytes,
+    status: int,
+) -> None:
+    rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}), backends=(*BACKENDS, CLOUD))
+    rig.engine.answer = rig.other.answer = lambda _: JSON_OK
+    client = rig.client()
+    extra = b"X-Anvil-Explain: 1\r\nx-api-key: %b\r\n" % key.encode()
+    client.post(session % (model, heard), path=b"/v1/realtime/" + path, extra=extra)
+    assert client.read().status == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "target"),
+    [
+        (CHAT, b'{"model":"org/b"}', CHAT),
+        (b"/v1/realtime/client_secrets", b'{"session":{"model":"org/b"}}', b"/v1/realtime/client_secrets"),
+        (b"/v1/engines/org%2Fb/completions", b"{}", b"/v1/completions"),
+    ],
+)
+def test_a_model_in_the_query_of_any_route_is_what_the_engine_calls_the_one_asked_for(
+    rig: Rig, path: bytes, body: bytes, target: bytes
+) -> None:
+    client = rig.client()
+    client.post(body, path=path + b"?x=1&mod%65l=o1-pro")
+    asked = rig.other.next()
+    assert asked.head.startswith(b"POST %b?x=1&model=b-inside HTTP/1.1\r\n" % target)
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+    client.post(body, path=path + b"?model=a&model=b")
+    assert client.read().status == 400
