@@ -189,7 +189,7 @@ def _unset(documents: Sequence[Document], name: str, *, process: bool = False) -
         found = Diagnostic(text, said=said, write=f"{name}=... in .env")
     for document in documents:
         for key, value in _texts(document.content, ()):
-            if re.search(rf"\$(?:{name}\b|{{{name}[:}}?+-])", value):
+            if re.search(rf"(?<!\$)(?:\$\$)*\$(?:{name}\b|{{{name}[:}}?+-])", value):
                 return found.at(document.place(key), key, ".".join(key))
     return found.at(Position(str(documents[0].file)), (), "")
 

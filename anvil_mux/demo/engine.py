@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
@@ -154,7 +155,7 @@ class DemoHandler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: Any) -> None:
-        print(f"{self.server.model}: {self.requestline} {args[1]}", flush=True)
+        say(f"{self.server.model}: {self.requestline} {args[1]}")
 
     # Routes
 
@@ -365,6 +366,11 @@ def seconds(text: str) -> float:
     return value
 
 
+def say(text: str) -> None:
+    with suppress(OSError):  # a disk that is full costs the line
+        print(text, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="the only model id it answers to")
@@ -386,7 +392,7 @@ def main() -> None:
     wake = given.wake_seconds if sleeps else None
     with DemoEngine(address, given.model, given.load_seconds, given.tokens_per_second, wake) as engine:
         where = f"http://{given.host}:{engine.server_port}"
-        print(f"{given.model}: listens on {where}, ready in {given.load_seconds:g} s", flush=True)
+        say(f"{given.model}: listens on {where}, ready in {given.load_seconds:g} s")
         engine.serve_forever()
 
 

@@ -92,6 +92,12 @@ def chunks(events: list[str]) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
+def test_it_serves_on_though_what_it_prints_can_be_written_nowhere(make):
+    engine = make("--load-seconds", "0")
+    engine.process.stdout.close()
+    assert [engine.ask("GET", "/v1/models")[0] for _ in range(2)] == [200, 200]
+
+
 def test_it_listens_at_once_and_is_not_ready_while_it_loads(make: Callable[..., Engine]) -> None:
     loading = make("--load-seconds", "1000")
     assert loading.ask("GET", "/health")[0] == 503

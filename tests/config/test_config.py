@@ -897,6 +897,16 @@ def test_a_process_that_listens_elsewhere_is_a_warning(tmp_path: Path, service: 
     assert [text.endswith(warning) for text in warnings] == [True] * bool(warning), warnings
 
 
+def test_a_variable_that_is_not_set_is_shown_where_it_stands(tmp_path: Path) -> None:
+    doubled, single = (
+        "command: './own $$PORT $$$$PORT', x-anvil: {}",
+        "command: './own $$${PORT}', x-anvil: {}",
+    )
+    text = f"x-anvil: {{runtime: process}}\nservices:\n  a: {{{doubled}}}\n  b: {{{single}}}"
+    (warning,) = plain(tmp_path, text).warnings
+    assert "compose.yaml:4: services.b.command: the variable PORT is not set" in warning
+
+
 @pytest.mark.parametrize(
     "rest", ["ports: ['127.0.0.1::80', '127.0.0.1::81']", "network_mode: host", "ports: ['127.0.0.1::80']"]
 )
