@@ -33,18 +33,6 @@ STEPS_PER_CHARACTER = 40
 DRAWN = 60
 OF_OUR_OWN = {"anvil_mux.proxy.terms", "anvil_mux.proxy.page"}
 """Modules whose patterns read files of ours alone."""
-FOREIGN = (
-    "protocol",
-    "proxy",
-    "routing",
-    "telemetry",
-    "serve",
-    "host",
-    "cluster",
-    "config.settings",
-    "clock",
-)
-"""The packages and modules that read what clients, engines and hosts say."""
 SEARCHES = {"search", "findall", "finditer", "sub", "subn", "split"}
 Continue = Callable[[int], bool]
 
@@ -215,7 +203,7 @@ def _drawn_of(op: Any, value: Any, draw: Random) -> str:
     if op in (sre.IN, sre.NOT_LITERAL):
         items = value if op is sre.IN else [(sre.NEGATE, None), (sre.LITERAL, value)]
         fits = [each for each in map(chr, range(9, 127)) if _is_in(items, each)]
-        return draw.choice(fits)
+        return draw.choice(fits or [chr(arg if op is sre.LITERAL else arg[0]) for op, arg in items])
     if op is sre.SUBPATTERN:
         return drawn(value[-1], draw)
     if op is sre.BRANCH:
@@ -245,8 +233,7 @@ def shown(tree: Any, draw: Random, length: int) -> str:
 def patterns() -> Iterator[tuple[str, str | bytes, int, str]]:
     """Where it stands, the pattern, its flags, and how it is used: search, match or fullmatch."""
     for module in pkgutil.walk_packages(anvil_mux.__path__, "anvil_mux."):
-        of_foreign = module.name.removeprefix("anvil_mux.").startswith(FOREIGN)
-        if of_foreign and module.name not in OF_OUR_OWN:
+        if module.name not in OF_OUR_OWN and not module.name.endswith("__main__"):
             yield from _patterns_in(module.name)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -614,7 +613,9 @@ def _value(config: Config, key: str) -> Any:
             return {"name": name, **settings} if settings else name
         case "routing" if config.routing_policies or config.routing_mode != "lite" or config.routing_store:
             mode, policies = config.routing_mode, config.routing_policies
-            store = re.sub("//.*@", "//***@", config.routing_store)  # may hold a password
+            scheme, _, address = config.routing_store.partition("://")
+            _, at, place = address.rpartition("@")  # before it may stand a password
+            store = f"{scheme}://***@{place}" if at else config.routing_store
             return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
         case "any_of":
             return {name: each.to_json() for name, each in config.any_of.items()}

@@ -107,10 +107,10 @@ OF_SERVICE = [
     "x-anvil",
 ]
 """The keys of a service that Compose knows."""
-PATH = r"(?P<path>\(root\)|[\w-]+(?:\.[\w\[\]-]+)*)"
+PATH = r"(?P<path>\(root\)|(?<![\w.\[\]-])[\w-]+(?:\.[\w\[\]-]+)*)"
 WRONG_KIND = re.compile(rf"{PATH} must be an? (?P<kind>list|array|mapping|object|string|null|number|boolean)")
 NOT_ALLOWED = re.compile(
-    rf"{PATH} [Aa]dditional propert(?:y|ies) '?(?P<name>[^' ]+(?: [^' ]+)*?)'? (?:is )?not allowed"
+    rf"{PATH} [Aa]dditional propert(?:y|ies) '?(?P<name>[^' ]+(?: [^' ]+){{0,8}}?)'? (?:is )?not allowed"
 )
 REQUIRED = re.compile(rf"{PATH} (?P<name>\w+) is required")
 DECODING = re.compile(r"error decoding '(?P<path>[^']+)': (?P<why>.*?)(?= error decoding '|$)")
@@ -119,7 +119,7 @@ FILLING = re.compile(rf"error while interpolating {PATH}: (?P<why>.*)")
 NO_IMAGE = re.compile(r'service "(?P<name>[^"]+)" has neither an image nor a build context')
 BAD_VOLUME = re.compile(r"invalid spec: (?P<what>\S+): empty section between colons")
 EMPTY = re.compile(r"^empty compose file")
-NO_ENV_FILE = re.compile(r"env file (?P<file>.+?) not found")
+NO_ENV_FILE = re.compile(r"env file (?P<file>(?:(?!env file ).)+?) not found")
 UNDEFINED = re.compile(r'service "(?P<name>[^"]+)" refers to undefined (?P<kind>\w+) (?P<what>[^\s:]+)')
 DEPENDS = re.compile(r'service "(?P<name>[^"]+)" depends on undefined service "?(?P<what>[^"\s:]+)')
 EXAMPLES = {"capabilities": "capabilities: [gpu]"}

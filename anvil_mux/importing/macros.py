@@ -19,7 +19,7 @@ PORT, PID = "\ue000", "\ue001"
 VARIABLE = "\ue002"
 """The mark before the name of a variable; ``_END`` stands behind it."""
 _END = "\ue003"
-_MARKED = re.compile(rf"{PORT}(?=(\w?))|{VARIABLE}([^{_END}]*){_END}|\$")
+_MARKED = re.compile(rf"{PORT}(?=(\w?))|{VARIABLE}([^{VARIABLE}{_END}]*){_END}|\$")
 
 
 class Macros:

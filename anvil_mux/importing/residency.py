@@ -100,7 +100,7 @@ def gpus(models: Sequence[str], turns: set[TwoModels]) -> dict[str, list[str]]:
 
 # The matrix
 
-_TOKEN = re.compile(r"\s*(?:([&|()])|\+([^\s&|()+]+)|([^\s&|()+]+))")
+_TOKEN = re.compile(r"([&|()])|\+([^\s&|()+]+)|([^\s&|()+]+)")
 
 
 def expand(sets: Mapping[str, str], names: Mapping[str, str]) -> dict[str, list[frozenset[str]]]:

@@ -60,7 +60,8 @@ NO_ENGINES: tuple[tuple[str, str], ...] = (
 """Pattern in the image's repository -> why the service is no engine, though it may have an engine's name."""
 PULLS = re.compile(r"\bollama['\"]?[ ,]+['\"]?(?:pull|run|create)\b|/api/pull\b")
 PULLED = re.compile(
-    r"\bollama (?:pull|run) +([\w./:-]+)|/api/pull\b.*?\"(?:name|model)\\?\" *: *\\?\"([^\"\\]+)"
+    r"\bollama (?:pull|run) +([\w./:-]+)"
+    r"|/api/pull\b(?:(?!/api/pull).)*?\"(?:name|model)\\?\" *: *\\?\"([^\"\\]+)"
 )
 SERVES = re.compile(r"\bserve\b")
 SHELLS = ("sh", "bash", "ash", "dash", "zsh")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 GIB = 1 << 30
-MIXED = re.compile(r"(\d+)x(\d+(?:\.\d+)?)b(?![a-z0-9])", re.I)
+MIXED = re.compile(r"(?<!\d)(\d+)x(\d+(?:\.\d+)?)b(?![a-z0-9])", re.I)
 BILLIONS = re.compile(r"(?<![a-z0-9.])(?:[eE])?(\d+(?:\.\d+)?)b(?![a-z0-9])", re.I)
 MILLIONS = re.compile(r"(?<![a-z0-9.])(\d+)m(?![a-z0-9])", re.I)
 BITS: tuple[tuple[str, float], ...] = (

@@ -13,10 +13,8 @@ from typing import Any
 
 import yaml
 
-from anvil_mux.config.config import SERVICE_NAME
-
 WIDTH = 110
-NOT_IN_NAMES = re.compile(rf"(?!{SERVICE_NAME.pattern}).")
+NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9._-]")
 
 
 @dataclass(frozen=True, slots=True)

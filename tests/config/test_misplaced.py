@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.command import Done
+from anvil_mux.config import compose_words
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.pages import page_of
 from anvil_mux.errors import ConfigError
@@ -209,3 +210,14 @@ def test_a_complaint_that_is_not_known_keeps_its_words(tmp_path: Path) -> None:
     (tmp_path / "compose.yaml").write_text(FILE)
     with pytest.raises(ConfigError, match=r"compose.yaml: docker compose config: it is Monday$"):
         load([tmp_path / "compose.yaml"], environ={}, compose=lambda *_: Done(1, "", "it is Monday\n"))
+
+
+@pytest.mark.parametrize("name", ["imge", "an image of mine"])
+def test_compose_says_of_a_key_that_it_is_not_allowed(name: str) -> None:
+    for said in (
+        f"services.a additional properties '{name}' not allowed",
+        f"x: (root) Additional property {name} is not allowed",
+    ):
+        found = compose_words.NOT_ALLOWED.search(said)
+        assert found
+        assert found["name"] == name
