@@ -76,7 +76,7 @@ def watch_threads() -> None:
     def ended(about: threading.ExceptHookArgs) -> None:
         name = about.thread.name if about.thread else "?"
         log.error("the thread %s has ended", name, exc_info=about.exc_value)
-        _mistakes[name] = f"ended: {_told(about.exc_value)}"
+        _mistakes[name] = f"ended: {_in_words(about.exc_value)}"
 
     threading.excepthook = ended
 
@@ -95,10 +95,10 @@ def safely(thread: str, do: Callable[[], _T], default: _D) -> _T | _D:
 def note_mistake(thread: str, error: Exception) -> None:
     """Log what went wrong with a part of a turn of ``thread``, and have ``mistakes`` tell it for a while."""
     log.error("a mistake in the thread %s", thread, exc_info=error)
-    _mistakes[thread] = _told(error)
+    _mistakes[thread] = _in_words(error)
 
 
-def _told(error: BaseException | None) -> str:
+def _in_words(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 

@@ -238,7 +238,7 @@ def hides_gpus(variables: Mapping[str, str]) -> bool:
 
 def reserves_gpu(service: RawService) -> bool:
     """Whether Docker would give the container any GPU."""
-    return is_nvidia(service) or _given(service, {}) is not None
+    return is_nvidia(service) or _other_gpus(service, {}) is not None
 
 
 def is_nvidia(service: RawService) -> bool:
@@ -248,7 +248,7 @@ def is_nvidia(service: RawService) -> bool:
 
 def others_gpus(service: RawService, variables: Mapping[str, str]) -> devices.GivenGpus | None:
     """The GPUs of AMD or Intel that the service is given; None: none, or it asks for NVIDIA's."""
-    found = None if is_nvidia(service) else _given(service, variables)
+    found = None if is_nvidia(service) else _other_gpus(service, variables)
     is_rocm = found is not None and found.vendors == (devices.AMD,)
     return found if is_rocm or gpus(service, variables) is None else None
 
@@ -367,7 +367,7 @@ def reserves_others(service: RawService) -> devices.GivenGpus | None:
     return devices.GivenGpus(vendors, sum(ids, ()) if all(ids) else ()) if found else None
 
 
-def _given(service: RawService, variables: Mapping[str, str]) -> devices.GivenGpus | None:
+def _other_gpus(service: RawService, variables: Mapping[str, str]) -> devices.GivenGpus | None:
     return reserves_others(service) or devices.given(service, variables)
 
 

@@ -390,9 +390,9 @@ class _Embed(_Words):
             raise BackendError("The engine's answer has embeddings that are no lists of numbers.")
         usage = found.get("usage")
         tokens = count(usage.get("prompt_tokens")) if isinstance(usage, dict) else None
-        return written(self._said(vectors, tokens or 0, now))
+        return written(self._answer(vectors, tokens or 0, now))
 
-    def _said(self, vectors: list[Any], tokens: int, now: float) -> dict[str, Any]:
+    def _answer(self, vectors: list[Any], tokens: int, now: float) -> dict[str, Any]:
         durations = self._durations(now)
         return {"model": self._model, "embeddings": vectors, **durations, "prompt_eval_count": tokens}
 
@@ -400,7 +400,7 @@ class _Embed(_Words):
 class _Embeddings(_Embed):
     _empty: ClassVar[dict[str, Any]] = {"embedding": []}
 
-    def _said(self, vectors: list[Any], tokens: int, now: float) -> dict[str, Any]:
+    def _answer(self, vectors: list[Any], tokens: int, now: float) -> dict[str, Any]:
         return {"embedding": vectors[0] if vectors else []}
 
 
