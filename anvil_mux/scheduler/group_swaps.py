@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from anvil_mux.scheduler.causes import BY_HAND, CLEARING, Cause
 from anvil_mux.scheduler.costs import source_of
-from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import free_place, plan, victims, waiting
 from anvil_mux.scheduler.policies import FOREVER
@@ -146,25 +145,12 @@ class GroupSwaps:
         for model in sorted(rivals, key=lambda each: -each.priority):
             if plan(state, model, state.busy_gpus(), now, state.staying(now)):
                 continue  # the policy says when
-            if found := self._place_instead(swap, target, model, now):
-                self._retarget(swap, *found, now)
-                return
-
-    def _place_instead(
-        self, swap: SwapInProgress, target: Slot, model: Model, now: float
-    ) -> tuple[Slot, list[Slot]] | None:
-        """A place for a model instead of a swap's target, and who goes beside the swap's victims."""
-        state = self._state
-        busy, staying = state.busy_gpus(but=[swap]), state.staying(now)
-        target.coming = False  # what it keeps in standby stays, as if it had never been wanted
-        try:
+            busy, gone = state.busy_gpus(but=[swap]), [*swap.victims, target]
             for slot in state.loadable(model, now):
-                more = victims(state, slot, busy, staying, now, without=swap.victims)
+                more = victims(state, slot, busy, state.staying(now), now, without=gone)
                 if more is not None:
-                    return slot, more
-        finally:
-            target.coming = True
-        return None
+                    self._retarget(swap, slot, more, now)
+                    return
 
     def _retarget(self, swap: SwapInProgress, target: Slot, more: list[Slot], now: float) -> None:
         """Have a swap that only drains load another backend, for which ``more`` victims go as well."""
