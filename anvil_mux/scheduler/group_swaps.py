@@ -1,9 +1,8 @@
 """How swaps begin, go on and end.
 
 After each eviction of a swap the room is looked at again: no backend is evicted that need not be. A swap that
-only drains is dissolved as soon as no request waits for its target, or its queue has found a free place, and
-its victims are reprieved; one begun is finished, unless its load is cancelled. While it only drains, a queue
-of higher priority takes its GPUs over. After a failed load there is no rollback: the backend is stopped,
+only drains is dissolved as soon as no request waits for its target, and its victims are reprieved; one begun
+is finished, unless its load is cancelled. After a failed load there is no rollback: the backend is stopped,
 and the next question serves the queues.
 """
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 from anvil_mux.scheduler.causes import BY_HAND, CLEARING, Cause
 from anvil_mux.scheduler.costs import source_of
 from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.planner import free_place, plan, victims, waiting
+from anvil_mux.scheduler.planner import victims
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.state import GroupState
@@ -48,13 +47,10 @@ class GroupSwaps:
         swap = SwapInProgress(target, [*leaving], cause, severs, preload=preload)
         self._state.swaps.append(swap)
         if target:
-            self._note_target(target)
+            target.coming = True
+            self._state.models[target.model].note(target)
+            self._state.memory.changed()
         self._drain(swap, now)
-
-    def _note_target(self, target: Slot, *, coming: bool = True) -> None:
-        target.coming = coming
-        self._state.models[target.model].note(target)
-        self._state.memory.changed()
 
     def evict(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
         """Begin to evict a resident without loading another backend."""
@@ -99,10 +95,10 @@ class GroupSwaps:
     def advance(self, now: float) -> Step | None:
         """The next step of the swaps under way."""
         for swap in self._state.steered_swaps:
-            if not self._goes_on(swap, now):
+            target = swap.target
+            if target and not (swap.begun or swap.preload or self._is_wanted(target)):
                 self.dissolve(swap, now)
                 continue
-            target = swap.target
             if step := self._cancel(swap, now) or self._evict_next(swap, now):
                 return step
             if swap.victims:
@@ -119,54 +115,6 @@ class GroupSwaps:
 
     def _is_wanted(self, target: Slot) -> bool:
         return bool(self._state.models[target.model].queue.tickets)
-
-    def _goes_on(self, swap: SwapInProgress, now: float) -> bool:
-        """Whether a swap goes on: while it only drains its queue may be gone, or served sooner elsewhere."""
-        target, state = swap.target, self._state
-        if target is None or swap.begun or swap.preload:
-            return True
-        model = state.models[target.model]
-        if not model.queue.tickets or model.home not in ("", state.name):
-            return False
-        if free_place(state, model, now, state, swap):
-            return False
-        self._make_way(swap, target, now)
-        return True
-
-    def _make_way(self, swap: SwapInProgress, target: Slot, now: float) -> None:
-        """Have a swap that only drains go on for a queue of higher priority that needs its GPUs.
-
-        Not one whose queue is overdue: no younger one gets its GPUs.
-        """
-        state, models = self._state, self._state.models
-        if models[target.model].queue.overdue_at <= now:
-            return
-        rivals = [each for each in waiting(state) if each.priority > models[target.model].priority]
-        for model in sorted(rivals, key=lambda each: -each.priority):
-            if plan(state, model, state.busy_gpus(), now, state.staying(now)):
-                continue  # the policy says when
-            busy, gone = state.busy_gpus(but=[swap]), [*swap.victims, target]
-            for slot in state.loadable(model, now):
-                more = victims(state, slot, busy, state.staying(now), now, without=gone)
-                if more is not None:
-                    self._retarget(swap, slot, more, now)
-                    return
-
-    def _retarget(self, swap: SwapInProgress, target: Slot, more: list[Slot], now: float) -> None:
-        """Have a swap that only drains load another backend, for which ``more`` victims go as well."""
-        self._let_go(swap)
-        spared = [each for each in swap.victims if each.holds.keys().isdisjoint(target.holds)]
-        spared = spared if self._state.memory.budget is None else []
-        swap.target, swap.cause = target, Cause("outranked", target.model)
-        swap.severs = Cause("evicted", target.model)
-        swap.victims = [each for each in swap.victims if each not in spared]
-        self._note_target(target)
-        for victim in [each for each in swap.victims if each.state == "draining"]:
-            self._moves.drain_on(victim, now, swap.cause, target=target.model)
-        swap.victims += more
-        self._drain(swap, now)
-        for victim in [each for each in spared if each.state == "draining"]:
-            self.reprieve(victim, now)
 
     def _load(self, swap: SwapInProgress, target: Slot, now: float) -> Step:
         swap.begun = True
@@ -330,11 +278,9 @@ class GroupSwaps:
             self._end(swap)
 
     def _end(self, swap: SwapInProgress) -> None:
-        self._state.swaps.remove(swap)
-        self._let_go(swap)
-
-    def _let_go(self, swap: SwapInProgress) -> None:
-        """The target of a swap is not to be loaded any more, or is."""
         self._state.changed()
+        self._state.swaps.remove(swap)
         if swap.target:
-            self._note_target(swap.target, coming=False)
+            swap.target.coming = False
+            self._state.models[swap.target.model].note(swap.target)
+            self._state.memory.changed()

@@ -185,58 +185,10 @@ def _first_choice(state: GroupState, model: Model, now: float) -> _TargetAndVict
 
 
 def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupState:
-    """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest.
-
-    That is where a swap to it is under way, unless that only drains, and it could be served sooner elsewhere.
-    """
+    """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
     if len(states) == 1:
         return states[0]
-    for state in states:
-        for swap in state.swaps:
-            target = swap.target
-            if target and target.model == model.name and not (swap.cancel or target.host.is_cleared):
-                others = [] if swap.begun or swap.preload else [each for each in states if each is not state]
-                return next((each for each in others if free_place(each, model, now, state, swap)), state)
     return min(states, key=lambda state: (wait_seconds(state, model, now), state.hosts[0].name, state.name))
-
-
-def free_place(
-    state: GroupState, model: Model, now: float, other: GroupState, swap: SwapInProgress
-) -> Slot | None:
-    """A backend that could be loaded here at once, and sooner than that for which ``swap`` drains.
-
-    Its GPUs are free, and no other queue here waits for them. ``other``: the GPU group of the swap.
-    """
-    target = swap.target
-    assert target is not None
-    if not any(victim.holders for victim in swap.victims):
-        return None  # it is about to be loaded
-    needed = {gpu for each in waiting(state) for slot in state.own(each) for gpu in slot.holds}
-    busy, there = state.busy_gpus() | needed, cost_of(other, swap, target).seconds
-    for slot in state.own(model):
-        if slot is target or slot.backend.infer_type != target.backend.infer_type:
-            continue
-        if not (slot.is_loadable(now) and slot.host.takes_loads and slot.host.is_steered):
-            continue
-        if victims(state, slot, busy, frozenset(), now, without=[target]) == [] and state.memory.has_room(
-            slot
-        ):
-            here = cost(state, "", slot, slot.level).load_seconds
-            if here <= _drain_left(other, swap, now) + there:
-                return slot
-    return None
-
-
-def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:
-    """How long a swap may drain yet: as answers do on average; one that takes longer, until it is severed."""
-    left = 0.0
-    for victim in swap.victims:
-        usual = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        most = victim.drain_until - now if victim.state == "draining" else state.drain_timeout(victim)
-        for since in victim.holders.values():
-            rest = usual - (now - since)
-            left = max(left, min(rest, most) if rest > 0 else most)
-    return left
 
 
 def wait_seconds(state: GroupState, model: Model, now: float) -> float:

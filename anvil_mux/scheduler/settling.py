@@ -126,10 +126,7 @@ class Settling:
             group.begin_anew()
         if names := [each for each in soon if isinstance(each, str)]:
             found += self.exchanged(self._layout.regroup(names, self._layout.concerned(names)), now)
-        alarmed = self._alarms.due(self._layout.groups, now)
-        for group in alarmed:
-            group.state.touch()  # a cool-down may be over: queues may have a better place there
-        return list(dict.fromkeys((*found, *alarmed)))
+        return list(dict.fromkeys((*found, *self._alarms.due(self._layout.groups, now))))
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
         """Ask these groups what is to be done now, and all that this affects, until nothing changes.
@@ -171,8 +168,6 @@ class Settling:
                 self._memory_changes[name] = memory.changes
                 hosts.add(name)
         found = [group for host in hosts for group in self._layout.on_host(host)]
-        for group in found:
-            group.state.touch()
         if self._layout.spread:
             found += [group for model in self._moved(now) for group in self._concerned(model)]
         return sorted(dict.fromkeys(found), key=BY_NAME)
