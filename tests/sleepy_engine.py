@@ -166,7 +166,8 @@ class SleepyEngine:
                 return 404, {"detail": "Not Found"}
             return self._complete(body)
         if url.path == "/v1/embeddings" and "makes embeddings" in self.faults:
-            return 200, {"data": [{"embedding": [0.5]}]}
+            status, answer = self._complete(body)
+            return (200, {"data": [{"embedding": [0.5]}]}) if "choices" in answer else (status, answer)
         if "has no sleep routes" in self.faults:
             return 404, {}
         manners: Callable[[str, dict[str, list[str]], dict[str, Any]], tuple[int, object]]
@@ -182,7 +183,7 @@ class SleepyEngine:
         self.adapters[name] = path
         return 200, f"Success: LoRA adapter '{name}' added successfully."
 
-    def _complete(self, body: dict[str, Any]) -> tuple[int, object]:
+    def _complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if body.get("model") != self.model:
             return 404, {"error": f"no such model: {body.get('model')}"}
         if "answers nothing" in self.faults:

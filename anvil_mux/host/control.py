@@ -98,7 +98,12 @@ def probe(backend: Backend, url: str) -> None:
     with _visit(backend, url, min(PROBE_TIMEOUT, backend.load_timeout)) as visit:
         try:
             flaw = visit.probe()
-            if isinstance(flaw, NotYet) and flaw.no_route and visit.is_well(LOOK_TIMEOUT):
+            if (
+                isinstance(flaw, NotYet)
+                and flaw.no_route
+                and _is_awake(visit)
+                and visit.is_well(LOOK_TIMEOUT)
+            ):
                 return  # such as one for speech: that it is well is all there is to learn
         except requests.RequestException as error:
             raise _complaint(visit, "a request for one token", error) from None
@@ -272,6 +277,12 @@ def _sure(visit: Visit) -> None:
         sight = visit.look(anew=False)
         if not isinstance(sight, Ready):
             raise BackendError(sight.why)
+
+
+def _is_awake(visit: Visit) -> bool:
+    """Whether the engine says that it is awake, or cannot sleep: one that cannot say may be well asleep."""
+    control = CONTROLS.get(visit.backend.engine)
+    return control is None or control.is_asleep(visit) is False
 
 
 def _until(visit: Visit, deadline: float) -> Iterator[None]:

@@ -191,6 +191,12 @@ def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make: Make) ->
     assert engine.asked[-1] == "GET /health"
 
 
+def test_who_has_no_route_for_a_token_and_cannot_say_whether_it_sleeps_is_not_believed(make: Make) -> None:
+    engine = make("sglang", "hears speech")
+    with pytest.raises(BackendError, match="answers 404"):
+        control.probe(backend("sglang"), engine.url)
+
+
 def test_who_does_not_know_the_model_is_not_believed(make: Make) -> None:
     engine = make("vllm")
     engine.model = "other"
