@@ -1,6 +1,7 @@
 """The threaded multiplexer writes the log that was simulated; and single situations, virtual and real."""
 
 import gc
+import logging
 import threading
 import weakref
 from dataclasses import replace
@@ -209,15 +210,36 @@ class Player:
             self._request(later)
 
 
+class Mistakes(logging.Handler):
+    """The log of exceptions that somebody caught and did not expect."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        if record.exc_info:
+            self.records.append(record)
+
+
 def differences(config, trace, perform, *, seed=0, package=PACKAGE, **before):
     """The first event in which the two logs differ, as (simulated, real); None if they are equal.
+
+    A mistake that a thread logged is a difference, too: the program goes on after it.
 
     ``before``: who runs already (``resident``), what is known of swaps (``costs``), and clients that wait for
     their answers (``follow``).
     """
     expected = [tuple(event) for event in simulate(config, trace, perform, **before)]
     until = max([trace[-1].at, *(event[0] for event in expected[-1:])])
-    real = Player(config, perform, seed, package, **before).play(trace, until)
+    mistakes = Mistakes()
+    logging.getLogger().addHandler(mistakes)
+    try:
+        real = Player(config, perform, seed, package, **before).play(trace, until)
+    finally:
+        logging.getLogger().removeHandler(mistakes)
+    if mistakes.records:
+        return None, mistakes.records[0]
     for pair in zip(expected + [None] * len(real), real + [None] * len(expected), strict=True):
         if pair[0] != pair[1]:
             return pair

@@ -135,6 +135,8 @@ HOST_MEMORY = {"short of host memory": 13, "GPU groups short of host memory": 15
 
 HOLDS = ({"quiet": 1.125, "max_hold": 10.125}, {"quiet": 40.125, "max_hold": 90.125})
 """The second holds a swap for longer than most lines may wait."""
+SETTINGS = {"cost_aware": {"window": 2.015625}}
+"""No client's patience: two things at one moment have no order."""
 
 
 def tick(seconds):
@@ -196,7 +198,7 @@ def own_settings(backends, seed):
 
 def random_settings(draw, policy):
     return {
-        "policy_settings": draw.choice(HOLDS) if policy == "debounce" else {},
+        "policy_settings": draw.choice(HOLDS) if policy == "debounce" else SETTINGS.get(policy, {}),
         "drain_timeout": draw.choice((0.0, 2.03125, 30.03125)),
         "queue_timeout": draw.choice((25.0625, 600.0625)),
         "max_wait": draw.choice((8.03125, 60.03125)),
