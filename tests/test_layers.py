@@ -33,6 +33,7 @@ ORDER = (
     "replay",
     "cli",
     "__main__",
+    "lab",
 )
 """Each package imports only packages that stand before it."""
 
@@ -119,6 +120,11 @@ def test_no_module_imports_itself_by_way_of_others():
         for module in free:
             del left[module]
     assert not left
+
+
+def test_the_program_does_not_import_what_measures_it():
+    program = [module for module in MODULES if package(module) != "lab"]
+    assert [module for module in program if "lab" in map(package, ours(module))] == []
 
 
 def test_serving_does_not_import_the_simulator():

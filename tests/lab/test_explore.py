@@ -1,0 +1,121 @@
+"""The explorer ends where nothing is wrong, and what is planted is found, with its shortest history."""
+
+from __future__ import annotations
+
+import pytest
+
+from anvil_mux.lab.explore import Exploration, main, shortest
+from anvil_mux.lab.saved import SavedState
+from anvil_mux.lab.trial import Trial, replay
+from anvil_mux.lab.worlds import WORLDS
+from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.steps import NOTHING, Effects
+
+SWAP = (
+    ("request", "a"),
+    ("request", "c"),
+    ("release", "a"),
+    ("evicted", "a"),
+    ("loaded", "c"),
+)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_nothing_is_wrong_in_any_world_after_a_fact(world):
+    for policy in WORLDS[world].policies:
+        assert Exploration(WORLDS[world], policy).until(1).breaches == []
+
+
+def test_a_history_is_played_from_its_facts_alone():
+    trial = Trial(WORLDS["one GPU"], "eager").play(*SWAP)
+    assert trial.judge() == []
+    assert [(event.kind, event.backend) for event in trial.log[-2:]] == [("ready", "c"), ("leased", "c")]
+
+
+def test_states_that_go_on_alike_have_one_form_whenever_they_came_about():
+    world = WORLDS["one GPU"]
+    now = Trial(world, "eager").play(("request", "a"), ("release", "a"))
+    later = Trial(world, "eager").play(("pass", "7"), ("request", "a"), ("release", "a"))
+    other = Trial(world, "eager").play(("request", "a"))
+    assert now.form() != other.form()
+    assert now.form() != later.form()  # it was resident for longer
+    again = Trial(world, "eager").play(("request", "a"), ("release", "a"))
+    assert now.form() == again.form()
+
+
+def test_a_state_that_is_put_back_goes_on_as_the_first_time():
+    trial = Trial(WORLDS["two GPUs"], "adaptive").play(("request", "x"))
+    saved, form = SavedState(trial), trial.form()
+    trial.play(("request", "a"), ("release", "x")).complete()
+    first = trial.log[:], trial.history[:], trial.form()
+    saved.put_back()
+    assert trial.form() == form
+    trial.play(("request", "a"), ("release", "x")).complete()
+    assert (trial.log, trial.history, trial.form()) == first
+
+
+class EarlyScheduler(Scheduler):
+    """Leases what drains."""
+
+    def requested(self, ticket, now):
+        slot = self.layout.models[ticket.model].slots[0]
+        if slot.state != "draining":
+            return super().requested(ticket, now)
+        self.layout.of_model[ticket.model].admission.lease(
+            self.layout.models[ticket.model], slot, ticket, now
+        )
+        return NOTHING
+
+
+class ForgetfulScheduler(Scheduler):
+    """Tells nobody of tickets that have ended waiting."""
+
+    def loaded(self, step, now, how):
+        return super().loaded(step, now, how)._replace(woken=())
+
+
+class IdleScheduler(Scheduler):
+    """Has nothing loaded after an eviction."""
+
+    def evicted(self, step, now, **left):
+        return super().evicted(step, now, **left)._replace(steps=())
+
+
+class EndlessScheduler(Scheduler):
+    """Never answers how an eviction ended."""
+
+    def evicted(self, step, now, **left) -> Effects:
+        while True:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "depth", "invariant", "history"),
+    [
+        (EarlyScheduler, "one GPU", 3, "2", (("request", "a"), ("request", "c"), ("request", "a"))),
+        (ForgetfulScheduler, "one GPU", 1, "3", (("request", "c"),)),
+        (IdleScheduler, "one GPU", 1, "12", (("request", "c"),)),
+        (EndlessScheduler, "one GPU", 1, "14", (("request", "c"),)),
+    ],
+)
+def test_what_is_planted_is_found_with_its_shortest_history(make, world, depth, invariant, history):
+    result = Exploration(WORLDS[world], "eager", make).until(depth)
+    found = [each for each in shortest(result.breaches) if each.violation.invariant == invariant]
+    assert found, result
+    assert found[0].history == history
+    wrong = replay(WORLDS[world], "eager", found[0].history, make)
+    assert found[0].violation in wrong
+
+
+def test_a_history_is_told_as_a_test_that_can_be_run():
+    [first, *_] = Exploration(WORLDS["one GPU"], "eager", EarlyScheduler).until(3).breaches
+    names = {"WORLDS": WORLDS, "replay": replay}
+    exec(first.as_test(), names)
+    names["test_explored_history"]()  # the scheduler that is not planted does no wrong
+
+
+def test_it_ends_by_itself_and_says_how_far_it_came(capsys):
+    assert main(["--minutes", "0", "--policy", "eager"]) == 0
+    told = capsys.readouterr().out
+    assert all(world in told for world in WORLDS)
+    assert told.endswith("violations: 0, and 0 of what is known\n")
