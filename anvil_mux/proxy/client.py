@@ -16,7 +16,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Iterator
-from socket import MSG_DONTWAIT, SHUT_WR, SO_LINGER, SO_RCVTIMEO, SOL_SOCKET, socket
+from socket import MSG_DONTWAIT, MSG_PEEK, SHUT_WR, SO_LINGER, SO_RCVTIMEO, SOL_SOCKET, socket
 from ssl import SSLContext
 from struct import pack
 from threading import Lock
@@ -76,6 +76,7 @@ class Client:
 
     __slots__ = (
         "_begun",
+        "_broken_off",
         "_buffer",
         "_held",
         "_memory",
@@ -115,6 +116,7 @@ class Client:
         """The request whose body has not been read yet."""
         self._begun = False
         """Some of that body was read: where the next request begins is not known until all of it was."""
+        self._broken_off = False
         self.last_head: LastHead[http1.Request] = last or LastHead()
         self._timeout = 0.0
 
@@ -336,8 +338,15 @@ class Client:
 
     @property
     def is_unread(self) -> bool:
-        """Bytes of the client may be lying unread."""
-        return self._unread is not None or bool(self._buffer)
+        """Bytes of the client may be lying unread, so that closing would reset the connection."""
+        if self._broken_off:
+            return False
+        if self._unread is not None or self._buffer:
+            return True
+        try:
+            return bool(self.socket.recv(1, MSG_PEEK | MSG_DONTWAIT))
+        except OSError:
+            return False
 
     # Writing
 
@@ -370,7 +379,7 @@ class Client:
     def break_off(self) -> None:
         """Have the connection end by a reset: to a client without chunks any other end is a whole answer."""
         self.socket.setsockopt(SOL_SOCKET, SO_LINGER, pack("ii", 1, 0))
-        self._unread, self._buffer = None, b""
+        self._broken_off = True
 
     def part(self) -> None:
         """Says that nothing more is sent and reads on for a moment.

@@ -152,7 +152,7 @@ class Handler:
             else:
                 self._ask_engine(asked, reply, record)
         except ClientGone as gone:
-            reply.keep, reply.status, reply.code = False, gone.status, gone.code
+            reply.left(gone)
         except Unauthorized as error:
             reply.refuse(error, [(b"WWW-Authenticate", b'%b realm="anvil-mux"' % challenge(request))])
         except MuxError as error:

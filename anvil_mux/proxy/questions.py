@@ -73,7 +73,9 @@ class Questions:
                 if route.upgrades and asked.request.fields.get(b"upgrade", b"").lower() != b"websocket":
                     raise BadRequest(f"{asked.request.path} is a websocket", status=426)
                 named = naming.model_in_query(asked.request.query)
-                return Question(asked, target(asked, named), b"", named)
+                aim = target(asked, named)
+                client.read_body(asked.request, asked.access.config.max_body)
+                return Question(asked, aim, b"", named)
             case "answer":
                 return self._about_answer(asked, client)
             case _:

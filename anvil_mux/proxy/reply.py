@@ -120,6 +120,7 @@ class Reply:
     def whole(self, status: int, headers: Sequence[Field], body: bytes) -> None:
         """Sends an answer that no engine made."""
         self.status, self.form = status, "cut"
+        self.keep = self.keep and self.client.can_resume()
         if self.capture:
             self.capture.said(body)
         connection = self.connection
@@ -132,7 +133,7 @@ class Reply:
 
     def begin(self) -> None:
         """Sends the head of a stream of our own; from now on failures are told within it."""
-        self.keep = self.keep and self.chunked
+        self.keep = self.keep and self.chunked and self.client.can_resume()
         self.form, self.status = "event", 200
         headers = [(b"Content-Type", api.stream_type(self.asked.api)), *UNBUFFERED, date(), *self.own_headers]
         self.send(http1.stream_head(200, headers, chunked=self.chunked, connection=self.connection))
@@ -156,6 +157,12 @@ class Reply:
         if has_left(self.client.socket):
             raise ClientGone("The client closed its connection.")
 
+    def left(self, gone: ClientGone) -> None:
+        """Note that the client has left; one that only sends no more sees that its answer is not whole."""
+        self.keep, self.status, self.code = False, gone.status, gone.code
+        if self.form in ("cut", "event") and not self.chunked:
+            self.client.break_off()
+
     def broke_off(self, last: bytes | None) -> None:
         """Note an early end. ``last``: of the content that was sent; None: no event fits behind it."""
         self.form, self._last = ("cut", b"") if last is None else ("event", last)
@@ -168,7 +175,7 @@ class Reply:
     def refuse(self, error: MuxError, headers: Sequence[Field] = ()) -> None:
         """Tells ``error`` in the form that still fits; the client may be gone."""
         self.code = error.code
-        self.keep = self.keep and self.form == "answer" and self.client.can_resume()
+        self.keep = self.keep and self.form == "answer"
         try:
             match self.form:
                 case "answer":

@@ -450,6 +450,19 @@ def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(rig: Rig) -
         client.rest()
 
 
+def test_a_client_that_has_stopped_sending_sees_that_its_answer_is_not_whole(rig: Rig) -> None:
+    """It counts as one that has left; but it may read on, and without chunks an end is an end."""
+    client = rig.client()
+    client.send(b"POST /v1/audio/speech HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(ASK_A), ASK_A))
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\n\r\na wave")
+    client.read_until(b"a wave")
+    client.socket.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionResetError):
+        client.rest()
+    assert rig.events.record().status == 499
+
+
 def test_a_broken_chunk_is_not_passed_off_as_an_end(rig: Rig) -> None:
     client = rig.client()
     client.post(STREAM_A)

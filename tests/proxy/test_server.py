@@ -191,6 +191,34 @@ def test_a_large_unread_body_closes_the_connection_after_the_answer(rig: Rig) ->
     assert connection.is_closed()
 
 
+@pytest.mark.parametrize("path", [b"/livez", b"/v1/models", b"/metrics", b"/"])
+def test_an_answer_of_our_own_says_that_an_unread_body_ends_the_connection(rig: Rig, path: bytes) -> None:
+    connection = rig.client()
+    connection.send(b"GET %b HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % path)
+    answer = connection.read()
+    assert (answer.status, answer.header(b"connection")) == (200, b"close")
+    assert connection.is_closed()
+
+
+def test_the_body_of_a_question_that_needs_none_is_read_before_an_engine_is_asked(rig: Rig) -> None:
+    connection = rig.client()
+    ask = b"GET /props?model=a HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    rig.engine.answer = lambda asked: JSON_OK
+    connection.send(ask + b"2\r\n{}\r\n0\r\n\r\n" + ask + b"2\n{}")
+    assert connection.read().status == 200
+    assert connection.read().status == 400
+    assert connection.is_closed()
+
+
+def test_what_a_client_sent_behind_its_last_request_destroys_no_answer(rig: Rig) -> None:
+    """A connection that is closed with unread bytes is reset, and its client may lose the answer."""
+    connection = rig.client()
+    head = b"GET /livez HTTP/1.0\r\nX-Pad: %b\r\n\r\n"
+    connection.send(head % (b"x" * (client.READ - len(head) + 2)) + b"GET /livez HTTP/1.0\r\n\r\n")
+    assert connection.read().status == 200
+    assert connection.is_closed()
+
+
 def test_a_refused_body_that_has_not_come_is_not_waited_for(rig: Rig) -> None:
     connection = rig.client()
     connection.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000\r\n\r\n{")
