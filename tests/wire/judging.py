@@ -236,7 +236,7 @@ def _of_engines_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:
 def _of_whole_body(seen: Seen, reader: AnswerReader, content: bytes) -> Iterator[str]:
     """A body that ends as a whole one does; without chunks an event may tell that it is none."""
     ask = seen.ask
-    if ask.version == "1.0" and may_be_cut(ask) and b'data: {"error"' in reader.body:
+    if ask.version == "1.0" and may_be_cut(ask) and b'"error"' in reader.body:
         return
     if must_be_cut(ask):
         yield f"a cut answer ends as a whole one does: {reader.head!r}{reader.body[-300:]!r}"
