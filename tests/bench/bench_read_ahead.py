@@ -23,10 +23,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import yaml
 
 from tests.docker.conftest import MODELS, Engine, Stack, _engine_host, _service, _write, tiny_model_of
@@ -35,7 +35,7 @@ from tests.real import tiny_model
 from tests.running import Running
 
 DRAIN_SECONDS = 5.0
-WIDTH, FEED_FORWARD = 2048, 16384
+SIZE = tiny_model.Size(width=2048, blocks=1, heads=16, kv_heads=16, feed_forward=16384, context=4096)
 WAYS = ("without", "read ahead", "cached before")
 
 
@@ -60,35 +60,8 @@ def large_model(gib: float) -> Path:
     if path.exists():
         return path
     MODELS.mkdir(parents=True, exist_ok=True)
-    block = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * FEED_FORWARD)
-    tokens, kinds = tiny_model.vocabulary()
-    generator = np.random.default_rng(1)
-    with tiny_model.written(path, "llama") as writer:
-        blocks = max(round(gib * (1 << 30) / block), 1)
-        writer.add_name("large")
-        writer.add_context_length(4096)
-        writer.add_embedding_length(WIDTH)
-        writer.add_block_count(blocks)
-        writer.add_feed_forward_length(FEED_FORWARD)
-        writer.add_head_count(16)
-        writer.add_head_count_kv(16)
-        writer.add_rope_dimension_count(WIDTH // 16)
-        writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_vocab_size(len(tokens))
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores([0.0] * len(tokens))
-        writer.add_token_types(kinds)
-        writer.add_unk_token_id(0)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_chat_template(tiny_model.CHAT_TEMPLATE)
-        of = tiny_model.shapes(len(tokens), width=WIDTH, feed_forward=FEED_FORWARD, blocks=blocks)
-        for name, shape in of.items():
-            is_norm = name.endswith("_norm.weight")
-            bits = generator.integers(0, 1 << 13, np.prod(shape), np.uint16)  # tiny halves
-            weights = np.ones(shape, np.float32) if is_norm else bits.view(np.float16).reshape(shape)
-            writer.add_tensor(name, weights)
+    blocks = max(round(gib * (1 << 30) / SIZE.block_bytes), 1)
+    tiny_model.write(1, path, replace(SIZE, blocks=blocks))
     return path
 
 

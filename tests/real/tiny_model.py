@@ -1,4 +1,4 @@
-"""Writes a tiny random Llama model that llama-server loads in a moment.
+"""Writes a tiny random Llama model that llama-server loads in a moment, and larger ones for benchmarks.
 
     python tests/real/tiny_model.py SEED OUT.gguf
 
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -20,6 +21,29 @@ import numpy as np
 
 WIDTH, BLOCKS, HEADS, FEED_FORWARD, CONTEXT = 64, 2, 4, 128, 4096
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is. Its tensors have half precision unless it is tiny."""
+
+    width: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    context: int
+    experts: int = 0
+    """Of which ``EXPERTS_USED`` compute each token; 0: it is dense."""
+
+    @property
+    def block_bytes(self) -> int:
+        attention = 2 * self.width * self.width * (1 + self.kv_heads / self.heads)
+        return 2 * round(attention + 3 * self.width * self.feed_forward * max(self.experts, 1))
+
+
+TINY = Size(WIDTH, BLOCKS, HEADS, HEADS, FEED_FORWARD, CONTEXT)
+EXPERTS_USED = 2
 
 
 def vocabulary() -> tuple[list[str], list[int]]:
@@ -30,19 +54,25 @@ def vocabulary() -> tuple[list[str], list[int]]:
     return tokens, [int(each) for each in kinds]
 
 
-def shapes(
-    vocabulary_size: int, *, width: int = WIDTH, feed_forward: int = FEED_FORWARD, blocks: int = BLOCKS
-) -> dict[str, tuple[int, ...]]:
+def shapes(vocabulary_size: int, size: Size) -> dict[str, tuple[int, ...]]:
+    width, feed_forward = size.width, size.feed_forward
+    keys_width = width * size.kv_heads // size.heads
     named: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (vocabulary_size, width),
         "output_norm.weight": (width,),
         "output.weight": (vocabulary_size, width),
     }
-    for block in range(blocks):
-        named |= {f"blk.{block}.attn_{part}.weight": (width, width) for part in ("q", "k", "v", "output")}
+    for block in range(size.blocks):
+        rows = {"q": width, "k": keys_width, "v": keys_width, "output": width}
+        named |= {f"blk.{block}.attn_{part}.weight": (count, width) for part, count in rows.items()}
         named |= {f"blk.{block}.{part}_norm.weight": (width,) for part in ("attn", "ffn")}
-        named |= {f"blk.{block}.ffn_{part}.weight": (feed_forward, width) for part in ("gate", "up")}
-        named[f"blk.{block}.ffn_down.weight"] = (width, feed_forward)
+        each, of = ("_exps", (size.experts,)) if size.experts else ("", ())
+        named |= {
+            f"blk.{block}.ffn_{part}{each}.weight": (*of, feed_forward, width) for part in ("gate", "up")
+        }
+        named[f"blk.{block}.ffn_down{each}.weight"] = (*of, width, feed_forward)
+        if size.experts:
+            named[f"blk.{block}.ffn_gate_inp.weight"] = (size.experts, width)
     return named
 
 
@@ -58,18 +88,21 @@ def written(path: Path, architecture: str) -> Iterator[gguf.GGUFWriter]:
     os.replace(part, path)  # whoever finds the file finds all of it
 
 
-def write(seed: int, path: Path) -> None:
+def write(seed: int, path: Path, size: Size = TINY) -> None:
     tokens, kinds = vocabulary()
     with written(path, "llama") as writer:
         writer.add_name(f"tiny-{seed}")
-        writer.add_context_length(CONTEXT)
-        writer.add_embedding_length(WIDTH)
-        writer.add_block_count(BLOCKS)
-        writer.add_feed_forward_length(FEED_FORWARD)
-        writer.add_head_count(HEADS)
-        writer.add_head_count_kv(HEADS)
-        writer.add_rope_dimension_count(WIDTH // HEADS)
+        writer.add_context_length(size.context)
+        writer.add_embedding_length(size.width)
+        writer.add_block_count(size.blocks)
+        writer.add_feed_forward_length(size.feed_forward)
+        writer.add_head_count(size.heads)
+        writer.add_head_count_kv(size.kv_heads)
+        writer.add_rope_dimension_count(size.width // size.heads)
         writer.add_layer_norm_rms_eps(1e-5)
+        if size.experts:
+            writer.add_expert_count(size.experts)
+            writer.add_expert_used_count(EXPERTS_USED)
         writer.add_vocab_size(len(tokens))
         writer.add_tokenizer_model("llama")
         writer.add_token_list(tokens)
@@ -80,9 +113,14 @@ def write(seed: int, path: Path) -> None:
         writer.add_eos_token_id(2)
         writer.add_chat_template(CHAT_TEMPLATE)
         generator = np.random.default_rng(seed)
-        for name, shape in shapes(len(tokens)).items():
-            weights = np.ones(shape) if name.endswith("_norm.weight") else generator.normal(0, 0.02, shape)
-            writer.add_tensor(name, weights.astype(np.float32))
+        for name, shape in shapes(len(tokens), size).items():
+            if name.endswith(("_norm.weight", "_inp.weight")):
+                weights = np.ones(shape, np.float32)
+            elif size == TINY:
+                weights = generator.normal(0, 0.02, shape).astype(np.float32)
+            else:  # any halves that are small: to draw them by a distribution would take minutes
+                weights = generator.integers(0, 1 << 13, shape, np.uint16).view(np.float16)
+            writer.add_tensor(name, weights)
 
 
 if __name__ == "__main__":
