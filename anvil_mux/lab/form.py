@@ -82,9 +82,13 @@ class _Reader:
             self._read_fields(thing, kind)
 
     def _read_all(self, things: Sequence[Any]) -> None:
-        self._out.append(len(things))
+        out = self._out
+        out.append(len(things))
         for each in things:
-            self._read(each)
+            if type(each) in _PLAIN:
+                out.append(each)
+            else:
+                self._read(each)
 
     def _read_fields(self, thing: Any, kind: type) -> None:
         for name in slots(kind):
@@ -106,11 +110,9 @@ class _Reader:
 
     def _read_ticket(self, ticket: Ticket) -> None:
         self._out.append(("ticket", self._ranks.get(ticket.id, -1)))
-        for value in (ticket.model, ticket.since, ticket.leases, ticket.rides, ticket.resent, ticket.sender):
-            self._read(value)
-        for value in (ticket.backend, ticket.share, ticket.severed, ticket.prefill, ticket.crashes):
-            self._read(value)
-        self._out.append(ticket.error is None)
+        for name in slots(Ticket):
+            if name != "id":
+                self._read(getattr(ticket, name))
 
 
 def form(now: float, tickets: Iterable[int], *roots: object) -> int:

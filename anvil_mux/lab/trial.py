@@ -20,7 +20,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Effects, Load
 
-MOST_CPU_SECONDS = 2.0
+MOST_CPU_SECONDS = 1.0
 """The CPU time of one call of the scheduler. It takes a thousandth of that; after it, it is endless."""
 LOAD_SECONDS, EVICT_SECONDS, LEASE_SECONDS = 10.0, 1.0, 20.0
 """How long things take when everything goes well."""

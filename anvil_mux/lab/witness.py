@@ -305,6 +305,7 @@ class Witness:
             self._see_end(each)
         for step in effects.steps:
             self._see_step(step, now)
+        self._see_refusals(events)
 
     def _see_found(self, fact: Fact, events: Sequence[Event]) -> None:
         """See whether what was found stays: on a host that is back, or before the program began."""
@@ -334,6 +335,16 @@ class Witness:
         elif event.kind in (*_FOUND, "evicting"):
             record.drain = None
 
+    def _see_refusals(self, events: Sequence[Event]) -> None:
+        """See that nothing is drained for a model whose requests are refused."""
+        refused = {event.model for event in events if event.kind == "failed"}
+        for event in events if refused else ():
+            cause = event.cause
+            called = cause.model if cause and cause.kind == "host_memory_needed" else ""
+            wanted = event.target or called if event.kind == "draining" else ""
+            fine = wanted not in refused or self.waiting_for(wanted)
+            self.claim(fine, "9", f"{event.backend} drains for {wanted}, which is refused")
+
     def _see_cut(self, ticket: Ticket) -> None:
         holders = [each for each in self.backends.values() if ticket.id in each.leases]
         self.claim(len(holders) == 1, "3", f"ticket {ticket.id} is cut, and has no lease")
@@ -360,8 +371,8 @@ class Witness:
         unseen = [name for name in self._tied([step.backend]) if name in self.unseen]
         self.claim(not unseen, "11", f"{what}: {unseen} may run")
         if isinstance(step, Load):
-            cooling = self._situation.backend(step.backend, record.backend.model).retry_at
-            self.claim(now >= cooling or step.how != "stop", "8", f"{what}: it cools down")
+            cools = now < self._cools_until(record) and step.how == "stop"
+            self.claim(not cools, "8", f"{what}: it cools down")
             self.claim(not self._is_cleared(record), "10", f"{what}: its host is drained or paused")
             record.residual = record.host_bytes = 0
         elif isinstance(step, Evict):
@@ -405,16 +416,19 @@ class Witness:
         own = self.of_model(model)
         serving = [e for e in own if e.is_up and not self._is("lost", e) and not self._is_cleared(e)]
         free = [e.backend.name for e in serving if len(e.leases) < (e.backend.concurrency or math.inf)]
-        if not any(each.backend.infer_type != "neutral" for each in own):
+        if all(each.backend.infer_type == "neutral" for each in own):
             self.claim(not free, "5", f"{model} waits, and {free} could serve it")
         loading = any(each.state == "loading" and not self._is("lost", each) for each in own)
         if serving or loading or model in self._situation.begun:
             return
-        for record in own:
+        for record in own if not self._world.holds_back else ():
             if self._could_be_loaded(record, now):
                 drains = [n for n, e in self.backends.items() if e.drain and e.drain.target == model]
-                kind, why = ("12 in a drain", f", but {drains} drain for it") if drains else ("12", "")
-                name = record.backend.name
+                name, kind, why = record.backend.name, "12", ""
+                if drains:
+                    kind, why = "12 in a drain", f", but {drains} drain for it"
+                elif self._cools_until(record) > 0.0:
+                    kind, why = "12 after a cool-down", ", which cooled down"
                 self.claim(False, kind, f"{model} waits, and nobody holds what {name} needs{why}")
 
     def _could_be_loaded(self, record: _Holding, now: float) -> bool:
@@ -428,20 +442,37 @@ class Witness:
             or self._tied([backend.name]) & {*self.unseen}
         ):
             return False
-        cooling = self._situation.backend(backend.name, backend.model).retry_at
-        if record.state == "stopped" and cooling > now:
+        if record.state == "stopped" and self._cools_until(record) > now:
             return False
         if backend.most is not None and sum([e.state in ("up", "loading") for e in like]) >= backend.most:
             return False
-        gpus = backend.gpu_names
-        has_room = all(not self._others.get(gpu) and self._fits(gpu, self._at(gpu), record) for gpu in gpus)
+        there = {gpu: self._at(gpu) for gpu in backend.gpu_names}
+        if any(each.holds and not (each.is_up or each is record) for own in there.values() for each in own):
+            return False  # a swap is under way there, or nobody knows what it holds
+        has_room = all(
+            not self._others.get(gpu) and self._fits(gpu, own, record) for gpu, own in there.items()
+        )
         has_room = has_room and all(self._has_memory(record, host) for host in backend.hosts)
-        return has_room and {*gpus}.isdisjoint(self._reserved(backend.model, now))
+        return has_room and there.keys().isdisjoint(self._reserved(backend.model, now))
+
+    def _cools_until(self, record: _Holding) -> float:
+        return self._situation.backend(record.backend.name, record.backend.model).retry_at
+
+    def _swaps_to(self, other_than: str) -> set[str]:
+        """The models to which swaps are under way whose loads have not begun, but for one."""
+        drains = {each.drain.target for each in self.backends.values() if each.drain and each.drain.target}
+        return (drains | self._situation.begun) - {other_than}
 
     def _has_memory(self, record: _Holding, host: str) -> bool:
         budget = self._config.memory_of(host)
+        comes = self._swaps_to(record.backend.model)
         others = [self.backends[name] for name in self.on_host(host) if self.backends[name] is not record]
-        used = sum([(each.backend.ram or 0) if each.holds else each.host_bytes for each in others])
+        used = sum(
+            [
+                (each.backend.ram or 0) if each.holds or each.backend.model in comes else each.host_bytes
+                for each in others
+            ]
+        )
         return budget is None or used + (record.backend.ram or 0) <= budget
 
     def _reserved(self, model: str, now: float) -> set[str]:
