@@ -252,6 +252,8 @@ class ProcessRuntime:
             self._make_room(self._config)
         except BackendError as error:
             log.warning("%s", error.message)
+            if any(self._record(name) for name in self._names):
+                self._problem = ""  # whoever is loaded in its stead has its room
         while not self._closed.is_set():
             with self._lock:
                 up = dict(self._up)
@@ -410,13 +412,27 @@ class ProcessRuntime:
         with self._writing:
             if file.exists():
                 self._fill(file, text)
-            else:
+                return
+            try:
                 self._fill(spare, text)
-                os.replace(spare, file)
+            except BackendError:
+                if not self._take_room(spare):
+                    raise
+                self._fill(spare, text)
+            os.replace(spare, file)
+
+    def _take_room(self, spare: Path) -> bool:
+        """Take the room of a service that does not run, so one that was stopped for another leaves it its own."""
+        with suppress(OSError):
+            for other in self._state.glob("*.spare"):
+                if other != spare and other.stat().st_size >= RECORD_BYTES:
+                    os.replace(other, spare)
+                    return True
+        return False
 
     def _drop_record(self, name: str) -> None:
-        """Forget a run; its room is kept for the next one."""
-        with self._writing, suppress(FileNotFoundError):
+        """Forget a run; its room is kept for the next one. A disk that nobody may write to has it for ever."""
+        with self._writing, suppress(OSError):
             os.replace(self._record_file(name), self._spare_file(name))
 
     def _fill(self, file: Path, text: str) -> None:

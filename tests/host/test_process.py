@@ -744,6 +744,37 @@ def test_a_disk_that_is_full_since_it_serves_keeps_nobody_from_being_swapped(
     assert runtime.problem() == ""
 
 
+def test_a_service_that_is_new_on_a_full_disk_has_the_room_of_the_one_that_is_stopped_for_it(
+    house: House, full_disk: list[bool]
+):
+    first, second = shell(FOREVER), shell(FOREVER, "b")
+    before = house.runtime(first)
+    before.start(first)
+    before.close()
+    full_disk[0] = True
+    runtime = house.runtime(first, second)
+    assert runtime.running().keys() == {"a"}
+    for old, new in ((first, second), (second, first), (first, second)):
+        runtime.stop(old)
+        assert runtime.start(new)
+        assert runtime.running().keys() == {new.name}
+    assert runtime.problem() == ""
+
+
+def test_a_service_that_is_new_on_a_full_disk_takes_no_room_from_one_that_runs(
+    house: House, full_disk: list[bool]
+):
+    first, second = shell(FOREVER), shell(FOREVER, "b")
+    runtime = house.runtime(first)
+    runtime.start(first)
+    runtime.pause(first)
+    full_disk[0] = True
+    with pytest.raises(BackendError, match="cannot write its record"):
+        runtime.start(second)
+    runtime.resume(first)
+    assert runtime.running().keys() == {"a"}
+
+
 def test_where_no_record_can_be_written_that_is_a_problem_and_a_reload_is_refused(
     house: House, full_disk: list[bool]
 ):
