@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.chromium import Chromium
 from tests.fake_cuda import COMPILER, FakeCuda, build_library
 from tests.fake_engine import Rig
+from tests.seeds import chosen
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,6 +24,16 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A part of the tests, where one is asked for, when those of other tiers are gone."""
+    taken = chosen(items, os.environ.get("ANVIL_SEEDS_PART", ""))
+    left = set(items).difference(taken)
+    if left:
+        config.hook.pytest_deselected(items=[each for each in items if each in left])
+        items[:] = taken
 
 
 @pytest.fixture

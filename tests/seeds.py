@@ -1,7 +1,10 @@
-"""How much of what is drawn the tests go through: a part by default, all of it in ``bin/test seeds``."""
+"""How much of what is drawn the tests go through: a part by default, all of it in ``bin/test seeds``.
+
+With ``ANVIL_SEEDS_PART=3/8`` that takes every eighth test, from the third on: eight such runs are all of it.
+"""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -18,3 +21,11 @@ def seeds(few: int, *, of: int) -> range:
 def part(cases: Iterable[T], *, every: int) -> list[T]:
     """One case of so many, or all."""
     return list(islice(cases, 0, None, 1 if ALL else every))
+
+
+def chosen(tests: Sequence[T], asked: str) -> list[T]:
+    """Every ``of``-th test from the ``number``-th on, where NUMBER/OF is asked; all of them where nothing is."""
+    number, of = map(int, (asked or "1/1").split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(f"ANVIL_SEEDS_PART={asked}: no such part")
+    return list(tests[number - 1 :: of])
