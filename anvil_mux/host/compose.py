@@ -11,6 +11,7 @@ for it.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -24,6 +25,7 @@ from anvil_mux.host.seam import HostConfig
 CREATE_TIMEOUT = 120.0
 ASK_TIMEOUT = 20.0
 COMPOSE = ("docker", "compose", "--ansi", "never")
+RELEASE = re.compile(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
 
 
 class Run(Protocol):
@@ -46,6 +48,17 @@ def images_command(config: HostConfig, service: str) -> list[str]:
 def hash_command(config: HostConfig, service: str) -> list[str]:
     """Prints a service and the hash of its description, which its containers have in a label."""
     return [*_of_project(config), "config", "--hash", service]
+
+
+def version_command() -> list[str]:
+    """Prints the release of Compose."""
+    return [*COMPOSE, "version", "--short"]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release, without what a distribution adds; () where it has none."""
+    found = RELEASE.match(version)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def _of_project(config: HostConfig) -> list[str]:

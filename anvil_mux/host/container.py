@@ -55,6 +55,8 @@ class Container:
     """NAME=VALUE, those of the image too."""
     hash: str = ""
     """Compose's hash of the description that it was made by; "": not known, or it has ids in it."""
+    compose: str = ""
+    """The release of Compose that made it, whose hashes others need not make alike; "": not known."""
 
     @property
     def run(self) -> tuple[str, str]:
@@ -111,10 +113,16 @@ def differing_parts(container: Container, service: Service) -> list[str]:
     """
     wanted = service.command
     environment = {f"{name}={value}" for name, value in service.environment}
+    mounted = dict(container.mounts)
     parts = {
         "image": service.image and not f"/{container.image}".endswith(f"/{service.image}"),
         "command": wanted and container.command[-len(wanted) :] != wanted,
         "environment": environment - container.environment,
+        "mounts": [
+            inside
+            for inside, outside in service.mounts
+            if outside and not mounted.get(inside, "").endswith(outside)  # Docker Desktop has its own root
+        ],
     }
     return [part for part, differs in parts.items() if differs]
 
@@ -158,6 +166,7 @@ def read_container(found: Mapping[str, Any]) -> Container:
         command=(*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())),
         environment=frozenset(config.get("Env") or ()),
         hash=_compose_hash(labels, host),
+        compose=labels.get(f"{LABEL}.version", ""),
     )
 
 

@@ -8,11 +8,15 @@ the runtime for GPUs are there.
 Where the description of a scaled service has changed, ``create`` would make all its containers anew, and so
 end those that run or soon will: while one runs, the others stay as they are, and one that has to be made anew
 is removed first.
+
+An upgrade of Compose alone replaces no container that runs. Its releases need not make the same hash of the
+same description, so a container's hash counts against it only where the release that made it is the one here.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import struct
@@ -44,6 +48,8 @@ from anvil_mux.host.project import Project
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig
 from anvil_mux.state import state_folder, write_whole
+
+log = logging.getLogger(__name__)
 
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
@@ -225,7 +231,7 @@ class ContainerRuntime:
 
     def _why_not_created(self, backend: Backend, failed: str) -> MuxError:
         self._engine.ping()
-        if self._run([*compose.COMPOSE, "version"], compose.ASK_TIMEOUT).code:
+        if self._run(compose.version_command(), compose.ASK_TIMEOUT).code:
             return BackendError(
                 f"{failed}. Docker Compose v2 is needed: `docker compose version` must answer"
             )
@@ -324,8 +330,8 @@ class ContainerRuntime:
     def _differing_parts(self, backend: Backend, container: Container) -> list[str]:
         """The parts of its description for which Compose would make its container anew.
 
-        Compose's own hash says whether there are any. Where it cannot be compared, the most telling parts of
-        what the container was made by are.
+        Compose's own hash says whether there are any. Where it cannot be compared, since it has ids in it or
+        another release of Compose made the container, the most telling parts of what that was made by are.
         """
         image = self._engine.image_id(self._image(backend)) if container.image_id else ""
         if image not in ("", container.image_id):
@@ -333,7 +339,22 @@ class ContainerRuntime:
         described = self._described(backend.service_name) if container.hash else ""
         if described == container.hash != "":
             return []
-        return differing_parts(container, backend.service) or (["description"] if described else [])
+        parts = differing_parts(container, backend.service)
+        if parts or not described:
+            return parts
+        ours = ""
+        with suppress(MuxError):
+            ours = self._run(compose.version_command(), compose.ASK_TIMEOUT).out.strip()
+        if compose.release(container.compose) in ((), compose.release(ours)) or not compose.release(ours):
+            return ["description"]
+        log.warning(
+            "%s is taken as unchanged: Compose %s made its container, whose hash Compose %s may make "
+            "otherwise, and its image, command, environment and mounts are the same",
+            backend.name,
+            container.compose,
+            ours,
+        )
+        return []
 
     def _described(self, service: str) -> str:
         """Compose's hash of a service as it is described; "" if it cannot be had."""

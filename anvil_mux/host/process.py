@@ -422,7 +422,7 @@ class ProcessRuntime:
             os.replace(spare, file)
 
     def _take_room(self, spare: Path) -> bool:
-        """Take the room of a service that does not run, so one that was stopped for another leaves it its own."""
+        """Take the room of a service that does not run: who was stopped for another leaves it its own."""
         with suppress(OSError):
             for other in self._state.glob("*.spare"):
                 if other != spare and other.stat().st_size >= RECORD_BYTES:
@@ -431,7 +431,7 @@ class ProcessRuntime:
         return False
 
     def _drop_record(self, name: str) -> None:
-        """Forget a run; its room is kept for the next one. A disk that nobody may write to has it for ever."""
+        """Forget a run, where the disk may be written to; its room is kept for the next one."""
         with self._writing, suppress(OSError):
             os.replace(self._record_file(name), self._spare_file(name))
 

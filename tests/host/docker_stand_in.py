@@ -65,6 +65,8 @@ class Docker:
     scale: int = 1
     hash: str = ""
     """Compose's hash of each service; "": it cannot say."""
+    compose: str = "2.40.3"
+    """The release of Compose."""
     changed: bool = False
     """The description of the services, since their containers were made."""
     logs: Sequence[tuple[int, str]] = ()
@@ -128,7 +130,7 @@ class Docker:
         assert argv[:2] == ["docker", "compose"]
         assert timeout > 0
         if "version" in argv:
-            return Done(0 if self.has_compose else 1)
+            return Done(0, f"{self.compose}\n") if self.has_compose else Done(1)
         if "--hash" in argv:
             return Done(0, f"{argv[-1]} {self.hash}\n") if self.hash else Done(1)
         if "config" in argv:

@@ -42,6 +42,7 @@ INSPECTED = {
             "com.docker.compose.image": "sha256:77af4d6b",
             "com.docker.compose.project": "p",
             "com.docker.compose.service": "a",
+            "com.docker.compose.version": "2.26.1",
         },
     },
     "NetworkSettings": {
@@ -74,6 +75,7 @@ def test_inspect_is_read():
         command=("/llama-server", "-m", "/models/a.gguf"),
         environment=frozenset({"PATH=/bin", "A=1"}),
         hash="58a4aa18",
+        compose="2.26.1",
     )
 
 
@@ -99,6 +101,9 @@ def test_a_hash_with_the_id_of_another_container_in_it_is_not_compared(uses: dic
         (Service(image="llama:2"), ["image"]),
         (Service(command=("-m", "/models/b.gguf")), ["command"]),
         (Service(environment=(("A", "2"),)), ["environment"]),
+        (Service(mounts=(("/models", "/volumes/v/_data"), ("/cache", ""))), []),
+        (Service(mounts=(("/models", "/elsewhere"),)), ["mounts"]),
+        (Service(mounts=(("/cache", "/models"),)), ["mounts"]),
         (
             Service(image="a:1", command=("b",), environment=(("B", "1"),)),
             ["image", "command", "environment"],

@@ -79,6 +79,31 @@ def test_without_a_hash_to_compare_the_container_itself_is_looked_at(
     assert runtime.differs(changed) == "its command changed since its container was made"
 
 
+@pytest.mark.parametrize("ours", ["2.40.3", "v2.40.3", "2.40.3-desktop.1"])
+def test_after_an_upgrade_of_compose_its_hash_is_not_compared(
+    docker: Docker, runtime: ContainerRuntime, caplog: pytest.LogCaptureFixture, ours: str
+):
+    labelled(docker, "c1", **{"com.docker.compose.version": "2.26.1"})
+    docker.hash, docker.compose = "another", ours
+    assert runtime.differs(A) == ""
+    assert "a is taken as unchanged: Compose 2.26.1 made its container" in caplog.text
+    changed = replace(A, service=replace(A.service, command=("-m", "new.gguf")))
+    assert runtime.differs(changed) == "its command changed since its container was made"
+    moved = replace(A, service=replace(A.service, mounts=(("/models", "/other"),)))
+    assert runtime.differs(moved) == "its mounts changed since its container was made"
+
+
+@pytest.mark.parametrize(
+    ("made_by", "ours"), [("2.40.3", "2.40.3-4"), ("", "2.40.3"), ("2.40.3", "dev"), ("2.40.3", "")]
+)
+def test_the_hash_of_the_same_release_of_compose_counts_and_so_it_does_where_that_is_not_known(
+    docker: Docker, runtime: ContainerRuntime, made_by: str, ours: str
+):
+    labelled(docker, "c1", **{"com.docker.compose.version": made_by})
+    docker.hash, docker.compose = "another", ours
+    assert runtime.differs(A) == "its description changed since its container was made"
+
+
 def test_what_has_no_container_does_not_differ(docker: Docker, runtime: ContainerRuntime):
     assert runtime.differs(A) == ""
 
