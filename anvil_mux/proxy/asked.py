@@ -39,6 +39,11 @@ class Asked:
     """The key that it shows; None where nobody is asked for one."""
 
     @property
+    def shares(self) -> bool:
+        """Whether there are other keys than its own."""
+        return len(self.access.keys) > 1
+
+    @property
     def may_go_on(self) -> bool:
         """Whether a reload has left its key as it was: what has no end of its own ends otherwise."""
         return self.access.keys.admits(self.key)

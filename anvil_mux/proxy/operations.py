@@ -131,7 +131,7 @@ class Operations:
 
     def follow(self, asked: Asked, reply: Reply) -> None:
         """The status of every model, and each change, as events."""
-        with self._feed.watching():
+        with self._feed.watching(asked.key, shares=asked.shares):
             reply.begin()
             self._follow(asked, reply)
             reply.end()

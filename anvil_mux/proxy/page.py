@@ -65,7 +65,7 @@ class Page:
         reply.whole(200, headers, body)
 
     def events(self, asked: Asked, reply: Reply) -> None:
-        with self._feed.watching():
+        with self._feed.watching(asked.key, shares=asked.shares):
             reply.begin()
             self._watch(asked, reply, _rights(asked))
             reply.end()

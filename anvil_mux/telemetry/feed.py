@@ -9,13 +9,14 @@ after each batch; watchers wait for it in threads of their own.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from anvil_mux.errors import Overloaded
+from anvil_mux.config.keys import Key
+from anvil_mux.errors import Overloaded, TooManyRequests
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 
@@ -54,7 +55,8 @@ class Feed:
         self._request_numbers = count(1)
         # Guards what stands below it; held for microseconds.
         self._bell = threading.Condition(threading.Lock())
-        self._watchers = 0
+        self._watchers: Counter[Key | None] = Counter()
+        """How many watch with each key."""
         self._closed = False
 
     @property
@@ -81,18 +83,25 @@ class Feed:
             self._bell.notify_all()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Counts a watcher, each of which holds a thread; Overloaded if there are too many."""
+    def watching(self, key: Key | None = None, *, shares: bool = False) -> Iterator[None]:
+        """Counts a watcher, each of which holds a thread; Overloaded if there are too many.
+
+        ``shares``: there are other keys than ``key``, which leaves half of the places to them
+        (TooManyRequests).
+        """
         with self._bell:
-            if self._watchers >= WATCHERS:
+            if self._watchers.total() >= WATCHERS:
                 text = f"overloaded: {WATCHERS} viewers are connected already (open pages count)"
                 raise Overloaded(f"{text}. Try again.")
-            self._watchers += 1
+            if shares and self._watchers[key] >= (most := max(WATCHERS // 2, 1)):
+                raise TooManyRequests(f"This API key has {most} viewers already, as many as it may.")
+            self._watchers[key] += 1
         try:
             yield
         finally:
             with self._bell:
-                self._watchers -= 1
+                self._watchers[key] -= 1
+                self._watchers += Counter()  # without those that have none
 
     def news(self, after: FeedPosition, seconds: float | None = 0.0) -> News:
         """Return the news after ``after``; wait for some for at most ``seconds`` (None: for ever)."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.config import keys
+from anvil_mux.config.keys import API_KEYS
 from anvil_mux.host.seam import Seen, Sensors
 from anvil_mux.proxy import page
 from anvil_mux.scheduler.causes import Cause
@@ -184,6 +186,41 @@ def test_no_more_than_so_many_may_look_on(rig: Rig, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("anvil_mux.telemetry.feed.WATCHERS", 1)
     Watcher(rig.client()).next()
     assert rig.client().get(b"/events").status == 503
+
+
+def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look_on(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anvil_mux.telemetry.feed.WATCHERS", 3)
+    lines = "the-one-key models=* state; the-other-key models=* state"
+    rig = make_rig(keys=keys.load(None, {API_KEYS: lines}))
+    one, other = b"x-api-key: the-one-key\r\n", b"x-api-key: the-other-key\r\n"
+    watcher = rig.client()
+    watcher.send(b"GET /models/sse HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (watcher.host, one))
+    watcher.read_until(b"data: ")
+    for path in (b"/models/sse", b"/events"):
+        refused = rig.client().get(path, extra=one)
+        assert (refused.status, json.loads(refused.body)["error"]["code"]) == (429, "too_many_requests")
+    second = rig.client()
+    second.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (second.host, other))
+    second.read_until(b"event: snapshot")
+    watcher.leave()
+    rig.events.record(3)  # its place is free before that is noted
+    third = rig.client()
+    third.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (third.host, one))
+    third.read_until(b"event: snapshot")
+
+
+def test_a_single_key_has_all_places_of_those_who_look_on(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anvil_mux.telemetry.feed.WATCHERS", 2)
+    rig = make_rig(keys=keys.load(None, {API_KEYS: "the-only-key"}))
+    for _ in range(2):
+        client = rig.client()
+        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\nx-api-key: the-only-key\r\n\r\n" % client.host)
+        client.read_until(b"event: snapshot")
+    assert rig.client().get(b"/events", extra=b"x-api-key: the-only-key\r\n").status == 503
 
 
 def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
