@@ -11,7 +11,9 @@ def test_a_part_is_every_so_manyth_test():
 
 
 def test_all_parts_are_all_tests_once():
-    assert sorted(test for number in range(1, 4) for test in chosen("abcdefgh", f"{number}/3")) == list("abcdefgh")
+    assert sorted(test for number in range(1, 4) for test in chosen("abcdefgh", f"{number}/3")) == list(
+        "abcdefgh"
+    )
 
 
 def test_where_none_is_asked_for_all_tests_run():

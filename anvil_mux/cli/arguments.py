@@ -12,6 +12,7 @@ from anvil_mux.clock import count_in
 
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config, Gpu, Machine
+    from anvil_mux.sim.workload import ClientGroups
 
 T = TypeVar("T")
 
@@ -61,6 +62,62 @@ def read_sizes(text: str) -> tuple[int, ...]:
 
 def read_counts(text: str) -> tuple[int, ...]:
     return tuple(map(read_positive, text.split(",")))
+
+
+def add_clients(command: argparse.ArgumentParser) -> None:
+    """The settings of the profile ``clients``; ``clients`` reads them."""
+    add = command.add_argument
+    add(
+        "--clients",
+        type=_clients,
+        metavar="N+N..",
+        help="for --profile clients: how many clients each model has (default 4+4), each of whom asks again "
+        "when it is answered",
+    )
+    for name, what in (
+        ("load", "a load (default 1.2)"),
+        ("evict", "an eviction (default 0.2)"),
+        ("answer", "an answer, at the mean (default 2)"),
+        ("think", "the time between an answer and the client's next request (default 0)"),
+        ("seconds", "the whole run (default 600)"),
+    ):
+        add(f"--{name}", type=_seconds, metavar="S", help=f"for --profile clients: seconds of {what}")
+
+
+def clients(given: argparse.Namespace) -> ClientGroups:
+    """The clients of the profile of that name; refuses their settings without it."""
+    from anvil_mux.sim.workload import ClientGroups
+
+    fields = {
+        "counts": given.clients,
+        "load_seconds": given.load,
+        "stop_seconds": given.evict,
+        "answer_seconds": given.answer,
+        "think_seconds": given.think,
+        "seconds": given.seconds,
+    }
+    chosen = {name: value for name, value in fields.items() if value is not None}
+    if chosen and "clients" not in given.profile:
+        given.refuse("--clients, --load, --evict, --answer, --think and --seconds are for --profile clients")
+    return ClientGroups(**chosen)
+
+
+def _clients(text: str) -> tuple[int, ...]:
+    from anvil_mux.sim import workload
+
+    return read_value(workload.read_clients, text)
+
+
+def _seconds(text: str) -> float:
+    from anvil_mux.clock import YEAR_SECONDS
+
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= YEAR_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be seconds, a number of at least 0, not {text}")
+    return value
 
 
 def read_value(read: Callable[[str], T], text: str) -> T:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from anvil_mux.cli import asking
-from anvil_mux.cli.arguments import add_json, configuration, read_positive, read_value
+from anvil_mux.cli.arguments import add_clients, add_json, clients, configuration, read_positive, read_value
 from anvil_mux.cli.output import FAILED, INTERRUPTED, complain, opened, print_json, print_table, progress, say
 from anvil_mux.errors import MuxError
 
@@ -35,6 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="NAME[,NAME]",
         help="a profile of generated traffic, as in `simulate`",
     )
+    add_clients(command)
     add(
         "--trace",
         action="append",
@@ -188,8 +189,9 @@ def _traffic(given: argparse.Namespace) -> Iterator[Workload | Trace]:
     from anvil_mux.replay import script
     from anvil_mux.sim import replay, study, workload
 
+    known = {**workload.PROFILES, "clients": clients(given).workload}
     for name in given.profile:
-        yield workload.PROFILES[name](given.seed)
+        yield known[name](given.seed)
     for name in given.trace:
         yield script.find(name)
     if given.log:

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from anvil_mux.sim.fleet import SimulatedEngine
     from anvil_mux.sim.objectives import Objectives
 from anvil_mux import state
-from anvil_mux.cli.arguments import add_json, configuration, read_counts, read_positive, read_value
+from anvil_mux.cli.arguments import (
+    add_clients,
+    add_json,
+    clients,
+    configuration,
+    read_counts,
+    read_positive,
+    read_value,
+)
 from anvil_mux.cli.output import FAILED, complain, opened, print_json, print_table, progress, say
 
 BROKEN_SHOWN = 5
@@ -46,8 +54,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=(),
         metavar="NAME[,NAME]",
         help="generated traffic for models a and b: single, balanced, bursty, dominant, interleave, mixed, "
-        "two-clients, or all",
+        "two-clients, clients, or all",
     )
+    add_clients(command)
     add(
         "--trace",
         action="append",
@@ -121,12 +130,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_json(command)
     command.epilog = (
         "Times are in seconds. MAKESPAN is the time from the first arrival to the last answer, SWAPPING that "
-        "of all evictions and loads together; WAIT, P50, P95 and LONGEST are waits. BUSY is the share of the "
-        "makespan in which requests were served. Exit code 1: an invariant is broken. With --routing, times "
-        "are in ms: to the first byte (TTFT), to the last (E2E), between tokens (TPOT). HIT is the share of "
-        "the input that was cached, BALANCE the requests of the busiest replica divided by those of the "
-        "least busy one. SLO-TTFT, SLO-TPOT and SLO are the shares of requests that met one objective, or "
-        "both; REFUSED requests met none, and have no latency."
+        "of all evictions and loads together. WAIT, RMS, P50, P95 and LONGEST are waits: WAIT is their mean, "
+        "RMS the root of the mean of their squares, in which long waits weigh more. BUSY is the share of the "
+        "makespan in which requests were served; LEAST/MOST compares the answers of the client that got the "
+        "fewest with those of the one that got the most. Exit code 1: an invariant is broken. With "
+        "--routing, times are in ms: to the first byte (TTFT), to the last (E2E), between tokens (TPOT). HIT "
+        "is the share of the input that was cached, BALANCE the requests of the busiest replica divided by "
+        "those of the least busy one. SLO-TTFT, SLO-TPOT and SLO are the shares of requests that met one "
+        "objective, or both; REFUSED requests met none, and have no latency."
     )
 
 
@@ -181,7 +192,7 @@ def run(given: argparse.Namespace) -> int:
         plot.check_file(given.plot)
     config = configuration(given.files) if given.files else None
     called = ModelNames.parse(given.model)
-    cases = [*study.profiles(given.profile, given.seeds, config, called)]
+    cases = [*study.profiles(given.profile, given.seeds, config, called, clients(given))]
     cases += [study.trace(name, config, called) for name in given.trace]
     runs = []
     if given.log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
@@ -14,7 +15,7 @@ from anvil_mux.replay.measured import Perceived, Spread, errors, perceived
 from anvil_mux.replay.sending import PlayedAnswer
 from anvil_mux.replay.watching import ToldLog
 from anvil_mux.sim import study
-from anvil_mux.sim.figures import Figures
+from anvil_mux.sim.figures import Figures, fairness
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class LiveRun:
     serving: float | None = None
     """The part of the time in which GPUs were not being swapped."""
     told: ToldLog | None = None
+    clients: Sequence[str] = ()
+    """The sessions whose answers can be compared."""
     comparison: Comparison | None = None
     """The difference from the measured run beside it; None: it is one, or there is none."""
 
@@ -38,12 +41,22 @@ class LiveRun:
     def perceived(self) -> Perceived:
         return perceived(self.answers)
 
+    @property
+    def fairness(self) -> float | None:
+        """The whole answers of the client that got the fewest, over those of the one with the most."""
+        answers = Counter([answer.session for answer in self.answers if answer.status == 200])
+        return fairness([answers[client] for client in self.clients])
+
     def row(self) -> dict[str, Any]:
         """The run as an object of JSON; what is not known is null."""
         told = asdict(self.figures) if self.figures else {each.name: None for each in fields(Figures)}
         seen = asdict(self.perceived) if self.answers else {}
         named = {"script": self.script, "at": self.at, "repeat": self.repeat}
-        more: dict[str, Any] = {"serving_ratio": self.serving, "errors": errors(self.answers)}
+        more: dict[str, Any] = {
+            "serving_ratio": self.serving,
+            "fairness": self.fairness,
+            "errors": errors(self.answers),
+        }
         if self.comparison:
             more["difference"] = self.comparison.to_json()
         row: dict[str, Any] = _finite({**named, **told, **more, "clients": seen})
@@ -66,7 +79,8 @@ def table(runs: Iterable[LiveRun]) -> Iterator[tuple[str, ...]]:
     for (script, at), group in _groups(runs):
         told = [run.figures for run in group if run.figures]
         cells = tuple(study.means(told)) if len(told) == len(group) else _known(group)
-        yield script, at, str(len(group)), *cells, _share([run.serving for run in group])
+        share = study.least_to_most([run.fairness for run in group])
+        yield script, at, str(len(group)), *cells, share, _share([run.serving for run in group])
 
 
 def _groups(runs: Iterable[LiveRun]) -> Iterable[tuple[tuple[str, str], list[LiveRun]]]:
@@ -79,7 +93,7 @@ def _groups(runs: Iterable[LiveRun]) -> Iterable[tuple[tuple[str, str], list[Liv
 def _known(group: Sequence[LiveRun]) -> tuple[str, ...]:
     """The cells of a server that tells nothing: what clients know."""
     seen = [run.perceived for run in group]
-    cells = dict.fromkeys(HEAD[3:-1], "")
+    cells = dict.fromkeys(HEAD[3:-2], "")
     cells["REQUESTS"] = _number(fmean(one.requests for one in seen), 0)
     cells["MAKESPAN"] = _number(fmean(one.makespan_seconds for one in seen), 1)
     cells["FAILED"] = _number(fmean(one.failed for one in seen), 0)

@@ -209,7 +209,7 @@ class Replay:
             ),
         )
         self.was_interrupted = player.was_interrupted
-        live = LiveRun(made.name, server.server.name, repeat, answers)
+        live = LiveRun(made.name, server.server.name, repeat, answers, clients=made.clients)
         if not server.watch:
             self.runs.append(live)
             return

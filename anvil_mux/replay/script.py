@@ -71,6 +71,8 @@ class Script:
     follow: Callable[[], FollowPlayed]
     """Makes a fresh ``follow`` for one run: the requests that depend on answers."""
     block_tokens: int = 1
+    clients: tuple[str, ...] = ()
+    """The sessions that ask again and again until the end, so that it can be compared how much each gets."""
     has_seconds: bool = False
     """Whether it says how long each request is served, so that swaps and waits can be simulated."""
 
@@ -164,6 +166,7 @@ def of_workload(
         resident=tuple(dict.fromkeys(names.name(model) for model in made.resident)),
         first=tuple([played(each) for each in made.requests if each.leases]),
         follow=follow,
+        clients=tuple(map(str, made.clients)),
         has_seconds=True,
     )
 

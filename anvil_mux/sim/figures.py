@@ -32,6 +32,8 @@ class Figures:
     makespan_seconds: float
     """Seconds from the first arrival to the last answer."""
     wait_mean_seconds: float
+    wait_rms_seconds: float
+    """The root of the mean square of the waits: a long one weighs more than several short ones."""
     wait_p50_seconds: float
     """The shortest wait that half of the requests did not exceed; likewise the others."""
     wait_p95_seconds: float
@@ -63,6 +65,7 @@ def figures(log: Sequence[Event], sent: int = 0, begins: Mapping[str, Any] = Map
         swaps=sum([event.kind == "loading" for event in log]),
         makespan_seconds=makespan,
         wait_mean_seconds=math.fsum(waits) / len(waits) if waits else 0.0,
+        wait_rms_seconds=root_mean_square(waits),
         wait_p50_seconds=quantile(waits, 0.50),
         wait_p95_seconds=quantile(waits, 0.95),
         wait_max_seconds=quantile(waits, 1.00),
@@ -89,6 +92,15 @@ def _cut(event: Event) -> int:
 def quantile(values: Sequence[float], share: float) -> float:
     """The least of the sorted ``values`` that ``share`` of them do not exceed."""
     return values[math.ceil(share * len(values)) - 1] if values else 0.0
+
+
+def fairness(answers: Sequence[int]) -> float | None:
+    """The fewest answers of a client over the most; None without any."""
+    return min(answers) / max(answers) if any(answers) else None
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum([value * value for value in values]) / len(values)) if values else 0.0
 
 
 def _swap_seconds(log: Sequence[Event], situation: Situation) -> float:

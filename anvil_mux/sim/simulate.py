@@ -186,13 +186,15 @@ def simulate(
     resident: Iterable[str] = (),
     follow: Follow | None = None,
     costs: Iterable[Cost] = (),
+    answers: Counter[Hashable] | None = None,
 ) -> list[Event]:
     """The log of ``trace`` (sorted by moment), until every request has ended and no step is under way.
 
     ``resident``: backends that run at moment 0. ``follow`` makes clients that wait for their answers.
-    ``costs``: what was learned of swaps before.
+    ``costs``: what was learned of swaps before. ``answers``: where each sender's whole
+    answers are counted.
     """
-    simulation = _Simulation(config, perform or Engines(), follow, Costs(costs))
+    simulation = _Simulation(config, perform or Engines(), follow, Costs(costs), answers)
     simulation.adopt(resident)
     with _no_collections():
         simulation.run(trace)
@@ -224,8 +226,16 @@ class _Simulation:
     Of the time-outs, which come in the order of the requests, only the first is in the heap.
     """
 
-    def __init__(self, config: Config, perform: Perform, follow: Follow | None, costs: Costs) -> None:
+    def __init__(
+        self,
+        config: Config,
+        perform: Perform,
+        follow: Follow | None,
+        costs: Costs,
+        answers: Counter[Hashable] | None = None,
+    ) -> None:
         self.log: list[Event] = []
+        self._answers = Counter() if answers is None else answers
         self._follow = follow
         self._perform = perform
         self._steps: Counter[str] = Counter()
@@ -349,6 +359,7 @@ class _Simulation:
     def _release(self, now: float, ticket: Ticket) -> None:
         if not ticket.severed:
             effects = self._scheduler.released(ticket, now)
+            self._answers[ticket.wake.sender] += 1
             self._end(ticket, now)
             self._carry_out(effects, now)
 

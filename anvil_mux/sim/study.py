@@ -9,7 +9,8 @@ of its models is asked for in place of each of the workload's. Without one every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,15 +22,16 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import EVICTIONS, build_eviction
 from anvil_mux.scheduler.policies import POLICIES, build_policy
 from anvil_mux.sim import replay, workload
-from anvil_mux.sim.figures import Figures, figures
+from anvil_mux.sim.figures import Figures, fairness, figures
 from anvil_mux.sim.simulate import Arrival, check, simulate
-from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, ModelNames, Workload
+from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, ClientGroups, ModelNames, Workload
 from anvil_mux.telemetry import eventlog
 
 LOGGED = "(as logged)"
 """The name, in place of a policy's, of what the running program itself did."""
 SLACK_SECONDS = 1.0
 """Seconds that the threads of a running program may be late."""
+CLIENTS = ClientGroups()
 SAME_NAMES = ModelNames()
 """The compose file calls the models as the workload does."""
 
@@ -61,6 +63,8 @@ class StudyRun:
     """The situation in which the log begins, as JSON."""
     eviction: str = ""
     """The eviction, where several are compared."""
+    fairness: float | None = None
+    """The answers of the client with the fewest over those of the one with the most; None: no clients."""
 
     @property
     def way(self) -> str:
@@ -77,7 +81,7 @@ class StudyRun:
         named = {"profile": self.profile, "policy": self.policy, "seed": self.seed}
         if self.eviction:
             named["eviction"] = self.eviction
-        return {**named, **asdict(self.figures), "violations": violations}
+        return {**named, **asdict(self.figures), "fairness": self.fairness, "violations": violations}
 
 
 # What to run
@@ -128,12 +132,17 @@ def under_evictions(case: Case, names: Iterable[str]) -> Iterator[Case]:
 
 
 def profiles(
-    names: Iterable[str], seeds: int, config: Config | None = None, called: ModelNames = SAME_NAMES
+    names: Iterable[str],
+    seeds: int,
+    config: Config | None = None,
+    called: ModelNames = SAME_NAMES,
+    clients: ClientGroups = CLIENTS,
 ) -> Iterator[Case]:
     """The cases of profiles; those that differ by seed once for each of 0 .. ``seeds`` - 1."""
+    known = {**PROFILES, "clients": clients.workload}
     for name in names:
         for seed in range(seeds if name in SEEDED else 1):
-            yield _case(PROFILES[name](seed), name, config, called, seed)
+            yield _case(known[name](seed), name, config, called, seed)
 
 
 def trace(name: str, config: Config | None = None, called: ModelNames = SAME_NAMES) -> Case:
@@ -172,7 +181,9 @@ def run(case: Case, policy: str) -> StudyRun:
     ends = _Ends(made)
     engines, resident = made.engines(config), made.residents(config)
     costs = engines.costs(config)
-    log = simulate(config, made.requests, engines, resident=resident, follow=ends, costs=costs)
+    log = simulate(
+        config, made.requests, engines, resident=resident, follow=ends, costs=costs, answers=ends.answers
+    )
     return StudyRun(
         profile=made.name,
         policy=policy,
@@ -182,6 +193,7 @@ def run(case: Case, policy: str) -> StudyRun:
         figures=figures(log, ends.count),
         wrong=check(log, config),
         eviction=case.eviction,
+        fairness=fairness([ends.answers[client] for client in made.clients]),
     )
 
 
@@ -206,6 +218,8 @@ class _Ends:
 
     def __init__(self, made: Workload) -> None:
         self.count = 0
+        self.answers: Counter[Hashable] = Counter()
+        """Sender -> its whole answers."""
         self._follow = made.follow and made.follow()
 
     def __call__(self, request: Arrival, now: float) -> Iterable[Arrival]:
@@ -281,8 +295,8 @@ def _joined(runs: Sequence[eventlog.LoggedRun]) -> list[Event]:
 # Telling it
 
 HEAD = (
-    "PROFILE", "POLICY", "RUNS", "REQUESTS", "SWAPS", "MAKESPAN", "WAIT", "P50", "P95", "LONGEST",
-    "SWAPPING", "BUSY", "FAILED", "SEVERED", "VIOLATIONS",
+    "PROFILE", "POLICY", "RUNS", "REQUESTS", "SWAPS", "MAKESPAN", "WAIT", "RMS", "P50", "P95",
+    "LONGEST", "SWAPPING", "BUSY", "FAILED", "SEVERED", "LEAST/MOST", "VIOLATIONS",
 )  # fmt: skip
 
 
@@ -292,7 +306,8 @@ def table(runs: Iterable[StudyRun]) -> Iterator[tuple[str, ...]]:
     for one in runs:
         groups.setdefault((one.profile, one.way), []).append(one)
     for names, group in groups.items():
-        yield (*names, str(len(group)), *means([one.figures for one in group]), _violations(group))
+        share = least_to_most([one.fairness for one in group])
+        yield (*names, str(len(group)), *means([one.figures for one in group]), share, _violations(group))
 
 
 def means(every: Sequence[Figures]) -> Iterator[str]:
@@ -303,11 +318,17 @@ def means(every: Sequence[Figures]) -> Iterator[str]:
 
     yield from (_short(mean(field)) for field in ("requests", "swaps"))
     yield f"{mean('makespan_seconds'):.1f}"
-    yield from (f"{mean(f'wait_{which}_seconds'):.2f}" for which in ("mean", "p50", "p95"))
+    yield from (f"{mean(f'wait_{which}_seconds'):.2f}" for which in ("mean", "rms", "p50", "p95"))
     yield f"{max(one.wait_max_seconds for one in every):.2f}"
     yield f"{mean('swap_seconds'):.1f}"
     yield f"{mean('busy_fraction'):.1%}"
     yield from (_short(mean(field)) for field in ("failed", "severed"))
+
+
+def least_to_most(every: Sequence[float | None]) -> str:
+    """The cell of ``LEAST/MOST``: the mean over the runs that have clients."""
+    known = [each for each in every if each is not None]
+    return f"{fmean(known):.2f}" if known else "-"
 
 
 def _short(mean: float) -> str:

@@ -23,13 +23,15 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import string
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import merge
 from pathlib import Path
 from typing import Any
 
+from anvil_mux.clock import count_in
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import MuxError
 from anvil_mux.sim.simulate import Arrival, Engines, Follow
@@ -78,6 +80,8 @@ class Workload:
     resident: tuple[str, ...] = ()
     """Models that are loaded at the start."""
     stop_seconds: float = 0.0
+    clients: tuple[Hashable, ...] = ()
+    """The senders that ask again and again until the end, so that it can be compared how much each gets."""
 
     def config(self) -> Config:
         """The configuration without a compose file: every model is one backend, and has GPU 0 to itself.
@@ -158,13 +162,22 @@ class Sessions:
 
 
 class Tireless:
-    """Clients that each ask the same again in the moment of their answer, until a moment."""
+    """Clients that each ask the same again ``think_seconds`` after their answer, until a moment.
 
-    def __init__(self, until: float) -> None:
-        self._until = until
+    ``draw``: how long the next request of a sender is served; None: as long as the one before.
+    """
+
+    def __init__(
+        self, until: float, think_seconds: float = 0.0, draw: Callable[[Hashable], float] | None = None
+    ) -> None:
+        self._until, self._think_seconds, self._draw = until, think_seconds, draw
 
     def __call__(self, request: Arrival, now: float) -> Sequence[Arrival]:
-        return (request._replace(at=now),) if now < self._until else ()
+        at = now + self._think_seconds
+        if at >= self._until:
+            return ()
+        seconds = self._draw(request.sender) if self._draw else request.seconds
+        return (request._replace(at=at, seconds=seconds),)
 
 
 def _later(request: Arrival, now: float) -> Arrival:
@@ -238,7 +251,65 @@ TWO_CLIENTS_SECONDS = 600.0
 
 def two_clients(seed: int = 0) -> Workload:
     """One client of a and one of b, each of whom asks again once it is answered, for ten minutes."""
-    return _profile("two-clients", [_ask("a"), _ask("b")], partial(Tireless, TWO_CLIENTS_SECONDS))
+    first = [_ask(model)._replace(sender=model) for model in "ab"]
+    made = _profile("two-clients", first, partial(Tireless, TWO_CLIENTS_SECONDS))
+    return replace(made, clients=("a", "b"))
+
+
+MOST_CLIENTS = 1000
+
+
+@dataclass(frozen=True)
+class ClientGroups:
+    """Clients of models a, b, c and so on, who ask again when they have their answers and have thought."""
+
+    counts: tuple[int, ...] = (4, 4)
+    """How many clients each model has."""
+    load_seconds: float = 1.2
+    stop_seconds: float = 0.2
+    answer_seconds: float = 2.0
+    """The mean length of an answer: they are drawn evenly from 0.7 to 1.3 times that."""
+    think_seconds: float = 0.0
+    """How long a client thinks between an answer and its next request."""
+    seconds: float = 600.0
+    """How long they go on asking."""
+
+    def workload(self, seed: int = 0) -> Workload:
+        """All ask at once in the beginning, and a is loaded then."""
+        first, seconds = [], self._lengths(f"first {seed}")
+        for model, count in zip(string.ascii_lowercase, self.counts, strict=False):
+            senders = [f"{model}{number}" for number in range(1, count + 1)]
+            first += [Arrival(0.0, model, seconds(sender), sender=sender) for sender in senders]
+        return Workload(
+            name="clients",
+            load_seconds=dict.fromkeys([each.model for each in first], self.load_seconds),
+            requests=tuple(first),
+            follow=lambda: Tireless(self.seconds, self.think_seconds, self._lengths(f"later {seed}")),
+            resident=("a",),
+            stop_seconds=self.stop_seconds,
+            clients=tuple([each.sender for each in first]),
+        )
+
+    def _lengths(self, seed: str) -> Callable[[Hashable], float]:
+        """The seconds of the next answer of a sender, whatever others ask for meanwhile."""
+        draws: dict[Hashable, random.Random] = {}
+
+        def seconds(sender: Hashable) -> float:
+            draw = draws.setdefault(sender, random.Random(f"clients {seed} {sender}"))
+            return self.answer_seconds * draw.uniform(0.7, 1.3)
+
+        return seconds
+
+
+def read_clients(text: str) -> tuple[int, ...]:
+    """How many clients each model has, of ``4+4``; or ValueError."""
+    counts = [count_in(word, MOST_CLIENTS) or 0 for word in text.split("+")]
+    if len(counts) > len(string.ascii_lowercase) or not all(counts) or sum(counts) > MOST_CLIENTS:
+        raise ValueError(
+            f"must be how many clients each model has, as 4+4, for at most {len(string.ascii_lowercase)} "
+            f"models and {MOST_CLIENTS} clients, not {text[:60]}"
+        )
+    return tuple(counts)
 
 
 PROFILES: dict[str, Callable[[int], Workload]] = {
@@ -249,10 +320,11 @@ PROFILES: dict[str, Callable[[int], Workload]] = {
     "interleave": interleave,
     "mixed": mixed,
     "two-clients": two_clients,
+    "clients": ClientGroups().workload,
 }
 """Each takes a seed."""
 
-SEEDED = frozenset({"mixed"})
+SEEDED = frozenset({"mixed", "clients"})
 """The profiles that differ by seed."""
 
 

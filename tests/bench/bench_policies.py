@@ -11,6 +11,9 @@ down, so that the median and the least are both shown. The promise is less than 
 --ratios [N]: the total wait of each policy over that of the best schedule that knows the future
 (clairvoyant.py), on N small random workloads; MEAN-AHEAD: over the best that evicts before anybody waits.
 
+--clients: the waits of clients that ask again when they have their answers and have thought, on one GPU, and
+what they get (docs/policies.md says why RMS decides); two seeds.
+
 --overload: the waits of each policy where one GPU has 27 models to serve (overload.py), on the trace by which
 the bound of queues was chosen, and on the one that was held out. A request that timed out waited for all of
 queue_timeout.
@@ -34,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from anvil_mux.scheduler.policies import POLICIES, Policy, Queue, Resident, Snapshot, build_policy
 from anvil_mux.sim import study
+from anvil_mux.sim.workload import ClientGroups
 from tests.bench import clairvoyant, overload
 
 COUNT = 1000
@@ -128,6 +132,37 @@ def print_overload(policies: Sequence[str]) -> None:
         print(f"{one.profile:20}{one.policy:14}{told.swaps:>6}{waits}{told.failed:>8}")
 
 
+CLIENTS = [
+    ClientGroups((4, 4)),
+    ClientGroups((4, 4), think_seconds=1.0),
+    ClientGroups((8, 1)),
+    ClientGroups((3, 3, 3)),
+    ClientGroups((4, 4), load_seconds=10.0, stop_seconds=1.0, seconds=1200.0),
+    ClientGroups((4, 4), 30.0, 1.0, answer_seconds=8.0, think_seconds=2.0, seconds=2400.0),
+    ClientGroups((2, 2), 5.0, 1.0, answer_seconds=5.0, think_seconds=1.0, seconds=1200.0),
+    ClientGroups((1, 1), 5.0, 1.0, answer_seconds=5.0, think_seconds=0.5, seconds=1200.0),
+]
+
+
+def print_clients(policies: Sequence[str]) -> None:
+    print(f"{'CLIENTS':9}{'LOAD+EVICT':>11}{'ANSWER':>8}{'THINK':>7}  {'POLICY':12}{'ANSWERS':>8}", end="")
+    print(f"{'WAIT':>7}{'RMS':>7}{'LONGEST':>9}{'LEAST/MOST':>12}")
+    for made in CLIENTS:
+        counts = "+".join(map(str, made.counts))
+        swap = f"{made.load_seconds:g}+{made.stop_seconds:g}"
+        setting = f"{counts:9}{swap:>11}{made.answer_seconds:>8g}{made.think_seconds:>7g}"
+        for policy in policies:
+            workloads = [made.workload(seed) for seed in range(2)]
+            runs = list(study.study([study.Case(each, each.config()) for each in workloads], [policy]))
+            answers, mean, rms = [
+                statistics.fmean([getattr(run.figures, name) for run in runs])
+                for name in ("requests", "wait_mean_seconds", "wait_rms_seconds")
+            ]
+            longest = max([run.figures.wait_max_seconds for run in runs])
+            share = study.least_to_most([run.fairness for run in runs])
+            print(f"{setting}  {policy:12}{answers:>8.0f}{mean:>7.1f}{rms:>7.1f}{longest:>9.1f}{share:>12}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench-policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -135,10 +170,14 @@ def main() -> None:
     parser.add_argument("-n", "--repetitions", type=int, default=300, help="of each decision (default 300)")
     parser.add_argument("--ratios", nargs="?", type=int, const=1000, metavar="N", help="(default 1000)")
     parser.add_argument("--overload", action="store_true", help="27 models on one GPU")
+    parser.add_argument("--clients", action="store_true", help="clients that ask again and again")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     if given.ratios:
         print_ratios(list(POLICIES), given.ratios, as_json=given.json)
+        return
+    if given.clients:
+        print_clients(list(POLICIES))
         return
     if given.overload:
         print_overload(list(POLICIES))

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from anvil_mux.scheduler.events import Event
-from anvil_mux.sim.figures import figures
+from anvil_mux.sim.figures import fairness, figures
 from anvil_mux.sim.simulate import Arrival, Death, Engines, simulate
 from tests.sim.test_simulate import LAYOUTS, TWO, Config
 
@@ -23,6 +23,7 @@ def test_a_short_log_comes_to_this():
         "swaps": 2,
         "makespan_seconds": 14.5,
         "wait_mean_seconds": pytest.approx((3.0 + 12.5 + 11.5) / 3),
+        "wait_rms_seconds": pytest.approx(((3.0**2 + 12.5**2 + 11.5**2) / 3) ** 0.5),
         "wait_p50_seconds": 11.5,
         "wait_p95_seconds": 12.5,
         "wait_max_seconds": 12.5,
@@ -47,6 +48,12 @@ def test_quantiles_are_waits_that_occurred():
     log = [Event(float(n), "leased", "a", "a", n, 0, float(n)) for n in range(1, 21)]
     told = figures(log)
     assert (told.wait_p50_seconds, told.wait_p95_seconds, told.wait_max_seconds) == (10.0, 19.0, 20.0)
+
+
+def test_the_fairness_is_the_least_of_the_most():
+    assert fairness([3, 12, 6]) == 0.25
+    assert fairness([0, 2]) == 0.0
+    assert fairness([]) is None is fairness([0, 0])
 
 
 def test_the_makespan_ends_with_the_last_answer_and_no_timer():

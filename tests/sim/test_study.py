@@ -1,5 +1,6 @@
 """Workloads under policies: what is run, what is told of it, and that broken logs are noticed."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -12,7 +13,15 @@ from anvil_mux.scheduler.policies import POLICIES, Stay
 from anvil_mux.sim import study
 from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.sim.study import Recording, StudyRun
-from anvil_mux.sim.workload import PROFILES, SHIPPED, SHIPPED_AS, BadWorkload, ModelNames, two_clients
+from anvil_mux.sim.workload import (
+    PROFILES,
+    SHIPPED,
+    SHIPPED_AS,
+    BadWorkload,
+    ClientGroups,
+    ModelNames,
+    two_clients,
+)
 from anvil_mux.telemetry import eventlog
 
 
@@ -115,9 +124,9 @@ def test_without_other_traffic_no_policy_swaps():
 # What is run
 
 
-def test_all_profiles_are_seven_and_only_what_is_drawn_has_seeds():
+def test_all_profiles_are_eight_and_only_what_is_drawn_has_seeds():
     assert study.choose_profiles("all") == (
-        "single", "balanced", "bursty", "dominant", "interleave", "mixed", "two-clients",
+        "single", "balanced", "bursty", "dominant", "interleave", "mixed", "two-clients", "clients",
     )  # fmt: skip
     cases = [(case.workload.name, case.seed) for case in study.profiles(["single", "mixed"], 3)]
     assert cases == [("single", 0), ("mixed", 0), ("mixed", 1), ("mixed", 2)]
@@ -130,7 +139,7 @@ def test_names_come_in_the_order_given_and_once():
 
 @pytest.mark.parametrize("names", ["", "single,", "singl", "single,all"])
 def test_an_unknown_profile_is_told_with_the_known_ones(names):
-    with pytest.raises(ValueError, match=r"known: single, balanced, .*, mixed, two-clients, all"):
+    with pytest.raises(ValueError, match=r"known: single, balanced, .*, mixed, two-clients, clients, all"):
         study.choose_profiles(names)
 
 
@@ -263,6 +272,22 @@ def test_the_table_has_the_means_over_the_seeds_and_the_longest_wait_of_all():
     assert (first["WAIT"], first["P50"], first["LONGEST"]) == ("3.50", "2.00", "9.00")
     assert first["VIOLATIONS"] == "1"
     assert (second["POLICY"], second["RUNS"], second["WAIT"]) == ("debounce", "1", "4.00")
+
+
+def test_it_is_told_how_much_the_client_gets_who_gets_the_least():
+    [run] = study.study(
+        study.profiles(["clients"], 1, clients=ClientGroups((2, 1), seconds=60.0)), ["eager"], keep_logs=True
+    )
+    answers = Counter({"a": 0, "b": 0})
+    for event in run.log:
+        answers[event.model] += event.kind == "released"
+    assert run.row()["fairness"] == run.fairness
+    assert run.fairness == pytest.approx(answers["b"] / (answers["a"] / 2), abs=0.1)
+    [row] = [dict(zip(study.HEAD, row, strict=True)) for row in study.table([run])]
+    assert row["LEAST/MOST"] == f"{run.fairness:.2f}"
+    [run] = study.study(study.profiles(["mixed"], 1), ["eager"])
+    assert run.fairness is None
+    assert [row[-2:] for row in study.table([run])] == [("-", "0")]
 
 
 def test_logs_are_kept_only_for_those_who_want_them():

@@ -13,7 +13,15 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.sim import workload
 from anvil_mux.sim.simulate import Arrival
-from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, Rounds, Sessions
+from anvil_mux.sim.workload import (
+    PROFILES,
+    SEEDED,
+    BadWorkload,
+    ClientGroups,
+    Rounds,
+    Sessions,
+    read_clients,
+)
 
 # Profiles
 
@@ -33,7 +41,7 @@ def rounds(made):
         sent = list(follow(last, now))
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", sorted(PROFILES.keys() - {"clients"}))
 def test_every_profile_has_the_same_two_models(name):
     made = PROFILES[name](0)
     assert made.name == name
@@ -91,6 +99,47 @@ def test_mixed_is_poisson_arrivals_with_lognormal_service():
 def test_mixed_is_the_same_for_the_same_seed_only():
     assert PROFILES["mixed"](3) == PROFILES["mixed"](3)
     assert len({PROFILES["mixed"](seed).requests for seed in range(10)}) == 10
+
+
+def test_clients_ask_again_when_they_have_thought_until_the_end():
+    made = ClientGroups((2, 1), 3.0, 0.5, answer_seconds=10.0, think_seconds=2.0, seconds=100.0).workload()
+    assert made.clients == ("a1", "a2", "b1")
+    assert [(each.at, each.model, each.sender) for each in made.requests] == [
+        (0.0, "a", "a1"),
+        (0.0, "a", "a2"),
+        (0.0, "b", "b1"),
+    ]
+    assert (made.load_seconds, made.stop_seconds) == ({"a": 3.0, "b": 3.0}, 0.5)
+    follow = made.follow()
+    [again] = follow(made.requests[0], 50.0)
+    assert (again.at, again.model, again.sender) == (52.0, "a", "a1")
+    assert [*follow(again, 97.9)] != [] == [*follow(again, 98.0)]
+
+
+def test_the_answers_of_clients_are_drawn_whatever_others_do():
+    made = ClientGroups((1, 1), answer_seconds=10.0, seconds=1e9)
+
+    def lengths(seed, senders):
+        workload = made.workload(seed)
+        follow, last = workload.follow(), dict(zip("ab", workload.requests, strict=True))
+        for sender in senders:
+            [last[sender]] = follow(last[sender], 0.0)
+            yield last["a"].seconds
+
+    [*drawn] = lengths(0, "a" * 1000)
+    assert [*lengths(0, "abb" * 1000)][::3] == drawn
+    assert [*lengths(1, "a" * 1000)] != drawn
+    assert 7.0 <= min(drawn) < 7.1 < 12.9 < max(drawn) <= 13.0
+    assert len({*drawn}) == 1000
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4+", "0+1", "a", "4+-1", "1e3", "600+600", "+".join("1" * 27), "9" * 4500]
+)
+def test_what_is_no_number_of_clients_for_each_model_is_an_error(text):
+    with pytest.raises(ValueError, match=r"must be how many clients each model has, as 4\+4"):
+        read_clients(text)
+    assert read_clients("8+1") == (8, 1)
 
 
 # Clients that wait

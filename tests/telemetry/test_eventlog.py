@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -384,7 +384,8 @@ def test_a_log_replayed_under_the_same_policy_gives_the_same_figures(
     before = simulated(workload, config)
     runs = read(written(file, before, config))
     after = simulated(replay(runs), config_of(runs[0].header))
-    assert figures(after) == figures(before)
+    # Moments are sums of what was drawn, and the last of their digits depends on the order.
+    assert asdict(figures(after)) == pytest.approx(asdict(figures(before)), rel=1e-9)
 
 
 def test_busy_logs_with_impatient_clients_are_made_again_event_by_event() -> None:
