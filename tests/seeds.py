@@ -24,7 +24,7 @@ def part(cases: Iterable[T], *, every: int) -> list[T]:
 
 
 def chosen(tests: Sequence[T], asked: str) -> list[T]:
-    """Every ``of``-th test from the ``number``-th on, where NUMBER/OF is asked; all of them where nothing is."""
+    """Every ``of``-th test from the ``number``-th on, where NUMBER/OF is asked; all where nothing is."""
     number, of = map(int, (asked or "1/1").split("/"))
     if not 1 <= number <= of:
         raise ValueError(f"ANVIL_SEEDS_PART={asked}: no such part")
