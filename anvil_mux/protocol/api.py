@@ -320,7 +320,8 @@ def tokens_said(body: bytes) -> Tokens:
     start, timings = body.find(b'"usage"', -USAGE_BYTES), body.find(b'"timings"', -USAGE_BYTES)
     if start < 0 and timings < 0:  # an answer to count_tokens has an "input_tokens" of its own
         return NO_TOKENS
-    said = dict(_SAID.findall(body, min(each for each in (start, timings) if each >= 0)))  # the last counts
+    first = max(start, timings) if start < 0 or timings < 0 else min(start, timings)
+    said = dict(_SAID.findall(body, first))  # the last counts
     if start < 0:
         answer, computed, kept = said.get(b"predicted_n"), said.get(b"prompt_n"), int(said.get(b"cache_n", 0))
         prompt = int(computed) + kept if computed else None

@@ -18,7 +18,7 @@ over more than one repetition, so hostile bytes cost linear time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from http import HTTPStatus
 from typing import NamedTuple
@@ -213,14 +213,15 @@ def forward_request_head(
 ) -> bytes:
     """The lines of the head for the engine; ``framed`` ends it once the body is known.
 
-    ``set`` replaces and ``drop`` removes fields (both by lower-case names).
+    ``set`` replaces fields, or removes those whose value is empty there, and ``drop`` removes others (both by
+    lower-case names).
     """
     passing = b"".join([line for low, line in request.passing if low not in drop and low not in set])
     if target is None:
         target = request.target if request.target[:1] == b"/" else _path_and_query(request)
-    first = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
-    last = [name + b": " + value for name, value in set.items()]
-    return _written(first, passing, last, None, False)[:-2]
+    first = b"%b %b HTTP/1.1\r\nHost: %b\r\n" % (request.method.encode("ascii"), target, host)
+    fields = [field for field in set.items() if field[1]] if set else []
+    return _written(first, passing, fields, b"")
 
 
 def framed(lines: bytes, method: str, length: int) -> bytes:
@@ -246,22 +247,19 @@ def forward_response_head(
     added = list(extra)
     names = [name.lower() for name, _ in added]
     passing = b"".join([line for low, line in response.passing if low not in names])
-    reason = response.reason or PHRASES.get(response.status, b"")
-    first = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
-    last = [name + b": " + value for name, value in added]
     if connection is not None:
-        last.append(b"Connection: " + connection)
-    return _written(first, passing, last, length, chunked)
+        added.append((b"Connection", connection))
+    first = _first_lines(response.status, response.reason)
+    return _written(first, passing, added, _framing(length, chunked=chunked))
 
 
 def response(
     status: int, headers: Iterable[Field] = (), body: bytes = b"", *, head_only: bool = False
 ) -> bytes:
     """A whole answer of our own in one bytes object; ``head_only`` for HEAD."""
-    lines = [b"HTTP/1.1 %d %b" % (status, PHRASES.get(status, b"")), b"Server: " + SERVER]
-    lines += [name + b": " + value for name, value in headers]
     bodyless = status < 200 or status in (204, 304)
-    head = _written(lines, b"", [], None if bodyless else len(body), False)
+    framing = _framing(None if bodyless else len(body))
+    head = _written(_first_lines(status), b"", list(headers), framing)
     return head if head_only or bodyless else head + body
 
 
@@ -539,22 +537,25 @@ def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes) 
     ]
 
 
-def _written(
-    first: list[bytes], passing: bytes, last: list[bytes], length: int | None, chunked: bool
-) -> bytes:
-    """The head made of ``first``, the lines in ``passing``, ``last`` and the framing."""
+def _first_lines(status: int, reason: bytes = b"") -> bytes:
+    """The lines that every answer begins with."""
+    return b"HTTP/1.1 %d %b\r\nServer: %b\r\n" % (status, reason or PHRASES.get(status, b""), SERVER)
+
+
+def _framing(length: int | None, *, chunked: bool = False) -> bytes:
+    """The end of a head, with the line that says where the body ends."""
     if chunked:
-        last.append(b"Transfer-Encoding: chunked")
-    elif length is not None:
-        last.append(b"Content-Length: %d" % length)
-    top = b"\r\n".join(first)
-    bottom = b"\r\n".join([*last, b"\r\n"]) if last else b"\r\n"
-    _checked(top + bottom, len(first) + len(last))
-    return b"%b\r\n%b%b" % (top, passing, bottom)
+        return b"Transfer-Encoding: chunked\r\n\r\n"
+    return EMPTY_LINE if length is None else b"Content-Length: %d\r\n\r\n" % length
 
 
-def _checked(lines: bytes, ends: int) -> bytes:
-    """Return ``lines`` if they have just as many line ends; ValueError if some were smuggled in, or NUL."""
-    if lines.count(b"\n") != ends or lines.count(b"\r") != ends or b"\0" in lines:
+def _written(first: bytes, passing: bytes, fields: Sequence[Field], end: bytes) -> bytes:
+    """The head made of ``first`` (two lines), the lines in ``passing``, those of ``fields``, and ``end``.
+
+    ValueError if a line end was smuggled into one of our own lines, or NUL.
+    """
+    last = b"".join([b"%b: %b\r\n" % field for field in fields]) if fields else b""
+    own, ends = first + last, 2 + len(fields)
+    if own.count(b"\n") != ends or own.count(b"\r") != ends or b"\0" in own:
         raise ValueError("a header value holds a line end or NUL")
-    return lines
+    return first + passing + last + end

@@ -324,6 +324,8 @@ def in_urlencoded(body: bytes | bytearray) -> tuple[str | None, bool]:
 
 def model_in_query(query: str) -> str | None:
     """The model that ``?model=`` names; two different ones are refused."""
+    if not query:
+        return None
     try:
         fields = parse_qs(query, keep_blank_values=True, errors="strict", max_num_fields=MAX_PARTS)
     except ValueError:

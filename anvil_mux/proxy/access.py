@@ -32,15 +32,6 @@ UPSTREAM = api.Route("openai", "upstream")
 """The route below /upstream/: for the engine of a model, as it is."""
 
 
-class Entry(NamedTuple):
-    """The findings in a head; see ``asked.Asked``."""
-
-    route: api.Route
-    api: str
-    reader: bytes
-    key: Key | None = None
-
-
 class Named(NamedTuple):
     """The meaning of a client's name: a model, or several of which any is to serve."""
 
@@ -61,6 +52,8 @@ class Access:
         to mean this machine."""
         self.config = config
         self.keys = keys
+        self.hides_keys = len(keys) > 0
+        """Clients' keys are ours, so that engines get their own instead."""
         self.only_local_hosts = only_local_hosts
         self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
@@ -68,6 +61,10 @@ class Access:
         self.presets = presets_of(config.backends)
         """The presets by backend and name: what the name means there."""
         self._presets = frozenset(name for _, name in self.presets)
+        self._meant = {
+            name: Named(model, name if name in self._presets else "") for name, model in self._models.items()
+        }
+        """Name of a model, or of a preset -> its meaning."""
         self.changes_prompt = frozenset(p.name for p in self.presets.values() if p.system or p.is_adapter)
         """The presets whose prompts an engine caches apart from those of their model."""
         names: dict[str, set[str]] = {}
@@ -79,22 +76,24 @@ class Access:
         self.replicas: Mapping[str, int] = Counter(backend.model for backend in config.backends)
         self.only = {each.model: each for each in config.backends if self.replicas[each.model] == 1}
         """Model -> its backend, where it has but one."""
+        self.unchanged = {
+            model: each.served_model or model
+            for model, each in self.only.items()
+            if not (each.strip or each.set)
+        }
+        """Model -> the name with which a body goes to its only backend as it is, if any does."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
         """Models of which a request may be served in two stages."""
         self.has_elsewhere = any(backend.url for backend in config.backends)
         """Whether a request may reach a server that has more models than the configuration says."""
         self._chains = fallback.chains(config.backends)
 
-    @property
-    def hides_keys(self) -> bool:
-        """Clients' keys are ours, so that engines get their own instead."""
-        return len(self.keys) > 0
-
     def tells_state(self, key: Key | None) -> bool:
         """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
         return not self.keys or (key is not None and key.state)
 
-    def look(self, request: http1.Request) -> Entry:
+    def look(self, request: http1.Request) -> tuple[api.Route, str, bytes]:
+        """The route, the API and the reader of a request; see ``asked.Asked``."""
         path = request.path
         route = api.match(request.method, path)
         if route is None and path.startswith("/upstream/") and request.method != "OPTIONS":
@@ -102,24 +101,23 @@ class Access:
         origin = request.fields.get(b"origin")
         reader = origin if origin is not None and origin in self._readers else b""
         if route is None:
-            return Entry(api.NO_ROUTE, api.api_of(path), reader)
-        return Entry(route, route.api, reader)
+            return api.NO_ROUTE, api.api_of(path), reader
+        return route, route.api, reader
 
-    def check(self, request: http1.Request, entry: Entry) -> Entry:
-        """``entry`` with the key that the request shows; BadRequest, Unauthorized, Forbidden."""
-        self._check_origin(request, entry)
-        is_open = request.path in OPEN or is_page(request) or is_preflight(request, entry.reader)
-        if not self.keys:
-            return entry
-        if is_open:
-            return entry._replace(key=self.keys.find(request.fields))
+    def check(self, request: http1.Request, route: api.Route, reader: bytes) -> Key | None:
+        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden."""
+        self._check_origin(request, route, reader)
+        if not self.hides_keys:
+            return None
+        if request.path in OPEN or is_page(request) or is_preflight(request, reader):
+            return self.keys.find(request.fields)
         key = self.keys.of(request.fields)
-        if entry.route is api.NO_ROUTE and not _may(key, request.path):
+        if route is api.NO_ROUTE and not _may(key, request.path):
             right = "state" if request.path in STATE else "admin"
             raise Forbidden(f"this API key may not use {request.path}: that needs a key with `{right}`")
-        return entry._replace(key=key)
+        return key
 
-    def _check_origin(self, request: http1.Request, entry: Entry) -> None:
+    def _check_origin(self, request: http1.Request, route: api.Route, reader: bytes) -> None:
         host = request.fields.get(b"host", b"")
         if (self.only_local_hosts or self._hosts) and not _is_local(host):
             name = host.decode("latin-1")
@@ -127,11 +125,11 @@ class Access:
                 text = f"this address does not answer for the host {name!r}; see the setting `allowed_hosts`"
                 raise BadRequest(text, status=403)
         acts = (
-            entry.route.model_in == "query"  # a GET that loads a model, as no other does
+            route.model_in == "query"  # a GET that loads a model, as no other does
             or request.method not in ("GET", "HEAD", "OPTIONS")
             or b"upgrade" in request.fields
         )
-        if acts and not entry.reader and _is_of_another_site(request, host):
+        if acts and not reader and _is_of_another_site(request, host):
             raise BadRequest("requests from other web sites are not accepted", status=403)
 
     # Models
@@ -153,8 +151,10 @@ class Access:
 
         ``also``: models that the key may use by the name that a request gave. Its own is one of them anyway.
         """
-        chain = self._chains.get(model, ())
-        if chain and key is not None and key.models is not None:
+        chain = self._chains.get(model)
+        if not chain:
+            return ()
+        if key is not None and key.models is not None:
             own, *rest = chain
             usable = [step for step in rest if step.model in also or self.may_use(key, step.model)]
             chain = (own, *usable)
@@ -166,8 +166,7 @@ class Access:
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
         for each in (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,):
-            if each in self._models:
-                found = self.meant(each)
+            if found := self._meant.get(each):
                 if self.may_use(key, found.model, found.preset):
                     return found
             elif choices := self.choices(each, key):
@@ -180,7 +179,7 @@ class Access:
 
     def meant(self, name: str) -> Named:
         """The meaning of a name of a model, or of a preset."""
-        return Named(self._models[name], name if name in self._presets else "")
+        return self._meant[name]
 
     def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
         """The one model that a client's name stands for; BadRequest if it stands for several."""

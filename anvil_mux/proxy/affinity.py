@@ -87,6 +87,15 @@ def fast(cpus: CPUs, root: Path = Path("/sys/devices/system/cpu")) -> CPUs:
     return CPUs(cpu for cpu, rate in rates.items() if rate >= SLOW * max(rates.values()))
 
 
+class _CPUsOfThread(threading.local):
+    """The CPUs on which the calling thread runs, if it ever moved.
+
+    (A local without this default would make an AttributeError, and its text, for each request.)
+    """
+
+    cpus: CPUs | None = None
+
+
 class Affinity:
     """``allowed`` are the CPUs of the program; if they are not all that there are, somebody chose them.
 
@@ -109,13 +118,12 @@ class Affinity:
         self._last, self._looked = usage(), float("-inf")
         self._adapts = pin is None and len(allowed) > 1 and allowed == self._last.cpus.keys()
         self._retry_at = 0.0
-        self._thread = threading.local()
-        """The CPUs on which the calling thread runs (``cpus``), if it ever moved."""
+        self._thread = _CPUsOfThread()
 
     def follow(self) -> None:
         """Move the calling thread to ``cpus``, if it is not there."""
         cpus = self.cpus
-        if cpus is getattr(self._thread, "cpus", self.everywhere):
+        if cpus is (self._thread.cpus or self.everywhere):
             return
         self._thread.cpus = cpus
         try:

@@ -35,8 +35,8 @@ class Asked:
     """The API in whose shapes it is answered."""
     reader: bytes
     """The origin of another site's page that may read the answer."""
-    key: Key | None
-    """The key that it shows; None where nobody is asked for one."""
+    key: Key | None = None
+    """The key that it shows, set when its rights are checked; None where nobody is asked for one."""
 
     @property
     def shares(self) -> bool:

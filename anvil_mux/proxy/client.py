@@ -173,7 +173,7 @@ class Client:
         A client that has sent nothing yet is waited for for ``NEXT_SECONDS``.
         """
         buffer = self._buffer
-        if not self.has_begun:
+        if not buffer or buffer == http1.EMPTY_LINE:
             self._wait_at_most(NEXT_SECONDS)
             data = self._come()
             if data is None:
@@ -325,10 +325,11 @@ class Client:
 
     def discard_body(self) -> bool:
         """Drops an unread body; False if the connection is no longer in step."""
+        if self._unread is None:
+            return True
         if not self.can_resume():
             return False
-        if self._unread is not None:
-            self._buffer, self._unread = self._buffer[self._unread.length or 0 :], None
+        self._buffer, self._unread = self._buffer[self._unread.length or 0 :], None
         return True
 
     def take_rest(self) -> bytes:

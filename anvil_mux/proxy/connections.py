@@ -14,7 +14,6 @@ from errno import EALREADY, EINPROGRESS, EINTR, ETIMEDOUT
 from socket import (
     AF_INET,
     AF_INET6,
-    AF_UNIX,
     IPPROTO_TCP,
     MSG_DONTWAIT,
     MSG_PEEK,
@@ -44,7 +43,8 @@ IDLE_SECONDS = 4.0
 """The longest idle time; less than the keep-alive time of the engines (uvicorn, cpp-httplib: 5 s)."""
 SO_MEMINFO = 55
 """The option whose first number is the bytes of memory that what was not read takes (Linux 4.12)."""
-ESTABLISHED = 1
+ESTABLISHED, NOTHING_UNREAD = b"\1", bytes(4)
+"""The kernel's words for a connection that is open, and for one on which nothing has come."""
 SPARED = 2
 """Idle connections that are left to an engine while requests wait there that they could not carry."""
 
@@ -175,8 +175,14 @@ def _is_quiet(connection: socket) -> bool:
     ``recv`` lets another thread have the interpreter, which costs more than all else here; ``getsockopt``
     does not. So it is asked first, wherever it knows.
     """
-    if connection.family != AF_UNIX and _is_known_quiet(connection):
-        return True
+    try:
+        if (
+            connection.getsockopt(IPPROTO_TCP, TCP_INFO, 1) == ESTABLISHED
+            and connection.getsockopt(SOL_SOCKET, SO_MEMINFO, 4) == NOTHING_UNREAD
+        ):
+            return True
+    except OSError:  # it is no TCP, or the kernel is another
+        pass
     try:
         connection.recv(1, MSG_PEEK | MSG_DONTWAIT)
     except BlockingIOError:
@@ -184,15 +190,6 @@ def _is_quiet(connection: socket) -> bool:
     except OSError:
         pass
     return False  # its end, or bytes that nobody asked for
-
-
-def _is_known_quiet(connection: socket) -> bool:
-    try:
-        state = connection.getsockopt(IPPROTO_TCP, TCP_INFO, 1)[0]
-        unread = connection.getsockopt(SOL_SOCKET, SO_MEMINFO, 4)
-    except OSError:  # another kernel
-        return False
-    return state == ESTABLISHED and not any(unread)
 
 
 def connect(address: Address, look: Callable[[], object] = lambda: None) -> socket:

@@ -12,7 +12,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
@@ -136,14 +135,11 @@ class Handler:
         given = request.fields.get(b"x-request-id")
         id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         access = self._access
-        entry = access.look(request)
-        asked = Asked(id, time.monotonic(), request, access, *entry)
+        asked = Asked(id, time.monotonic(), request, access, *access.look(request))
         reply = Reply(client, asked, keep=request.keep_alive and not self.probes.draining)
         record = Served(id, client.address, request.method, request.path)
         try:
-            entry = access.check(request, entry)
-            if entry.key:
-                asked = reply.asked = replace(asked, key=entry.key)
+            asked.key = access.check(request, asked.route, asked.reader)
             if asked.route is api.NO_ROUTE:
                 self.local.answer(asked, reply, record)
             elif asked.key and asked.key.requests is not None:

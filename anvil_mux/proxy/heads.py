@@ -27,10 +27,10 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
     """The lines of the head for the engine. ``also``: more fields."""
     request, route, backend = question.asked.request, question.asked.route, lease.backend
     query = request.query
-    if route.model_in != "upstream":  # of whatever reads a name there, it is the one that was asked for
+    if query and route.model_in != "upstream":  # a name that is read there is the one that was asked for
         query = naming.model_replaced_in_query(query, question.known_as(backend))
-    own, drop = _credentials(question, backend, route.path)
-    own = {**own, **also}
+    credentials, drop = _credentials(question, backend, route.path)
+    own = {**credentials, **also}
     if b"accept-encoding" in request.fields:  # what is packed cannot be read: usage, errors, ids of answers
         own[b"accept-encoding"] = b"identity"
     kind = request.fields.get(b"content-type")
@@ -40,8 +40,8 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
         request,
         host=_host(lease),
         target=_target(backend, route.path, query),
-        set=_filled(own),
-        drop=drop.union(own),
+        set=own,
+        drop=drop,
     )
     return b"%bX-Request-ID: %b\r\n" % (lines, question.asked.id.encode("ascii"))
 
@@ -55,7 +55,7 @@ def translated_head(question: Question, lease: Lease, path: str) -> bytes:
     """The lines of the head of a question that the client did not ask in these words."""
     credentials, drop = _credentials(question, lease.backend, path)
     own = {
-        **_filled(credentials),
+        **credentials,
         b"accept": b"*/*",
         b"accept-encoding": b"identity",
         b"content-type": b"application/json",
@@ -66,7 +66,7 @@ def translated_head(question: Question, lease: Lease, path: str) -> bytes:
         host=_host(lease),
         target=_target(lease.backend, path, ""),
         set=own,
-        drop=drop.union(credentials),
+        drop=drop,
     )
 
 
@@ -96,10 +96,6 @@ def _credentials(
         return {}, _NOT_THEIRS
     key = backend.service.api_key
     return {**_NO_KEY, b"authorization": b"Bearer " + key.encode() if key else b""}, _NOT_THEIRS
-
-
-def _filled(fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    return {name: value for name, value in fields.items() if value}
 
 
 def response_head(

@@ -18,7 +18,7 @@ from anvil_mux.proxy.operations import Operations
 from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.pausing import Keep, Pausing
 from anvil_mux.proxy.probes import TEXT, Answer, Probes
-from anvil_mux.proxy.questions import find, read_json
+from anvil_mux.proxy.questions import read_json
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.proxy.usage import UsageRoute, UsageSince
@@ -142,5 +142,5 @@ class Local:
 
     def _ollama_show(self, asked: Asked, reply: Reply, record: Served) -> None:
         name = ollama.name_in(parse(read_json(asked, reply.client)))
-        record.model = find(asked, name).model
+        record.model = asked.access.find(name, api=asked.api, key=asked.key).model
         reply.whole(200, [JSON], self._lists.ollama_show(record.model))

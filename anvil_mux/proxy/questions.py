@@ -50,9 +50,9 @@ class Questions:
         return replace(question, target=replace(found, rides=before.rides))
 
     def _read(self, asked: Asked, client: Client) -> Question:
-        route = asked.route
-        if route.model_in not in ("query", "upstream"):
-            naming.model_in_query(asked.request.query)  # the engine gets its own name there, if there is one
+        route, query = asked.route, asked.request.query
+        if query and route.model_in not in ("query", "upstream"):
+            naming.model_in_query(query)  # the engine gets its own name there, if there is one
         match route.model_in:
             case "json":
                 return _from_json(asked, client)
@@ -65,7 +65,8 @@ class Questions:
             case "path":
                 body = read_json(asked, client)
                 stream = naming.model_and_stream(body)[1] and route.streams
-                found = find(asked, api.model_in_path(asked.request.path))
+                named = api.model_in_path(asked.request.path)
+                found = asked.access.find(named, api=asked.api, key=asked.key)
                 return Question(asked, _target(asked, found), body, stream=stream)
             case "multipart":
                 return _from_form(asked, client)
@@ -127,7 +128,7 @@ class Questions:
 
 def target(asked: Asked, named: str | None) -> Target:
     """The target of a request that names ``named``."""
-    return _target(asked, find(asked, named), named)
+    return _target(asked, asked.access.find(named, api=asked.api, key=asked.key), named)
 
 
 def retarget(question: Question, model: str) -> Target:
@@ -144,11 +145,10 @@ def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
     model = found.model
     backend = access.only.get(model)
     unchanged = (
-        backend is not None
-        and (route.model_in, route.translated) == ("json", "")
-        and not found.preset
-        and named == (backend.served_model or model)
-        and not (backend.strip or backend.set)
+        named is not None
+        and access.unchanged.get(model) == named
+        and route.model_in == "json"
+        and not (route.translated or found.preset)
     )
     return Target(
         model,
@@ -167,14 +167,11 @@ def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
 def _rides(request: http1.Request) -> bool:
     """Whether the header of a request says that it may force no swap."""
     said = request.fields.get(SWAP)
-    if said not in (None, b"never", b"allowed"):
+    if said is None:
+        return False
+    if said not in (b"never", b"allowed"):
         raise BadRequest("X-Anvil-Swap must be never or allowed", param="X-Anvil-Swap")
     return said == b"never"
-
-
-def find(asked: Asked, named: str | None) -> Named:
-    """The meaning of a client's name, or of none."""
-    return asked.access.find(named, api=asked.api, key=asked.key)
 
 
 def resolve(asked: Asked, named: str | None) -> str:
