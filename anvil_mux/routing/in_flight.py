@@ -335,6 +335,11 @@ class InFlightTracker:
         """
         return [key for key, entry in self._accounts[backend].entries.items() if not entry.answering]
 
+    def behind(self, backend: str) -> list[Hashable]:
+        """The requests among these that wait behind others."""
+        account = self._accounts[backend]
+        return [] if len(account.entries) - account.decode_batch < 2 else self.waiting(backend)[1:]
+
     def choose(
         self,
         key: Hashable,
@@ -381,9 +386,11 @@ class InFlightTracker:
         stays.
         """
         found: list[Hashable] = []
+        lines = [(name, behind) for name in among if name != to and (behind := self.behind(name))]
+        if not lines:
+            return found
         moved = self._replica(to, Work(), 0)
-        for name in among:
-            behind = self.waiting(name)[1:] if name != to else []
+        for name, behind in lines:
             for left, key in zip(range(len(behind), 0, -1), reversed(behind), strict=True):
                 entry = self._accounts[name].entries[key]
                 if not entry.work.stream:

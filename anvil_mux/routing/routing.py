@@ -371,6 +371,8 @@ Domain = Literal["instance", "node", "failure-domain", "node-failure-domain"]
 
 def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance") -> Set[str]:
     """Removes all replicas in the failure domain of one that has failed."""
+    if not failed:
+        return failed
     gone = {replica.backend for replica in replicas if replica.backend in failed}
     if gone and domain.startswith("node"):
         gone |= _sharing(replicas, gone, "node")
@@ -427,7 +429,7 @@ def by_metric(
         return (*[metric.rank(work, replica) for metric in by], picked.get(replica.backend, 0))
 
     if top_k == 1:
-        best = min(left, key=order)
+        best = min(left, key=order) if len(left) > 1 else left[0]
     else:
         best = sorted(left, key=order)[seen.memory.draw(min(top_k, len(left)))]
     return best, ", ".join([f"{metric.name} {metric.of(work, best):.10g}" for metric in by])

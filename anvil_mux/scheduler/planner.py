@@ -323,7 +323,7 @@ def _behind(model: Model, now: float) -> list[float]:
     """How long each request has waited that waits behind others at a replica, or for a place at any."""
     assert model.replicas is not None
     in_flight = model.replicas.in_flight
-    behind = [
-        now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.waiting(slot.name)[1:]
-    ]
-    return behind + [now - each.since for each in model.queue if not model.needed(each.work.owner)]
+    behind = [now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.behind(slot.name)]
+    if model.queue.tickets:
+        behind += [now - each.since for each in model.queue if not model.needed(each.work.owner)]
+    return behind

@@ -14,7 +14,6 @@ from anvil_mux.multiplexer.overview import HOLD_SECONDS
 from anvil_mux.scheduler.alarms import PORTION
 from anvil_mux.sim.simulate import check, simulate
 from tests.bench.bench_scale import (
-    GPUS,
     HeldLock,
     Watch,
     WatchedClock,
@@ -26,8 +25,13 @@ from tests.bench.bench_scale import (
     without,
 )
 
-HOSTS, MODELS = 20, 10
+HOSTS, GPUS, MODELS = 20, 8, 10
 PLACES = HOSTS * GPUS
+
+
+def many_on(hosts: int) -> Config:
+    """Two backends for each GPU."""
+    return many(hosts, GPUS, 2 * GPUS * hosts)
 
 
 def calls(fact: Callable[[], object]) -> int:
@@ -48,7 +52,7 @@ def calls(fact: Callable[[], object]) -> int:
 
 def taken(most: int | None) -> Watch:
     """Every GPU has a resident with a request; all models but one that may run anywhere wait."""
-    watch = Watch(anywhere(HOSTS, MODELS, most))
+    watch = Watch(anywhere(HOSTS, MODELS, most, GPUS))
     watch.tell("begin", lambda: watch.core.time_passed(0.0))
     for slot in list(watch.core.layout.slots):
         if slot.name.startswith("own."):
@@ -63,7 +67,7 @@ def taken(most: int | None) -> Watch:
 def test_a_load_is_decided_by_a_look_at_each_gpu_also_when_all_are_taken_and_others_wait(
     most: int | None,
 ) -> None:
-    free = Watch(anywhere(HOSTS, MODELS, most))
+    free = Watch(anywhere(HOSTS, MODELS, most, GPUS))
     assert calls(lambda: free.request("any0", 1.0)) < 100 * PLACES
     assert [*free.steps] == ["any0.h0000.0"]
     watch = taken(most)
@@ -98,7 +102,7 @@ RELOADS: dict[str, Callable[[Config], Config]] = {
 @pytest.mark.parametrize("change", RELOADS.values(), ids=RELOADS)
 def test_a_reload_costs_what_it_changes(change: Callable[[Config], Config]) -> None:
     more = 8 * 2 * HOSTS if change is RELOADS["a setting of all"] else 0  # each model has its own max_wait
-    assert reload(many(2 * HOSTS), change) <= 1.1 * reload(many(HOSTS), change) + more
+    assert reload(many_on(2 * HOSTS), change) <= 1.1 * reload(many_on(HOSTS), change) + more
 
 
 def test_a_reload_of_one_of_the_backends_that_a_model_may_have_does_not_look_at_the_others() -> None:
@@ -107,7 +111,7 @@ def test_a_reload_of_one_of_the_backends_that_a_model_may_have_does_not_look_at_
         def change(config: Config, settings: dict[str, int] = settings) -> Config:
             return changed(config, "any3.h0003.1", **settings)
 
-        few, many = (reload(anywhere(hosts, MODELS), change) for hosts in (HOSTS, 2 * HOSTS))
+        few, many = (reload(anywhere(hosts, MODELS, gpus=GPUS), change) for hosts in (HOSTS, 2 * HOSTS))
         assert many <= 1.1 * few
 
 
@@ -139,8 +143,8 @@ def test_a_lease_costs_the_same_however_many_backends_its_model_may_have() -> No
 
     pair = Backend("a", "any0", ("0",)), Backend("b", "any0", ("1",))
     few = of(Config(backends=pair, policy="eager"), "any0", "a")
-    assert of(anywhere(HOSTS, MODELS), "any0", "any0.h0007.3") <= 1.1 * few
-    assert of(many(HOSTS), "m7", *[f"h{host}-7" for host in range(HOSTS)]) <= 4 * few
+    assert of(anywhere(HOSTS, MODELS, gpus=GPUS), "any0", "any0.h0007.3") <= 1.1 * few
+    assert of(many_on(HOSTS), "m7", *[f"h{host}-7" for host in range(HOSTS)]) <= 4 * few
 
 
 class Ticking(WatchedClock):
@@ -165,7 +169,7 @@ class Ticking(WatchedClock):
 
 
 def test_status_lets_go_of_the_lock_now_and_then_and_misses_nothing() -> None:
-    config, clock = anywhere(HOSTS, MODELS), Ticking()
+    config, clock = anywhere(HOSTS, MODELS, gpus=GPUS), Ticking()
     mux = Multiplexer(config, None, log=lambda event: None, clock=clock)  # type: ignore[arg-type]
     status = mux.overview.status()
     assert {model.model for model in status.models} == {backend.model for backend in config.backends}
@@ -179,7 +183,7 @@ def test_status_lets_go_of_the_lock_now_and_then_and_misses_nothing() -> None:
 
 
 def test_an_hour_of_requests_for_many_hosts_breaks_no_invariant() -> None:
-    config = many(50)
+    config = many_on(50)
     log = simulate(config, list(hour(config, 2000)))
     assert check(log, config) == []
     assert sum(event.kind == "leased" for event in log) > 1500
