@@ -14,7 +14,8 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.errors import ClientGone
@@ -53,8 +54,24 @@ def begun(connection: socket.socket, context: ssl.SSLContext, name: str, patienc
     return Plain(context.wrap_socket(connection, server_hostname=name), patience).socket
 
 
+class PlainEnd(socket.socket):
+    """A plain end, whose SO_LINGER is that of the connection to the peer."""
+
+    secure: ssl.SSLSocket
+
+    def setsockopt(self, level: int, name: int, *value: Any) -> None:
+        if name != socket.SO_LINGER:
+            super().setsockopt(level, name, *value)
+            return
+        with suppress(OSError):  # the peer is gone
+            self.secure.setsockopt(level, name, *value)
+
+
 class Plain:
     """The plain end of an encrypted connection; closing it closes both.
+
+    To a peer the end of TLS (close_notify) is a whole answer's, so there is none where the connection is to
+    end by a reset.
 
     ``patience``: seconds after which a peer that takes nothing is left; more than whoever sends to the
     plain end gives it, since that knows what was sent.
@@ -63,7 +80,9 @@ class Plain:
     def __init__(self, secure: ssl.SSLSocket, patience: float) -> None:
         self._patience = patience
         self._secure = secure
-        self.socket, self._inner = socket.socketpair()
+        plain, self._inner = socket.socketpair()
+        self.socket = PlainEnd(fileno=plain.detach())
+        self.socket.secure = secure
         self._secure.setblocking(False)
         self._inner.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="tls", daemon=True)
@@ -78,7 +97,8 @@ class Plain:
         with self._inner, self._secure:
             try:
                 self._move()
-                self._secure.unwrap()
+                if not self._secure.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER):
+                    self._secure.unwrap()
             except OSError:  # also what ssl raises
                 pass
 

@@ -124,6 +124,37 @@ def test_a_stream_that_breaks_off_is_cut_here_too(rig: Rig, connect: Callable[[]
     assert (b'"error"' in body, clean) == (True, False)
 
 
+AUDIO = b"POST /v1/audio/speech HTTP/1.0\r\nContent-Length: 13\r\n\r\n{\"model\":\"a\"}"
+
+
+def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(
+    rig: Rig, connect: Callable[[], RawClient]
+) -> None:
+    client = connect()
+    client.send(AUDIO)
+    asked = rig.engine.next()
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\nTransfer-Encoding: chunked\r\n\r\n"
+    asked.send(head, chunk(b"a wave"))
+    client.read_until(b"a wave")
+    client.socket.suppress_ragged_eofs = False  # type: ignore[attr-defined]
+    asked.close()
+    with pytest.raises(OSError, match=r"reset|EOF occurred in violation of protocol"):
+        client.rest()
+
+
+def test_a_whole_answer_without_a_length_ends_as_tls_ends(
+    rig: Rig, connect: Callable[[], RawClient]
+) -> None:
+    client = connect()
+    client.send(AUDIO)
+    rig.engine.next().send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\nTransfer-Encoding: chunked\r\n\r\n",
+        chunk(b"a wave") + chunk(b""),
+    )
+    client.socket.suppress_ragged_eofs = False  # type: ignore[attr-defined]
+    assert client.rest().endswith(b"a wave")
+
+
 def test_who_does_not_speak_tls_is_let_go_and_others_are_served(
     rig: Rig, connect: Callable[[], RawClient]
 ) -> None:
