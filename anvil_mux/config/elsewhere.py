@@ -124,6 +124,7 @@ def key_fields(url: str, key: str, path: str) -> dict[str, str]:
 def trust(ca_file: str) -> ssl.SSLContext:
     """The certificates that a server must be vouched for by, the system's if no file is named; OSError."""
     context = ssl.create_default_context(cafile=ca_file or None)
+    context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF  # an answer without its end is not whole
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     return context

@@ -9,6 +9,8 @@ served by a proxy in front.
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import ssl
@@ -48,16 +50,26 @@ def accepted(connection: socket.socket, context: ssl.SSLContext, patience: float
 def begun(connection: socket.socket, context: ssl.SSLContext, name: str, patience: float) -> socket.socket:
     """The plain end of a connection to a server of that name, which proves it; OSError if it does not.
 
-    Closing it ends the connection, which is handed over.
+    Closing it ends the connection, which is handed over. Reading it ends by a reset where TLS was not ended:
+    anybody on the way can end the connection without that.
     """
     connection.settimeout(HANDSHAKE_SECONDS)
-    return Plain(context.wrap_socket(connection, server_hostname=name), patience).socket
+    secure = context.wrap_socket(connection, server_hostname=name, suppress_ragged_eofs=False)
+    return Plain(secure, patience).socket
 
 
 class PlainEnd(socket.socket):
     """A plain end, whose SO_LINGER is that of the connection to the peer."""
 
     secure: ssl.SSLSocket
+    is_cut = False
+    """Whether the connection to the peer ended in another way than TLS ends: reading it is no clean end."""
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data = super().recv(size, flags)
+        if not data and self.is_cut:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return data
 
     def setsockopt(self, level: int, name: int, *value: Any) -> None:
         if name != socket.SO_LINGER:
@@ -100,7 +112,7 @@ class Plain:
                 if not self._secure.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER):
                     self._secure.unwrap()
             except OSError:  # also what ssl raises
-                pass
+                self.socket.is_cut = True  # before its other end is closed
 
     def _move(self) -> None:
         """Move bytes until the plain end is closed; OSError when the peer is gone."""

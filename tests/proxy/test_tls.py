@@ -9,11 +9,13 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from anvil_mux.config.config import Config
+from anvil_mux.config.elsewhere import trust
 from anvil_mux.errors import ConfigError
 from anvil_mux.proxy import tls
 from anvil_mux.serve.credentials import tls_context
@@ -124,7 +126,7 @@ def test_a_stream_that_breaks_off_is_cut_here_too(rig: Rig, connect: Callable[[]
     assert (b'"error"' in body, clean) == (True, False)
 
 
-AUDIO = b"POST /v1/audio/speech HTTP/1.0\r\nContent-Length: 13\r\n\r\n{\"model\":\"a\"}"
+AUDIO = b'POST /v1/audio/speech HTTP/1.0\r\nContent-Length: 13\r\n\r\n{"model":"a"}'
 
 
 def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(
@@ -142,9 +144,7 @@ def test_a_client_that_takes_no_chunks_sees_that_an_answer_broke_off(
         client.rest()
 
 
-def test_a_whole_answer_without_a_length_ends_as_tls_ends(
-    rig: Rig, connect: Callable[[], RawClient]
-) -> None:
+def test_a_whole_answer_without_a_length_ends_as_tls_ends(rig: Rig, connect: Callable[[], RawClient]) -> None:
     client = connect()
     client.send(AUDIO)
     rig.engine.next().send(
@@ -153,6 +153,35 @@ def test_a_whole_answer_without_a_length_ends_as_tls_ends(
     )
     client.socket.suppress_ragged_eofs = False  # type: ignore[attr-defined]
     assert client.rest().endswith(b"a wave")
+
+
+@pytest.mark.parametrize("end", ["close_notify", "FIN", "RST"])
+def test_a_server_elsewhere_that_does_not_end_tls_has_given_no_whole_answer(
+    files: tuple[str, str], end: str
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor() as pool:
+        begun = pool.submit(tls.begun, ours, trust(files[0]), "localhost", GUARD)
+        secure = tls.build_context(*files).wrap_socket(theirs, server_side=True)
+        plain = begun.result(GUARD)
+        plain.settimeout(GUARD)
+        plain.sendall(b"ask")
+        if end != "RST":
+            assert secure.recv(3) == b"ask"  # what is closed with unread bytes is reset
+        secure.sendall(b"a wave")
+        if end == "close_notify":
+            ended = pool.submit(secure.unwrap)
+        else:
+            secure.close()
+        assert plain.recv(100) == b"a wave"
+        if end == "close_notify":
+            assert plain.recv(100) == b""
+        else:
+            with pytest.raises(ConnectionResetError):
+                plain.recv(100)
+        plain.close()
+        if end == "close_notify":
+            ended.result(GUARD).close()
 
 
 def test_who_does_not_speak_tls_is_let_go_and_others_are_served(
