@@ -567,6 +567,10 @@ def process_bites(service: RawService, port: int | None) -> Iterator[str]:
     Your own program may read PORT from its environment; engines do not.
     """
     yield from _other_port(service, port)
+    for key in ("secrets", "configs"):
+        if service.get(key):
+            said = f"`{key}` are files of a container, which a process is not given"
+            yield advice(said, "environment: ..., or the path of a file in its command", key=(key,))
     family = engine(service)
     if family == "openai" or commanded_port(service) or any("PORT" in word for word in argv(service)):
         return

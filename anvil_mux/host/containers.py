@@ -211,13 +211,29 @@ class ContainerRuntime:
                     self._engine.remove(left.id)
             self._write_composed(config)
             argv = compose.create_command(config, service, recreate)
-            done = self._run(argv, compose.CREATE_TIMEOUT)
+            try:
+                done = self._run(argv, compose.CREATE_TIMEOUT)
+            except MuxError:
+                self._remove_unfinished(service)
+                raise
+            if done.code:
+                self._remove_unfinished(service)
         if done.code:
             raise self._why_not_created(backend, f"`{compose.shown(argv)}` failed: {done.last_line}")
         container = self._project.look_up(backend)
         if container is None:
             raise BackendError(f"`{compose.shown(argv)}` made no container for {backend.name}")
         return container.id
+
+    def _remove_unfinished(self, service: str) -> None:
+        """Remove what a failed command has made and nobody has started: it may lack its secrets and configs.
+
+        Compose puts these into a container once it is made, and never again.
+        """
+        with suppress(MuxError):
+            for each in self._project.of_service(service):
+                if each.status == "created":
+                    self._engine.remove(each.id)
 
     def _write_composed(self, config: HostConfig) -> None:
         """Write the composed services where Compose reads them; whoever only looks writes nothing."""

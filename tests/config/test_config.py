@@ -886,6 +886,11 @@ PROCESSES = "x-anvil: {runtime: process}\nservices: {a: {%s}}"
         ("command: vllm serve m, x-anvil: {port: 8000, gpus: []}", ""),
         ("command: [ollama, serve], environment: {OLLAMA_HOST: ':80'}, x-anvil: {port: 80, gpus: []}", ""),
         (
+            "command: ./own, secrets: [token], x-anvil: {gpus: []}",
+            "`secrets` are files of a container, which a process is not given; write environment: ..., "
+            "or the path of a file in its command",
+        ),
+        (
             "command: './own ${PORT}', x-anvil: {gpus: []}",
             "the variable PORT is not set, so nothing stands in its place; anvil-mux puts in a PORT that "
             "begins with $$; write $$PORT",

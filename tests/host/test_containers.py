@@ -136,6 +136,14 @@ def test_a_replica_that_stopped_before_its_description_changed_is_made_anew(
     assert docker.state("c1")["Status"] == "running"
 
 
+def test_a_container_that_compose_has_not_finished_is_not_started(docker: Docker, runtime: ContainerRuntime):
+    docker.add("old", status="exited", number="2")
+    docker.refuses_create, docker.fails_late, docker.scale = ["HF_TOKEN required by file is not set"], True, 2
+    with pytest.raises(BackendError, match="HF_TOKEN required by file is not set"):
+        runtime.start(A)
+    assert docker.containers.keys() == {"old"}
+
+
 def test_a_running_service_is_not_started_again(docker: Docker, runtime: ContainerRuntime):
     runtime.start(A)
     run = runtime._project.find(A).run
