@@ -40,9 +40,9 @@ def write_whole(file: Path, text: str, mode: int = 0o666, *, is_durable: bool = 
             os.close(folder)
 
 
-def open_regular(file: str | os.PathLike[str]) -> int:
-    """Open a file that others may have put there for reading; OSError where it is a pipe, or a device."""
-    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+def open_regular(file: str | os.PathLike[str], how: int = os.O_RDONLY) -> int:
+    """Open a file that others may have put there; OSError where it is a pipe, or a device."""
+    opened = os.open(file, how | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(opened).st_mode
     if stat.S_ISREG(mode):
         return opened

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.config.config import Backend
@@ -39,7 +39,7 @@ from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import BackendError, ConfigError, LoadError, is_shortage
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
-from anvil_mux.state import state_folder
+from anvil_mux.state import open_regular, state_folder
 
 OURS = "ANVIL_"
 """The beginning of the names of our variables, which hold API keys and settings; engines get none of them."""
@@ -219,17 +219,18 @@ class ProcessRuntime:
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:
-            with self._log_file(backend.name).open("rb") as log:
+            with self._opened_log(backend.name) as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
                 return [_text(line) for line in deque(log, maxlen=lines)]
         except OSError:
             return []
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
-        path = self._log_file(backend.name)
-        if not path.exists():
+        try:
+            opened = self._opened_log(backend.name)
+        except OSError:
             return
-        with path.open("rb") as log:
+        with opened as log:
             yield from map(_text, deque(log, maxlen=FOLLOWED_LINES))
             part = b""
             while True:
@@ -375,6 +376,10 @@ class ProcessRuntime:
 
     def _log_file(self, name: str) -> Path:
         return self._state / f"{name}.log"
+
+    def _opened_log(self, name: str) -> IO[bytes]:
+        """A log for reading; OSError where its engine has put something else in its place."""
+        return os.fdopen(open_regular(self._log_file(name), os.O_RDONLY | os.O_NOFOLLOW), "rb")
 
     def _record(self, name: str) -> Record | None:
         try:
@@ -622,7 +627,7 @@ def _wait_for_any(fds: list[int], timeout: float | None) -> list[int]:
 
 def trim(log: Path) -> None:
     """Cut a log that has become too long; what its engine prints in that moment may be lost."""
-    with suppress(OSError), log.open("r+b") as file:
+    with suppress(OSError), os.fdopen(open_regular(log, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
         size = os.fstat(file.fileno()).st_size
         if size > LOG_BYTES:
             file.seek(size - KEPT_BYTES)

@@ -53,7 +53,8 @@ class Starter(Protocol):
 
 
 def _start(argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
-    with open(log, "ab") as output:  # whoever cuts a long log relies on that
+    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(log, how, 0o666), "ab") as output:  # whoever cuts a long log relies on that
         return subprocess.Popen(
             argv,
             cwd=cwd,

@@ -809,6 +809,41 @@ def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house: House, monkeyp
     assert list(lines)[-2:] == ["1000", "more"]
 
 
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_what_an_engine_puts_in_the_place_of_its_log_is_neither_read_nor_cut_nor_written(
+    house: House, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    monkeypatch.setattr(process, "LOG_BYTES", 5)
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    other, log = house.folder / "other", house.file("a.log")
+    other.write_text("a secret of ours\n")
+    log.unlink()
+    if what == "link":
+        log.symlink_to(other)
+    else:
+        os.mkfifo(log)
+    process.trim(log)
+    assert runtime.log_tail(backend) == []
+    assert list(runtime.follow_log(backend)) == []
+    runtime.stop(backend)
+    speaks = shell("echo said")
+    runtime.start(speaks)
+    house.died()
+    assert runtime.log_tail(speaks) == ["said"]
+    assert other.read_text() == "a secret of ours\n"
+
+
+def test_a_log_that_is_a_link_is_not_written_through(house: House):
+    other, log = house.folder / "other", house.folder / "a.log"
+    other.write_text("")
+    log.symlink_to(other)
+    with pytest.raises(OSError, match="symbolic links"):
+        house.starter().start(["echo", "said"], cwd="/", env={}, log=log)
+    assert other.read_text() == ""
+
+
 def test_a_log_is_followed_until_the_service_ends(house: House):
     gate = house.gate()
     backend = shell(f"echo one; read line < {gate}; printf 'two\\nrest'")
