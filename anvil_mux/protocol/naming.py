@@ -355,6 +355,7 @@ def may_load(query: str) -> bool:
 
 
 _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|([^\s;",]*))')
+_ESCAPED = re.compile(rb"\\(.)", re.DOTALL)
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 
 
@@ -464,7 +465,7 @@ class MultipartModelScanner:
 
 def _field_name(head: bytes) -> str:
     """The name of a field, model or stream, if a part's head has one of these and it is no file; else
-    nothing.
+    nothing. BadRequest for a file of the name model, which some servers read as the field.
     """
     for name, value in parse_fields(head):
         if name.lower() == b"content-disposition":
@@ -472,11 +473,19 @@ def _field_name(head: bytes) -> str:
             names = _values(parameters, b"name")
             if len(names) > 1:
                 raise BadRequest("a part of the form has two names", param="body")
-            if names in ([b"model"], [b"stream"]) and not any(
-                key[:8] == b"filename" for key, _, _ in parameters
-            ):
+            if names and names[0] != b"model" == _as_some_read(names[0]):
+                raise BadRequest('`model` in a form is written name="model"', param="model")
+            is_file = any(key.partition(b"*")[0] == b"filename" for key, _, _ in parameters)
+            if is_file and names == [b"model"]:
+                raise BadRequest("`model` in a form is a text, and no file", param="model")
+            if names in ([b"model"], [b"stream"]) and not is_file:
                 return names[0].decode("ascii")
     return ""
+
+
+def _as_some_read(name: bytes) -> bytes:
+    """The name of a field as the most lenient servers read it."""
+    return _ESCAPED.sub(rb"\1", name).strip(b" \t'").removesuffix(b"[]").lower()
 
 
 def _parameters(value: bytes) -> list[tuple[bytes, bytes, bytes]]:
