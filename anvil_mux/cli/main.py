@@ -122,8 +122,15 @@ def _with_command(words: list[str], refuse: Callable[[str], object]) -> list[str
     return words if first in COMMANDS or first in asks else ["serve", *words]
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that does not pass over it when a help text cannot be printed, as newer Pythons do."""
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="anvil-mux",
         description="Serve many LLM engines from docker compose files at one address, and swap them on GPUs.",
         epilog=_more_help(),

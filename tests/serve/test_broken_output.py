@@ -98,13 +98,17 @@ def test_it_serves_without_any_standard_stream(state: Path) -> None:
     assert process.wait(STOP_TIMEOUT) == 0
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["version"], ["config"], ["--help"], ["ps", "--help"]])
-def test_a_command_whose_output_is_full_says_so_without_a_traceback(words: list[str], state: Path) -> None:
+def test_a_command_whose_output_is_full_says_so_without_a_traceback(
+    words: list[str], unbuffered: str, state: Path
+) -> None:
     compose(state)
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "anvil_mux", *words],
             cwd=state,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
