@@ -7,7 +7,7 @@
 
 unset PYTHONHOME
 root=${self%/bin/*}
-venv=$root/.venv
+venv=${ANVIL_VENV:-$root/.venv}
 
 say() { echo "anvil-mux: $*" >&2; }
 die() {
@@ -48,7 +48,7 @@ make_environment() {
         find_python
         say "making a Python environment in $venv (the first time only)"
         rm -rf "$venv"
-        mkdir "$venv" && touch "$venv/unfinished" && "$python" -m venv "$venv" || die "could not make $venv"
+        mkdir -p "$venv" && touch "$venv/unfinished" && "$python" -m venv "$venv" || die "could not make $venv"
     fi
     touch "$venv/unfinished"
     rm -f "$venv/stamp.$kind"

@@ -29,7 +29,7 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A part of the tests, where one is asked for, when those of other tiers are gone."""
-    taken = chosen(items, os.environ.get("ANVIL_SEEDS_PART", ""))
+    taken = chosen(items, os.environ.get("ANVIL_PART", ""))
     left = set(items).difference(taken)
     if left:
         config.hook.pytest_deselected(items=[each for each in items if each in left])

@@ -1,6 +1,6 @@
 """How much of what is drawn the tests go through: a part by default, all of it in ``bin/test seeds``.
 
-With ``ANVIL_SEEDS_PART=3/8`` that takes every eighth test, from the third on: eight such runs are all of it.
+With ``ANVIL_PART=3/8`` that takes every eighth test, from the third on: eight such runs are all of it.
 """
 
 import os
@@ -24,8 +24,8 @@ def part(cases: Iterable[T], *, every: int) -> list[T]:
 
 
 def chosen(tests: Sequence[T], asked: str) -> list[T]:
-    """Every ``of``-th test from the ``number``-th on, where NUMBER/OF is asked; all where nothing is."""
+    """Every ``of``-th test from the ``number``-th on, where NUMBER/OF is asked; else all of them."""
     number, of = map(int, (asked or "1/1").split("/"))
     if not 1 <= number <= of:
-        raise ValueError(f"ANVIL_SEEDS_PART={asked}: no such part")
+        raise ValueError(f"ANVIL_PART={asked}: no such part")
     return list(tests[number - 1 :: of])
