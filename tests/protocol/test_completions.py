@@ -195,3 +195,20 @@ def test_whatever_an_engine_says_as_embeddings_is_an_answer_or_its_error(
 
 def _refuse(constant: str) -> None:
     raise AssertionError(constant)
+
+
+class Copied(bytes):
+    """A piece of a stream that counts the bytes before which it is put."""
+
+    count = 0
+
+    def __radd__(self, before: bytes) -> bytes:
+        Copied.count += len(before)
+        return before + bytes(self)
+
+
+def test_an_event_that_comes_in_many_pieces_is_not_copied_for_each_of_them() -> None:
+    reader = ChunkReader()
+    for _ in range(1000):
+        assert list(reader.feed(Copied(b"data:data:"))) == []
+    assert Copied.count <= 10_000
