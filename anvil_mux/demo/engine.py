@@ -228,7 +228,8 @@ class DemoHandler(BaseHTTPRequestHandler):
             self.send(200, {**head, "object": kind, "choices": choices, "usage": usage})
             return
         head["object"] = f"{kind}.chunk" if kind == "chat.completion" else kind
-        wants_usage = (body.get("stream_options") or {}).get("include_usage")
+        options = body.get("stream_options")
+        wants_usage = isinstance(options, dict) and options.get("include_usage")
 
         def events() -> Iterator[str]:
             if kind == "chat.completion":

@@ -180,6 +180,14 @@ def test_a_chat_stream_says_the_same_in_pieces(engine: Engine) -> None:
     assert not any("usage" in chunk for chunk in found)
 
 
+@pytest.mark.parametrize("options", ["x", 1, [], {}, None])
+def test_options_of_a_stream_that_say_nothing_are_passed_over(engine: Engine, options: object) -> None:
+    asked = {**SAY, "stream": True, "max_tokens": 1, "stream_options": options}
+    status, answer = engine.ask("POST", "/v1/chat/completions", asked)
+    assert (status, answer.endswith(b"data: [DONE]\n\n")) == (200, True)
+    assert b'"usage"' not in answer
+
+
 def test_completions_speak_plain_and_streamed(engine: Engine) -> None:
     answer = engine.post("/v1/completions", {"prompt": "Hi"})
     assert answer["choices"][0]["text"] == "This is m. You said: Hi"
