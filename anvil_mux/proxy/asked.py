@@ -36,7 +36,7 @@ class Asked:
     reader: bytes
     """The origin of another site's page that may read the answer."""
     key: Key | None = None
-    """The key that it shows, set when its rights are checked; None where nobody is asked for one."""
+    """The key that it shows; None where nobody is asked for one."""
 
     @property
     def shares(self) -> bool:

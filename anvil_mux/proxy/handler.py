@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
@@ -139,7 +140,8 @@ class Handler:
         reply = Reply(client, asked, keep=request.keep_alive and not self.probes.draining)
         record = Served(id, client.address, request.method, request.path)
         try:
-            asked.key = access.check(request, asked.route, asked.reader)
+            if key := access.check(request, asked.route, asked.reader):
+                asked = reply.asked = replace(asked, key=key)
             if asked.route is api.NO_ROUTE:
                 self.local.answer(asked, reply, record)
             elif asked.key and asked.key.requests is not None:
