@@ -138,8 +138,8 @@ MUTANTS = {
     ),
     "a load does not wait for sleepers that yield": (
         "group_swaps",
-        "elif self._state.memory.has_room(target):",
-        "else:",
+        "if self._state.memory.has_room(target):",
+        "if True:",
     ),
     "a sleeper that cannot be stopped counts as gone": (
         "standby",
@@ -390,7 +390,7 @@ SCRIPTED = {
         (
             "shell",
             "        for ticket in effects.cut:\n"
-            "            _cut(ticket)\n"
+            "            cut(ticket)\n"
             "        for job in jobs:\n"
             "            if isinstance(job.step, Cancel):\n"
             "                self._host.cancel(job.backend, job.step.number)\n"
@@ -404,7 +404,7 @@ SCRIPTED = {
             "        if begun:\n"
             "            self.workers.submit(begun)\n"
             "        for ticket in effects.cut:\n"
-            "            _cut(ticket)\n",
+            "            cut(ticket)\n",
         ),
         a_lease_is_cut_before_its_engine_is_told_to_go,
     ),

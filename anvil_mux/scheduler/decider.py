@@ -126,8 +126,8 @@ class Decider:
         for swap in state.swaps:
             moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
         for slot in state.slots.values():
-            stuck = slot.state in ("stuck", "standby")
-            if slot.retry_at > now and (stuck or state.models[slot.model].queue.tickets):
+            stuck, model = slot.state in ("stuck", "standby"), state.models[slot.model]
+            if slot.retry_at > now and (stuck or model.queue.tickets or model.is_wide):
                 moments.append(slot.retry_at)
         return min([moment for moment in moments if moment > now], default=FOREVER)
 

@@ -26,7 +26,8 @@ Invariants:
     where people ask for it; what is left is severed, counted, logged.
  5. When a model becomes ready its whole queue, or as much of it as there are places, is leased before the
     policy is asked again; so is the next in queue whenever a place becomes free.
- 6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
+ 6. A swap nobody waits for is not begun, and while it only drains it is reprieved; so is one whose queue is
+    loaded instead on GPUs that nobody holds, where it is served no later. One begun is finished,
     unless its load is cancelled: when it is unloaded by hand (requests that wait for it fail), or when nobody
     waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only, but for that
     of a home backend (home.py), which makes way for a queue. If a target that nobody waits for any more does
@@ -86,7 +87,9 @@ class GpuGroup:
         self._models = state.models
         self.admission = Admission(state)
         self.moves = Moves(state, self.admission)
-        swaps = GroupSwaps(state, self.moves)
+        self.swaps = swaps = GroupSwaps(
+            state, self.moves, lambda model: [group.swaps for group in groups_of[model]]
+        )
         self.outcomes = Outcomes(state, self.admission, self.moves, swaps)
         self.host_facts = HostFacts(state, self.admission, self.moves, swaps, self.outcomes)
         self.requested = Requested(

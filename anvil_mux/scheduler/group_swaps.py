@@ -1,17 +1,19 @@
 """How swaps begin, go on and end.
 
 After each eviction of a swap the room is looked at again: no backend is evicted that need not be. A swap that
-only drains is dissolved as soon as no request waits for its target, and its victims are reprieved; one begun
-is finished, unless its load is cancelled. After a failed load there is no rollback: the backend is stopped,
-and the next question serves the queues.
+only drains is dissolved as soon as no request waits for its target, or another replica is loaded for them on
+GPUs that nobody holds, and its victims are reprieved; one begun is finished, unless its load is cancelled.
+After a failed load there is no rollback: the backend is stopped, and the next question serves the queues.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from anvil_mux.scheduler.causes import BY_HAND, CLEARING, Cause
 from anvil_mux.scheduler.costs import source_of
 from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.planner import victims
+from anvil_mux.scheduler.planner import free_place, victims
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.state import GroupState
@@ -20,11 +22,17 @@ from anvil_mux.scheduler.swap import SwapInProgress, swap_to
 
 
 class GroupSwaps:
-    """The swaps of one GPU group."""
+    """The swaps of one GPU group.
 
-    def __init__(self, state: GroupState, moves: Moves) -> None:
+    ``siblings(model)``: these and those of the other GPU groups that have backends of a model.
+    """
+
+    def __init__(
+        self, state: GroupState, moves: Moves, siblings: Callable[[str], Sequence[GroupSwaps]]
+    ) -> None:
         self._state = state
         self._moves = moves
+        self._siblings = siblings
 
     # Begin
 
@@ -37,7 +45,7 @@ class GroupSwaps:
         *,
         preload: bool = False,
         severs: Cause | None = None,
-    ) -> None:
+    ) -> SwapInProgress:
         """Begin a swap; ``severs``: why requests are severed, if neither for the target nor for ``cause``."""
         if severs is None:
             severs = Cause("evicted", target.model) if target else cause
@@ -51,6 +59,7 @@ class GroupSwaps:
             self._state.models[target.model].note(target)
             self._state.memory.changed()
         self._drain(swap, now)
+        return swap
 
     def evict(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
         """Begin to evict a resident without loading another backend."""
@@ -95,26 +104,49 @@ class GroupSwaps:
     def advance(self, now: float) -> Step | None:
         """The next step of the swaps under way."""
         for swap in self._state.steered_swaps:
-            target = swap.target
-            if target and not (swap.begun or swap.preload or self._is_wanted(target)):
-                self.dissolve(swap, now)
-                continue
-            if step := self._cancel(swap, now) or self._evict_next(swap, now):
+            if step := self._go_on(swap, now):
                 return step
-            if swap.victims:
-                continue
-            if target is None:
-                self._end(swap)
-            elif target.state not in LOADING:
-                if not self._has_room(swap, target, now):
-                    if step := self._evict_next(swap, now):
-                        return step
-                elif self._state.memory.has_room(target):  # else a sleeper yields first
-                    return self._load(swap, target, now)
+        return None
+
+    def _go_on(self, swap: SwapInProgress, now: float) -> Step | None:
+        """The next step of one swap."""
+        target = swap.target
+        if target and not (swap.begun or swap.preload or self._is_wanted(target)):
+            self.dissolve(swap, now)
+            return None
+        if step := self._cancel(swap, now) or self._evict_next(swap, now):
+            return step
+        if swap.victims:
+            return self._go_elsewhere(swap, now)
+        if target is None:
+            self._end(swap)
+        elif target.state not in LOADING:
+            if not self._has_room(swap, target, now):
+                return self._evict_next(swap, now)
+            if self._state.memory.has_room(target):  # else a sleeper yields first
+                return self._load(swap, target, now)
         return None
 
     def _is_wanted(self, target: Slot) -> bool:
         return bool(self._state.models[target.model].queue.tickets)
+
+    def _go_elsewhere(self, swap: SwapInProgress, now: float) -> Step | None:
+        """Load another backend for the queue of a swap that only drains, if that serves it no later.
+
+        The drain is called off in the same moment in which that load begins, never for the hope of one: so no
+        drain is called off and begun again without end.
+        """
+        target = swap.target
+        if target is None or swap.begun or swap.preload:
+            return None
+        model = self._state.models[target.model]
+        slot = free_place(model, swap, self._state, now) if model.replicas else None
+        if slot is None:
+            return None
+        self.dissolve(swap, now)
+        siblings = self._siblings(model.name)
+        there = next(each for each in siblings if each._state.slots.get(slot.name) is slot)
+        return there._load(there.begin(slot, [], now, swap.cause), slot, now)
 
     def _load(self, swap: SwapInProgress, target: Slot, now: float) -> Step:
         swap.begun = True

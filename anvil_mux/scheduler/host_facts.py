@@ -85,6 +85,7 @@ class HostFacts:
 
         ``held``: those that held something before, of which nothing is counted any more (``free``).
         """
+        self._state.changed()
         cause = Cause("not_found", host=host.name)
         for slot in sorted(
             self.on(host), key=lambda slot: slot.name in found and found[slot.name].level != ""

@@ -191,6 +191,64 @@ def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupStat
     return min(states, key=lambda state: (wait_seconds(state, model, now), state.hosts[0].name, state.name))
 
 
+def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float) -> Slot | None:
+    """A backend that could be loaded at once, and serve no later than the one that a swap drains for.
+
+    ``swap`` is under way in the GPU group ``here``, and only drains.
+    """
+    assert swap.target is not None
+    soonest = _drain_left(here, swap, now) + cost_of(here, swap, swap.target).seconds
+    best = None
+    for state in here.states_of(model):
+        for slot in _free_places(state, model, swap, now):
+            seconds = cost(state, "", slot, slot.level).load_seconds
+            if seconds < soonest or (best is None and seconds == soonest):
+                best, soonest = slot, seconds
+    return best
+
+
+def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: float) -> list[Slot]:
+    """The backends of a model that have room on GPUs that nobody holds, and no other queue waits for."""
+    target = swap.target
+    assert target is not None
+    if state.unseen or state.is_out_of_reach:
+        return []
+    slots = [
+        slot
+        for slot in state.own(model)
+        if slot.backend.infer_type == target.backend.infer_type and not slot.coming and slot.host.is_steered
+    ]
+    if not slots:
+        return []
+    wanted = {gpu for each in waiting(state) for slot in state.own(each) for gpu in slot.holds}
+    taken = state.busy_gpus(but=[swap]) | wanted
+    target.coming = False  # what it keeps and needs counts as if it had never been wanted
+    try:
+        loadable = state.loadable(model, now)
+        return [
+            slot
+            for slot in slots
+            if slot in loadable
+            and taken.isdisjoint(slot.holds)
+            and state.fits(slot)
+            and state.memory.has_room(slot)
+        ]
+    finally:
+        target.coming = True
+
+
+def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:
+    """How long a swap may drain yet: as answers do on average; one that takes longer, until it is severed."""
+    left = 0.0
+    for victim in swap.victims:
+        usual = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
+        most = victim.drain_until - now if victim.state == "draining" else state.drain_timeout(victim)
+        for since in victim.holders.values():
+            rest = usual - (now - since)
+            left = max(left, min(rest, most) if rest > 0 else most)
+    return left
+
+
 def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
     slots = [slot for slot in state.own(model) if slot.host.is_awaited and not slot.host.is_away]

@@ -126,7 +126,10 @@ class Settling:
             group.begin_anew()
         if names := [each for each in soon if isinstance(each, str)]:
             found += self.exchanged(self._layout.regroup(names, self._layout.concerned(names)), now)
-        return list(dict.fromkeys((*found, *self._alarms.due(self._layout.groups, now))))
+        alarmed = self._alarms.due(self._layout.groups, now)
+        for group in alarmed:
+            group.state.touch()  # a cool-down may be over: queues may have a better place there
+        return list(dict.fromkeys((*found, *alarmed)))
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
         """Ask these groups what is to be done now, and all that this affects, until nothing changes.
@@ -168,6 +171,8 @@ class Settling:
                 self._memory_changes[name] = memory.changes
                 hosts.add(name)
         found = [group for host in hosts for group in self._layout.on_host(host)]
+        for group in found:
+            group.state.touch()
         if self._layout.spread:
             found += [group for model in self._moved(now) for group in self._concerned(model)]
         return sorted(dict.fromkeys(found), key=BY_NAME)
@@ -198,7 +203,8 @@ class Settling:
     def _moved(self, now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.
 
-        Where a queue stands is chosen here: anew when the state of one of the groups has changed.
+        Where a queue stands is chosen here: anew when the state of one of the groups has changed. A queue for
+        which others drain may be better off there.
         """
         layout, changed = self._layout, []
         touched: dict[str, list[GroupState]] = {}
@@ -212,7 +218,7 @@ class Settling:
             if model.queue.tickets:
                 layout.place_queue(model, now, states if before.waits else None)
             seen = _SharedState(model.home, bool(model.queue.tickets), len(model.ready), model.is_coming)
-            if seen != before:
+            if seen != before or (seen.waits and seen.is_coming and not model.is_loading):
                 changed.append(model)
             self._shared[name] = seen
         return changed

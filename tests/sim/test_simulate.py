@@ -10,7 +10,7 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.decider import Decider
+from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL, Decider
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
@@ -220,6 +220,8 @@ def random_traffic(draw, backends, requests):
             trace.append(draw.choice((Unloading(now, chosen.model), Death(now, chosen.name))))
             continue
         patience = draw.randint(1, 40) / 4 if draw.random() < impatient else inf
+        if patience == SHORTEST_DEFERRAL:  # in the moment in which that is announced: these have no order
+            patience += 0.25
         seconds = tick(draw.expovariate(1 / service)) + 2**-20
         (model,) = draw.choices(models, weights)
         sender = SENDERS[len(trace) % len(SENDERS)]
