@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Cancelled, MuxError, Severed
@@ -19,6 +19,13 @@ class EngineRun:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
+
+
+class Granted(NamedTuple):
+    """The object of a lease, as it was when it was granted."""
+
+    backend: Backend
+    run: EngineRun
 
 
 class Lessor(Protocol):
@@ -46,12 +53,13 @@ class Lease:
         "why",
     )
 
-    def __init__(self, lessor: Lessor, ticket: Ticket, backend: Backend, run: EngineRun) -> None:
+    def __init__(self, lessor: Lessor, ticket: Ticket) -> None:
+        """``ticket``: it was granted."""
         self._lessor = lessor
         self.ticket = ticket
-        self.backend = backend
-        self.run = run
-        self.address = run.address
+        self.backend: Backend = ticket.granted.backend
+        self.run: EngineRun = ticket.granted.run
+        self.address = self.run.address
         self.is_routed = ticket.choice is not None
         """Whether its backend was chosen among several replicas: what becomes of it counts for later
         choices.

@@ -81,7 +81,6 @@ class Multiplexer:
         self._scheduler = self._shell.scheduler
         self._layout = self._scheduler.layout
         self._lock = self._shell.lock
-        self._backends, self._runs = self._shell.backends, self._shell.runs
         self.counts = self._shell.counts
         self.facts = Facts(self._shell, host, has_heard)
         self.circuits = Circuits(self._clock)
@@ -129,14 +128,11 @@ class Multiplexer:
         ticket = Ticket(0, model, 0.0, work=work, sender=key, crashes=crashes)
         ticket.request, ticket.rides, ticket.resent = request, rides, resent
         self._ask_for(ticket, tend, key=key, staged=staged)
-        backend = ticket.backend
-        assert backend is not None
-        lease = Lease(self, ticket, self._backends[backend], self._runs[backend])
+        lease = Lease(self, ticket)
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
         if ticket.prefill and ticket.prefill.backend:
-            backend = ticket.prefill.backend
-            lease.prefill = Lease(self, ticket.prefill, self._backends[backend], self._runs[backend])
+            lease.prefill = Lease(self, ticket.prefill)
         return lease
 
     def load(self, model: str, tend: Tend | None = None) -> None:
@@ -164,7 +160,8 @@ class Multiplexer:
                 ticket.prefill = self._first_stage(model, now, work)
             ticket.id, ticket.since = self._tickets, now
             effects = self._scheduler.requested(ticket, now)
-            if ticket.backend is None and ticket.error is None:
+            shell.grant(ticket)
+            if not ticket.settled:
                 ticket.wake = self._clock.latch()
                 self.counts.count_waiting(ticket, 1)
             jobs = shell.noted(effects) if effects is not NOTHING else ()

@@ -19,7 +19,7 @@ from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.multiplexer.counts import RequestCounts
-from anvil_mux.multiplexer.lease import EngineRun
+from anvil_mux.multiplexer.lease import EngineRun, Granted
 from anvil_mux.multiplexer.performer import Job, Performer
 from anvil_mux.multiplexer.workers import Workers
 from anvil_mux.scheduler.costs import Cost, Costs
@@ -64,7 +64,7 @@ class Shell:
             first_step=1 + secrets.randbits(60),
         )
         self.counts = RequestCounts(self.lock)
-        # Of these two whoever needs one entry reads it without the lock.
+        # Whoever needs one entry of the first of these reads it without the lock.
         self.backends = {each.name: each for each in config.backends}
         """The backends as they were last started or are to be; also those that go."""
         self.runs: dict[str, EngineRun] = {}
@@ -107,9 +107,17 @@ class Shell:
             return ()
         for ticket in effects.woken:
             self.counts.count_waiting(ticket, -1)
+            self.grant(ticket)
         if effects.ask_at is not None:
             self.workers.ask_at(effects.ask_at)
         return [self._job(step) for step in effects.steps]
+
+    def grant(self, ticket: Ticket) -> None:
+        """Fix what a ticket has leased, if it has, under the lock: before its thread goes on, reloads and an
+        eviction may have taken the backend away."""
+        for each in (ticket, ticket.prefill):
+            if each and each.backend:
+                each.granted = Granted(self.backends[each.backend], self.runs[each.backend])
 
     def _job(self, step: Step) -> Job:
         slot = self.scheduler.layout.slot(step.backend)

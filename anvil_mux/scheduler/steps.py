@@ -38,6 +38,7 @@ class Ticket:
         "crashes",
         "cut",
         "error",
+        "granted",
         "id",
         "leases",
         "model",
@@ -94,6 +95,8 @@ class Ticket:
 
         Until then less than nothing: what ``Slot.gpu_seconds`` was when the lease began.
         """
+        self.granted: Any = None
+        """An object of the driver, by which it knows what was leased, whatever becomes of the backend."""
         self.wake: Any = None
         """An object of the driver, by which it goes on when this ticket has ended waiting."""
         self.cut: Callable[[], None] | None = None

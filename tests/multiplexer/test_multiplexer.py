@@ -967,6 +967,29 @@ def test_what_was_known_of_a_backend_that_is_gone_is_forgotten_at_the_next_reloa
     Stage().play(main)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_lease_is_on_what_it_was_granted_however_late_its_thread_goes_on(waits, monkeypatch):
+    """Between the grant and its thread's next line ``a`` is taken away, is evicted, and is forgotten."""
+    ask = Multiplexer._ask_for
+
+    def ask_and_go_on_late(mux, ticket, *about, **more):
+        ask(mux, ticket, *about, **more)
+        if ticket.leases:
+            for _ in range(2):
+                mux.facts.reconfigure(Config(policy="eager", backends=(B,)), {})
+                mux._clock.sleep(60.0)
+
+    def main(stage):
+        if not waits:
+            stage.mux.load("a")
+        monkeypatch.setattr(Multiplexer, "_ask_for", ask_and_go_on_late)
+        with stage.mux.lease("a") as lease:
+            assert stage.mux.overview.backend("a") is None
+            assert (lease.backend, lease.address, lease.severed) == (A, ("127.0.0.1", 1001), True)
+
+    Stage().play(main)
+
+
 def test_where_no_thread_can_look_for_a_backend_nothing_is_in_doubt_and_the_next_request_looks_anew():
     def main(stage):
         stage.engines.ended = lambda backend: "exited with code 139"
