@@ -210,6 +210,19 @@ def _worlds() -> Iterator[SmallWorld]:
         frozenset(("abandon", "pass", "unload")),
         extra=(beside,),
     )
+    yield SmallWorld(
+        "priorities",
+        _config(
+            a,
+            b,
+            _backend("low", "0", "1", drain_timeout=40.0),
+            _backend("high", "0", priority=1),
+            _backend("top", "0", "1", priority=2),
+            max_wait=20.0,
+        ),
+        _up("a", "b"),
+        frozenset(("abandon", "pass", "evict_failed")),
+    )
     for when in ("wait", "refuse"):
         yield SmallWorld(
             f"paused, they {when}",

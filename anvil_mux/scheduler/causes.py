@@ -39,6 +39,7 @@ Kind = Literal[
     DecisionKind,
     # of a drain, an eviction or a demotion
     "overdue",
+    "outranked",
     "idle",
     "unloaded",
     "changed",
@@ -145,6 +146,7 @@ _WORTH = (
 
 SENTENCES: dict[Kind, str] = {
     "overdue": "overdue",
+    "outranked": "{model} has a higher priority, and needs the same GPUs",
     "idle": "idle for {seconds:g} s",
     "unloaded": "unload requested",
     "changed": "its configuration changed",

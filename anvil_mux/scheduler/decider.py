@@ -1,9 +1,9 @@
 """The next step of a GPU group, or until when there is none.
 
-In this order: swaps under way go on, upkeep is done, the oldest overdue queue gets its swap, the policy is
-asked, a load that no request waits for any more is cancelled for a queue, and a preload is begun. The policy
-proposes, the group disposes: an overdue queue waits for no policy, and the GPUs that it needs go to no
-younger queue meanwhile.
+In this order: swaps under way go on, upkeep is done, the oldest overdue queue gets its swap, a queue of
+higher priority takes over the drain for a lower one, the policy is asked, a load that no request waits for
+any more is cancelled for a queue, and a preload is begun. The policy proposes, the group disposes: an overdue
+queue waits for no policy, and the GPUs that it needs go to no younger queue meanwhile.
 
 While a policy holds a swap back it is asked again and again, and mostly about the same plans: they depend on
 what ``GroupState.version`` counts, and on moments that are known. So they are kept until one of these.
@@ -22,7 +22,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, victims, waiting
+from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, takeover, victims, waiting
 from anvil_mux.scheduler.policies import FOREVER, Decision, Spill, Stay, Unload
 from anvil_mux.scheduler.preloads import next_preload
 from anvil_mux.scheduler.refusals import lack_of_memory
@@ -148,10 +148,28 @@ class Decider:
             elif staying and (found := plan(state, model, busy, now)):
                 held.append((model, found.victims))
         self._plans = plans
-        if self._ask_policy(plans, now):
+        if self._take_over(models, now) or self._ask_policy(plans, now):
             return True
         if held and not plans:
             self._defer_for_stay(*held[0], now)
+        return False
+
+    def _take_over(self, models: list[Model], now: float) -> bool:
+        """Have a drain for one queue go on for another of higher priority, which could not begin otherwise.
+
+        Overdue queues come first, the oldest of them before all others, and keep the GPUs that they wait for.
+        """
+        state, kept = self._state, set[str]()
+        if not state.swaps:
+            return False
+        late = [model for model in models if model.queue.overdue_at <= now]
+        others = sorted([model for model in models if model not in late], key=lambda model: -model.priority)
+        for model in [*late, *others]:
+            if model.name not in self._plans and (found := takeover(state, model, kept, now)):
+                self._swaps.take_over(found, now)
+                return True
+            if model in late:
+                kept.update([gpu for slot in reserved(state, model, now) for gpu in slot.holds])
         return False
 
     def _serve_overdue(self, models: list[Model], busy: set[str], now: float) -> bool:

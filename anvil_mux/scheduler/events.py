@@ -61,7 +61,8 @@ KINDS = {
     "deferred": "the policy has held a swap back for a second, and does so for at most `seconds` more; "
     "repeated after that",
     "plugin_failed": "a policy or an eviction from outside made a mistake; the first one of each is reported",
-    "draining": "a backend gets no new requests, to make room for `target` or for another `cause`",
+    "draining": "a backend gets no new requests, to make room for `target` or for another `cause`; "
+    "again if it makes room for another `target` than before",
     "severed": "a request was aborted because the drain ended, after `seconds`; its `cause` is evicted "
     "(for `target`), unloaded, changed, removed, idle, surplus, policy, silent, host_lost, "
     "host_drained, paused or shutdown",

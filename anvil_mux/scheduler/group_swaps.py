@@ -2,8 +2,9 @@
 
 After each eviction of a swap the room is looked at again: no backend is evicted that need not be. A swap that
 only drains is dissolved as soon as no request waits for its target, or another replica is loaded for them on
-GPUs that nobody holds, and its victims are reprieved; one begun is finished, unless its load is cancelled.
-After a failed load there is no rollback: the backend is stopped, and the next question serves the queues.
+GPUs that nobody holds, and its victims are reprieved; one begun is finished, unless its load is cancelled. A
+queue of higher priority takes over a swap that only drains (``planner.takeover``). After a failed load there
+is no rollback: the backend is stopped, and the next question serves the queues.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from anvil_mux.scheduler.causes import BY_HAND, CLEARING, Cause
 from anvil_mux.scheduler.costs import source_of
 from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.planner import free_place, victims
+from anvil_mux.scheduler.planner import Takeover, free_place, victims
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.state import GroupState
@@ -55,11 +56,15 @@ class GroupSwaps:
         swap = SwapInProgress(target, [*leaving], cause, severs, preload=preload)
         self._state.swaps.append(swap)
         if target:
-            target.coming = True
-            self._state.models[target.model].note(target)
-            self._state.memory.changed()
+            self._note_target(target, coming=True)
         self._drain(swap, now)
         return swap
+
+    def _note_target(self, target: Slot, *, coming: bool) -> None:
+        """Note that a backend is the target of a swap from now on, or is so no longer."""
+        target.coming = coming
+        self._state.models[target.model].note(target)
+        self._state.memory.changed()
 
     def evict(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
         """Begin to evict a resident without loading another backend."""
@@ -147,6 +152,29 @@ class GroupSwaps:
         siblings = self._siblings(model.name)
         there = next(each for each in siblings if each._state.slots.get(slot.name) is slot)
         return there._load(there.begin(slot, [], now, swap.cause), slot, now)
+
+    def take_over(self, found: Takeover, now: float) -> None:
+        """Have a swap that only drains go on for a queue of higher priority.
+
+        The drains of those that go for it, too, end when they would have ended. This comes to an end: a drain
+        goes on for none but a queue of higher priority, and a swap that has begun is finished.
+        """
+        swap, target, more = found
+        self._state.changed()
+        if swap.target:
+            swap.target.next_level = ""
+            self._note_target(swap.target, coming=False)
+        spared = [each for each in swap.victims if each.holds.keys().isdisjoint(target.holds)]
+        swap.target, swap.cause = target, Cause("outranked", target.model)
+        swap.severs = Cause("evicted", target.model)
+        swap.victims = [each for each in swap.victims if each not in spared]
+        self._note_target(target, coming=True)
+        for victim in [each for each in swap.victims if each.state == "draining"]:
+            self._moves.drain_on(victim, now, swap.cause, target=target.model)
+        swap.victims += more
+        self._drain(swap, now)
+        for victim in [each for each in spared if each.state == "draining"]:
+            self.reprieve(victim, now)
 
     def _load(self, swap: SwapInProgress, target: Slot, now: float) -> Step:
         swap.begun = True
@@ -313,6 +341,4 @@ class GroupSwaps:
         self._state.changed()
         self._state.swaps.remove(swap)
         if swap.target:
-            swap.target.coming = False
-            self._state.models[swap.target.model].note(swap.target)
-            self._state.memory.changed()
+            self._note_target(swap.target, coming=False)

@@ -71,7 +71,11 @@ class Moves:
         """Close the gate of a resident; in so many seconds, which may be infinite, its leases are severed."""
         self.enter(slot, "drain", now)
         slot.drain_until = now + seconds
-        size = len(slot.holders)
+        self.drain_on(slot, now, cause, target=target)
+
+    def drain_on(self, slot: Slot, now: float, cause: Cause, *, target: str) -> None:
+        """Have a backend that drains make room for this model; its leases have the time that they had."""
+        size, seconds = len(slot.holders), slot.drain_until - now
         self._state.emit(
             Event(
                 now, "draining", slot.model, slot.name, size=size, seconds=seconds, cause=cause, target=target

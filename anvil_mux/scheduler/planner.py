@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from anvil_mux.scheduler.costs import Cost, source_of
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.policies import Spill
+from anvil_mux.scheduler.policies import FOREVER, Spill
 from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
@@ -235,6 +235,56 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
         ]
     finally:
         target.coming = True
+
+
+class Takeover(NamedTuple):
+    """A swap that only drains, the backend that it is to load instead, and who else goes for that."""
+
+    swap: SwapInProgress
+    target: Slot
+    victims: list[Slot]
+
+
+def takeover(state: GroupState, model: Model, kept: Set[str], now: float) -> Takeover | None:
+    """The drain that a queue of higher priority takes over, as it needs the same GPUs.
+
+    Never that for an overdue queue, nor GPUs that are ``kept`` for one. Nobody goes for it as well who drains
+    without a bound.
+    """
+    for swap in state.steered_swaps:
+        if not _yields(state, swap, model, now):
+            continue
+        for slot in state.loadable(model, now):
+            more = None if kept & slot.holds.keys() else _more_victims(state, slot, swap, now)
+            if more is not None and not any(v.holders and state.drain_timeout(v) == FOREVER for v in more):
+                return Takeover(swap, slot, more)
+    return None
+
+
+def _yields(state: GroupState, swap: SwapInProgress, model: Model, now: float) -> bool:
+    """Whether a swap only drains for a queue of lower priority than that of ``model``, and not overdue."""
+    if swap.target is None or swap.begun or swap.preload:
+        return False
+    other = state.models[swap.target.model]
+    return other.priority < model.priority and bool(other.queue.tickets) and other.queue.overdue_at > now
+
+
+def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: float) -> list[Slot] | None:
+    """The backends that go besides the victims of a swap if it loads ``slot`` instead; None: there is no way.
+
+    As in any plan, but that those victims which have GPUs that it needs count as gone. What the target of the
+    swap keeps in standby counts as if it had never been wanted.
+    """
+    assert swap.target is not None
+    if slot.holds.keys().isdisjoint(swap.gpus()):
+        return None
+    going = [each for each in swap.victims if not each.holds.keys().isdisjoint(slot.holds)]
+    staying = state.staying(now) | {each.name for each in swap.victims}
+    swap.target.coming = False
+    try:
+        return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)
+    finally:
+        swap.target.coming = True
 
 
 def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:

@@ -37,7 +37,7 @@ from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
-from anvil_mux.telemetry.situation import Situation
+from anvil_mux.telemetry.situation import BackendRecord, Situation
 
 
 class Arrival(NamedTuple):
@@ -685,7 +685,7 @@ class _Checker:
             self._unfound.discard(event.backend)
             self._claim((event.kind in ("ready", "standby", "stuck", "stopped")), event, "it was looked at")
         else:
-            self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
+            self._claim(self._may_follow(backend, event), event, f"it was {before}")
         if before == "draining" and not found:
             lasted = event.at - backend.since <= backend.limit + self._slack
             self._claim(lasted, event, "the drain lasted longer than drain_timeout")
@@ -712,6 +712,13 @@ class _Checker:
             waited_for = self._queues[event.model].tickets and not goes_elsewhere
             self._claim(not waited_for, event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
+
+    def _may_follow(self, backend: BackendRecord, event: Event) -> bool:
+        """Whether a backend may enter a state; a drain may be for another model, and last no longer then."""
+        if backend.state == event.kind == "draining":
+            left = backend.since + backend.limit - event.at
+            return backend.target not in ("", event.target) and event.seconds <= left + self._slack
+        return (backend.state, event.kind) in _BACKEND_MOVES
 
     def _judge_move_of_host(self, event: Event) -> None:
         """The GPUs of a lost host are held by what may still run there, and nobody hears of it."""

@@ -1,10 +1,11 @@
-"""While a swap only drains, its queue goes where it is served first."""
+"""While a swap only drains its queue goes where it is served first, and gives way to a higher priority."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.sim.simulate import (
@@ -17,7 +18,7 @@ from anvil_mux.sim.simulate import (
     check,
     simulate,
 )
-from tests.scheduler.test_group import backend
+from tests.scheduler.test_group import Driver, backend
 
 REPLICAS = backend("m0", "0", model="m"), backend("m1", "1", model="m")
 TIE = backend("tie", "0", "1")
@@ -125,3 +126,170 @@ def test_a_host_that_is_back_is_taken_by_a_queue_that_began_meanwhile():
         policy_settings={"quiet": 20.0, "max_hold": 60.0},
     )
     assert of(log, "draining", "loading") == [(3.0, "loading m0")]
+
+
+def outranked(*more, high=("0",), **settings):
+    """``a`` is in use, ``low`` waits for it to drain, and at 5 ``high`` comes."""
+    driver = Driver(
+        backend("a"),
+        backend("low"),
+        backend("high", *high, priority=1),
+        *more,
+        drain_timeout=30.0,
+        **settings,
+    ).with_resident("a")
+    lease = driver.request("a", 1.0)
+    low = driver.request("low", 2.0)
+    assert driver.steps(2.0) == []
+    assert driver.state("a") == "draining"
+    return driver, lease, low
+
+
+def test_a_request_of_higher_priority_takes_over_the_drain_for_a_lower_one():
+    driver, lease, low = outranked()
+    high = driver.request("high", 5.0)
+    assert driver.steps(5.0) == []
+    assert [(e.at, e.target, e.seconds) for e in driver.log if e.kind == "draining"] == [
+        (2.0, "low", 30.0),
+        (5.0, "high", 27.0),
+    ]
+    assert driver.until == 32.0, "the drain began at 2"
+    driver.core.release(lease, 6.0)
+    assert driver.steps(6.0) == ["evict a"]
+    driver.core.evicted("a", 7.0)
+    assert driver.steps(7.0) == ["load high"]
+    driver.core.loaded("high", 8.0)
+    assert high.backend == "high"
+    driver.core.release(high, 9.0)
+    assert driver.steps(9.0) == ["evict high"]
+    driver.core.evicted("high", 10.0)
+    assert driver.steps(10.0) == ["load low"]
+    driver.core.loaded("low", 11.0)
+    assert low.backend == "low"
+    driver.core.release(low, 12.0)
+    driver.sound()
+
+
+def test_but_not_from_a_queue_that_is_overdue():
+    driver, lease, _ = outranked(max_wait=10.0)
+    assert driver.steps(12.0) == []
+    driver.request("high", 13.0)
+    assert driver.steps(13.0) == []
+    driver.core.release(lease, 14.0)
+    assert driver.steps(14.0) == ["evict a"]
+    driver.core.evicted("a", 15.0)
+    assert driver.steps(15.0) == ["load low"]
+
+
+def test_nor_once_a_victim_is_being_evicted():
+    driver, lease, _ = outranked()
+    driver.core.release(lease, 4.0)
+    assert driver.steps(4.0) == ["evict a"]
+    driver.request("high", 5.0)
+    driver.core.evicted("a", 6.0)
+    assert driver.steps(6.0) == ["load low"]
+
+
+def test_what_it_needs_more_goes_as_well_and_what_it_does_not_need_stays():
+    """``low`` needs the GPUs 0 and 1, ``high`` 0 and 2."""
+    names = {"a": "0", "b": "1", "c": "2"}
+    driver = Driver(
+        *[backend(name, gpu) for name, gpu in names.items()],
+        backend("low", "0", "1"),
+        backend("high", "0", "2", priority=1),
+        drain_timeout=30.0,
+    )
+    for name in names:
+        assert driver.core.adopt(name, 0.0)
+    leases = [driver.request(name, 1.0) for name in names]
+    driver.request("low", 2.0)
+    assert driver.steps(2.0) == []
+    assert driver.states() == {
+        "a": "draining",
+        "b": "draining",
+        "c": "ready",
+        "low": "stopped",
+        "high": "stopped",
+    }
+    high = driver.request("high", 5.0)
+    assert driver.steps(5.0) == []
+    assert driver.states() == {
+        "a": "draining",
+        "b": "ready",
+        "c": "draining",
+        "low": "stopped",
+        "high": "stopped",
+    }
+    for lease in leases:
+        driver.core.release(lease, 6.0)
+    assert driver.steps(6.0) == ["evict a", "evict c"]
+    driver.core.evicted("a", 7.0)
+    driver.core.evicted("c", 7.0)
+    assert driver.steps(7.0) == ["load high"]
+    driver.core.loaded("high", 8.0)
+    assert high.backend == "high"
+
+
+def test_one_that_could_have_other_gpus_waits_for_the_policy():
+    driver, _, _ = outranked(backend("b", "1"), TIE, high=("1",))
+    assert driver.core.adopt("b", 3.0)
+    driver.request("high", 5.0)
+    assert driver.steps(5.0) == ["evict b"]
+    assert [e.target for e in driver.log if e.kind == "draining"] == ["low", "high"]
+    assert driver.state("a") == "draining"
+
+
+def test_the_drain_for_one_that_leaves_goes_back_to_nobody():
+    driver, _, _ = outranked()
+    high = driver.request("high", 5.0)
+    driver.steps(5.0)
+    driver.core.give_up(high, 6.0)
+    assert driver.steps(6.0) == []
+    assert [(e.at, e.target) for e in driver.log if e.kind == "draining"][-1] == (6.0, "low")
+    assert driver.until < inf
+
+
+def test_gpus_that_an_overdue_queue_waits_for_are_taken_over_by_none_that_is_not():
+    driver, lease, _ = outranked(backend("late", max_wait=5.0))
+    driver.request("late", 3.0)
+    assert driver.steps(8.0) == []
+    driver.request("high", 9.0)
+    assert driver.steps(9.0) == []
+    driver.core.release(lease, 10.0)
+    assert driver.steps(10.0) == ["evict a"]
+    driver.core.evicted("a", 11.0)
+    assert driver.steps(11.0) == ["load low"]
+
+
+def test_nobody_drains_without_a_bound_for_a_drain_that_is_taken_over():
+    driver, _, _ = outranked(backend("b", "1", drain_timeout=inf), high=("0", "1"))
+    assert driver.core.adopt("b", 3.0)
+    lease = driver.request("b", 3.0)
+    driver.request("high", 5.0)
+    assert driver.steps(5.0) == []
+    assert (driver.state("a"), driver.state("b")) == ("draining", "ready")
+    assert [e.target for e in driver.log if e.kind == "draining"] == ["low"]
+    driver.core.release(lease, 6.0)
+    assert driver.steps(6.0) == ["evict b"]
+    assert [(e.backend, e.target) for e in driver.log if e.kind == "draining"][1:] == [
+        ("a", "high"),
+        ("b", "high"),
+    ]
+
+
+def test_what_the_target_keeps_in_standby_and_cannot_be_stopped_is_no_room_for_another():
+    driver = Driver(
+        backend("a", vram=6),
+        backend("low", vram=6, evict_to=("sleep", "stop")),
+        backend("high", vram=8, priority=1),
+        gpus=(Gpu("0", vram=10),),
+        drain_timeout=30.0,
+    ).with_resident("a")
+    assert driver.core.adopt_standby("low", 0.0, "sleep", {"0": 4})
+    driver.request("a", 1.0)
+    driver.request("low", 2.0)
+    assert driver.steps(2.0) == []
+    driver.request("high", 3.0)
+    driver.core.slots["low"].failed_stops = 1
+    assert driver.steps(3.0) == []
+    assert [e.target for e in driver.log if e.kind == "draining"] == ["low"]
