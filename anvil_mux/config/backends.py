@@ -305,16 +305,16 @@ class BackendReader:
         return None
 
     def _service(self, described: Description, variables: dict[str, str]) -> Service:
-        folder = described.get("working_dir")
+        folder = service.word(described, "working_dir")
         if folder is not None and self._around.process:
-            folder = os.path.abspath(self._around.folder / str(folder))
+            folder = os.path.abspath(self._around.folder / folder)
         return Service(
-            image=described.get("image"),
+            image=service.word(described, "image"),
             command=service.argv(described),
             environment=tuple(sorted(variables.items())),
             working_dir=folder,
             profiles=service.profiles(described),
-            user=str(described.get("user") or ""),
+            user=service.word(described, "user") or "",
             gpus_by=service.gpus_by(described),
             mounts=self._mounts(described),
             digest=service.digest(described, LABEL),

@@ -29,6 +29,8 @@ from anvil_mux.errors import ConfigError
 MOST_NODES = 100_000
 """The most nodes of a file whose aliases are written out: a small file can stand for a huge one."""
 DEEPEST = 50
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+HALF_A_PAIR = "holds half a surrogate pair, which is no text"
 
 MERGE = "tag:yaml.org,2002:merge"
 OTHER_FILES = ("extends", "label_file")
@@ -314,6 +316,13 @@ class Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
 
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """Begin a list or mapping within brackets; the scanner looks at all that are open with each token."""
+        if self.flow_level >= DEEPEST:
+            text = f"brackets are nested deeper than {DEEPEST} levels"
+            raise yaml.MarkedYAMLError(problem=text, problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
+
 
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -355,6 +364,8 @@ class _Walk:
             raise ConfigError([f"{self._file}: is too large, or its aliases (*name) repeat too much"])
         if node.tag.startswith("!"):
             self.tags.append((key, node.tag))
+        if isinstance(node, yaml.ScalarNode) and _LONE_SURROGATE.search(node.value):
+            self._complain(node.start_mark.line + 1, key, HALF_A_PAIR)
         match node:
             case yaml.MappingNode():
                 self._visit_mapping(node, key)
@@ -371,6 +382,8 @@ class _Walk:
             inner = (*key, str(name.value))
             if not isinstance(name, yaml.ScalarNode):
                 self._complain(line, key, "has a key that is not text")
+            elif _LONE_SURROGATE.search(name.value):
+                self._complain(line, key, f"its keys: {HALF_A_PAIR}")
             elif name.tag == MERGE:
                 self.visit(value, inner)
                 merges.append(value)

@@ -46,6 +46,8 @@ USUAL_PORTS = {
 }
 """Engine -> the port on which it listens unless another is configured."""
 
+MOST_COPIES = 1000
+"""The most containers of a service: each is a backend of its own."""
 ALL = "all"
 ALL_THERE_ARE = "all there are"
 """The need of a process that says nothing of GPUs: it may use every one that its machine has, if any."""
@@ -105,6 +107,16 @@ def _by_name(value: Any) -> Any:
     return [_by_name(each) for each in value] if isinstance(value, list) else value
 
 
+def word(service: RawService, key: str) -> str | None:
+    """The text that stands at a key, if any does."""
+    value = service.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(Diagnostic(f"{key} must be text", write=f'{key}: "..."', key=(key,)))
+    return str(value)
+
+
 def profiles(service: RawService) -> tuple[str, ...]:
     return tuple(str(each) for each in _list(service, "profiles"))
 
@@ -144,12 +156,17 @@ def copies(service: RawService) -> int:
     asked = deploy.get("replicas") if isinstance(deploy, Mapping) else None
     given = str(service.get("scale", asked if asked is not None else 1))
     found = count_in(given)
+    if found is not None and found > MOST_COPIES:
+        key = "scale" if "scale" in service else "deploy"
+        raise ValueError(
+            Diagnostic(f"has {found} replicas, of at most {MOST_COPIES}", write="scale: 2", key=(key,))
+        )
     return 1 if found is None else found
 
 
 def engine(service: RawService) -> str:
     """The engine family by the image, or by the program where there is none that says it."""
-    image = str(service.get("image") or "").partition("@")[0]
+    image = (word(service, "image") or "").partition("@")[0]
     repository = re.sub(r":[^/]*$", "", image).lower()
     words = argv(service)
     program = PurePosixPath(words[0]).name if words else ""

@@ -33,6 +33,7 @@ from anvil_mux.errors import BackendError
 from anvil_mux.host.engine import find_engine
 from anvil_mux.host.visit import LONGEST_PAUSE, NotYet, Ready, Visit, has_error
 from anvil_mux.protocol import foreign
+from anvil_mux.protocol.completions import count
 
 SLEEP_TIMEOUT = 60.0
 """A first sleep allocates its host memory: 20 s were seen for a 20 B model."""
@@ -181,8 +182,10 @@ class Sglang:
         for path in ("/v1/loads", "/get_load"):
             answer = _get(visit, path)
             entries = answer.get("loads") if isinstance(answer, dict) else answer
-            if isinstance(entries, list):
-                return sum(int(each.get(key) or 0) for each in entries for key in LOADS if key in each)
+            if isinstance(entries, list) and all(isinstance(each, dict) for each in entries):
+                found = [count(each[key] or 0) for each in entries for key in LOADS if key in each]
+                if None not in found:
+                    return sum(filter(None, found))
         raise BackendError(f"{visit.place} does not say whether it is idle, and must not sleep if it is not")
 
 
@@ -209,7 +212,7 @@ class Ollama:
         match answer:
             case {"models": list(loaded)}:
                 names = [each.get("name") for each in loaded if isinstance(each, dict)]
-                return not {visit.model, f"{visit.model}:latest"} & set(names)
+                return visit.model not in names and f"{visit.model}:latest" not in names
         raise _nonsense(visit, "/api/ps", answer)
 
     def _await(self, visit: Visit, *, asleep: bool) -> None:
@@ -234,7 +237,8 @@ class LlamaCpp:
         return None if status is None else status not in ("loaded", "loading")
 
     def _told(self, visit: Visit, path: str, wanted: str) -> None:
-        if self._status(visit) == wanted:
+        status = self._status(visit)
+        if status == wanted:
             return
         _tell(visit, path, {"model": visit.model})
         for _ in _until(visit, visit.deadline):

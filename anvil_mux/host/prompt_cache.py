@@ -25,6 +25,7 @@ from anvil_mux.host.prompt_files import Binding, KeptPrompt, PromptFiles
 from anvil_mux.host.visit import Visit
 from anvil_mux.host.weights import shards
 from anvil_mux.protocol import foreign
+from anvil_mux.protocol.completions import count
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ SAVE_SECONDS = 30.0
 """How long an eviction waits for prompts to be saved."""
 RESTORE_SECONDS = 30.0
 """How long a load waits for prompts to be restored."""
+
+MOST_SLOTS = 10_000
+"""More than any engine has: each is asked for."""
 
 
 class Unkept(Exception):
@@ -205,11 +209,15 @@ def _used(visit: Visit, props: dict[str, Any]) -> list[UsedSlot]:
         found = None
     if not isinstance(found, list):
         return [UsedSlot(number, 0) for number in range(props["total_slots"])]
-    return [
-        UsedSlot(int(each["id"]), int(each.get("n_prompt_tokens") or 0))
-        for each in found
-        if isinstance(each.get("id_task"), int) and each["id_task"] >= 0
-    ]
+    return [*filter(None, map(_used_slot, found))]
+
+
+def _used_slot(said: Any) -> UsedSlot | None:
+    """Read what an engine says of one slot; None if it was not used, or that is no slot."""
+    if not isinstance(said, dict) or count(said.get("id_task")) is None:
+        return None
+    number = count(said.get("id"))
+    return None if number is None else UsedSlot(number, count(said.get("n_prompt_tokens")) or 0)
 
 
 # Restoring
@@ -276,7 +284,9 @@ def _props(visit: Visit) -> dict[str, Any]:
     try:
         props: dict[str, Any] = foreign.read(answer) if status < 300 else {}
         match props:
-            case {"build_info": str(), "model_path": str(), "total_slots": int()}:
+            case {"build_info": str(), "model_path": str(), "total_slots": int(slots)} if (
+                0 <= slots <= MOST_SLOTS
+            ):
                 return props
     except ValueError:
         pass

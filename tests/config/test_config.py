@@ -945,9 +945,20 @@ UNREADABLE = [
     ("", "compose.yaml:1: services: none serves a model"),
     ("a: &a [1]\n" + DOUBLED, "compose.yaml: is too large, or its aliases"),
     ("a: &a [*a]", "compose.yaml: is too large, or its aliases"),
-    ("[" * 5000, "compose.yaml: is nested too deeply"),
+    ("[" * 5000, "compose.yaml:1: is not YAML: brackets are nested deeper than 50 levels"),
+    ("a: " + "[" * 60 + "]" * 60, "compose.yaml:1: is not YAML: brackets are nested deeper than 50 levels"),
+    ('a: ["x\\ud800"]', "compose.yaml:1: a.0: holds half a surrogate pair"),
+    ('a: {"x\\udc00": 1}', "holds half a surrogate pair"),
     ("a: !!python/object:os.system {}", "compose.yaml:1: is not YAML"),
 ]
+
+
+@pytest.mark.parametrize("key", ["image", "user", "working_dir"])
+@pytest.mark.parametrize("value", ["[x]", "{x: y}", "1.5", "true"])
+def test_what_must_be_text_and_is_none_is_an_error(tmp_path: Path, key: str, value: str) -> None:
+    text = f"services: {{a: {{image: x, {key}: {value}, x-anvil: {{}}}}}}"
+    text = text.replace("image: x, image", "image")
+    assert problems(tmp_path, text) == [f"compose.yaml:1: services.a: {key} must be text"]
 
 
 @pytest.mark.parametrize(("text", "expected"), UNREADABLE, ids=[expected for _, expected in UNREADABLE])
@@ -1687,6 +1698,15 @@ def test_each_container_of_a_scaled_service_is_a_replica(tmp_path: Path, how: st
     ]
     assert {each.service_name for each in found} == {"a"}
     assert [each.service.number for each in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "key"), [("scale: 31536001", "scale"), ("deploy: {replicas: 9999999}", "deploy")]
+)
+def test_a_service_has_at_most_a_thousand_replicas(tmp_path: Path, how: str, key: str) -> None:
+    text = f"x-anvil: {{runtime: process}}\nservices: {{a: {{command: [x], {how}, x-anvil: {{}}}}}}"
+    (problem,) = problems(tmp_path, text)
+    assert "replicas, of at most 1000" in problem
 
 
 def test_a_service_scaled_to_one_is_like_any_other(tmp_path: Path) -> None:
