@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from anvil_mux.clock import MOST_COUNT
 from anvil_mux.protocol import foreign
 
 CHUNK = 8192
@@ -112,7 +113,7 @@ def read(text: str) -> Profile:
         tpot[_number(row, "batch_size")].append((_number(row, "tokens_per_request"), _number(row, "p50")))
     about = found.get("metadata")
     chunk = about.get("max_num_batched_tokens", CHUNK) if isinstance(about, dict) else CHUNK
-    if not isinstance(chunk, int) or chunk < 1:
+    if type(chunk) is not int or not 1 <= chunk <= MOST_COUNT:
         raise ValueError("metadata.max_num_batched_tokens must be a whole number of at least 1")
     sizes = sorted(tpot)
     lines = _rising([_line(tpot[size], "tpot") for size in sizes])
@@ -130,7 +131,7 @@ def _rows(found: Any, part: str) -> list[dict[str, Any]]:
 
 def _number(row: dict[str, Any], key: str) -> float:
     value = row.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MOST_COUNT:
         raise ValueError(f"{key} must be a number of at least 0 in every measurement")
     return float(value)
 

@@ -105,10 +105,14 @@ class Files(Brief):
 
 
 _PROFILE = {
-    "version": 1,
-    "prefill": {"base": 0.01, "per_token": 0.0001},
-    "points": [[1, 0.1], [100, 0.5]],
-    "decode": {"tokens_per_second": 50.0},
+    "metadata": {"max_num_batched_tokens": 8192},
+    "ttft": {"results": [{"tokens_num": 16, "p50": 1.5}, {"tokens_num": 1024, "p50": 9.5}]},
+    "tpot": {
+        "results": [
+            {"batch_size": 1, "tokens_per_request": 16, "p50": 1.5},
+            {"batch_size": 8, "tokens_per_request": 16, "p50": 2.5},
+        ]
+    },
 }
 _RESERVED = {
     "driver": "nvidia",
@@ -256,7 +260,7 @@ def drawn(draw: random.Random) -> Files:
                 files.runtime,
                 keys=tuple((draw.choice(RIGHTS), _name(draw)) for _ in range(draw.randint(1, 3))),
             )
-        case kind if kind < 0.88:
+        case kind if kind < 0.89:
             return Files(files.runtime, profile=((draw.choice(places(_PROFILE)), _name(draw)),))
     given = tuple((draw.choice(VARIABLES), _name(draw)) for _ in range(draw.choice((1, 1, 2))))
     if draw.random() < 0.3:

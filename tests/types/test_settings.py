@@ -33,6 +33,8 @@ FOUND = [
     Files(changes=((("x-anvil", "client_timeout"), "very deep list"),)),
     Files(changes=((("x-anvil", "host_memory"), "5,000 brackets"),)),
     Files(changes=((("services", "a", "x-anvil", "aliases"), "lone surrogate"),)),
+    Files(profile=((("ttft", "results", 0, "p50"), "309 digits"),)),
+    Files(profile=((("metadata", "max_num_batched_tokens"), "309 digits"),)),
     *(
         Files(changes=(((*place, key), value),))
         for place, keys in (
