@@ -13,6 +13,7 @@ from anvil_mux.cli.output import say
 from anvil_mux.cli.screen import paint
 from anvil_mux.config.diagnostic import as_diagnostic
 from anvil_mux.config.pages import page_of, where_pages_are
+from anvil_mux.errors import printable
 
 COLORS = {"error": "31", "warning": "33", "hint": "36"}
 INDENT = "    "
@@ -22,9 +23,9 @@ def print_diagnostics(found: Sequence[tuple[str, str]]) -> None:
     """Print diagnostics, each with its kind: error, warning or hint."""
     pages: dict[str, None] = {}
     for kind, diagnostic in sorted(found, key=_order):
-        say(f"{paint(kind, COLORS[kind], sys.stderr)}: {as_diagnostic(diagnostic).said}")
+        say(f"{paint(kind, COLORS[kind], sys.stderr)}: {printable(as_diagnostic(diagnostic).said)}")
         for line in _below(diagnostic, pages):
-            print(f"{INDENT}{line}", file=sys.stderr, flush=True)
+            print(f"{INDENT}{printable(line)}", file=sys.stderr, flush=True)
     if pages and (where := where_pages_are()):
         say(where)
 

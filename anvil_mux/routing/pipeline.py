@@ -11,7 +11,6 @@ The policies that are shipped (routing.yaml) are read by the same functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -21,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from anvil_mux.clock import MOST_COUNT
 from anvil_mux.config.config import INFER_TYPES, ROUTING_NAME
 from anvil_mux.config.settings import Problem, nearest, show
 from anvil_mux.routing import routing, switches
@@ -287,7 +287,7 @@ def _misfit(value: Any, kind: Any) -> str:
         return "" if isinstance(value, bool) else "true or false"
     if kind is str:
         return "" if isinstance(value, str) and value else "text"
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST_COUNT
     if kind is int:
         return "" if number and isinstance(value, int) and value > 0 else "a whole number of at least 1"
     return "" if number and value >= 0 else "a number of at least 0"

@@ -22,7 +22,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
-from anvil_mux.config.settings import meant, unfit
+from anvil_mux.clock import YEAR_SECONDS
+from anvil_mux.config.settings import meant, show, unfit
 from anvil_mux.scheduler.causes import POLICY, Cause, Kind
 
 FOREVER = math.inf
@@ -577,11 +578,12 @@ def build(registry: Mapping[str, type], what: str, name: str, settings: Mapping[
         if key not in known:
             raise ValueError(f"{what} {name}: unknown setting {key!r}; known: {', '.join(known) or 'none'}")
         if isinstance(known[key].default, float) and not _is_seconds(value):
-            raise ValueError(f"{what} {name}: {key} must be a number of at least 0, not {value!r}")
+            text = f"must be a number of at least 0 and at most {YEAR_SECONDS:.0f}, a year, not {show(value)}"
+            raise ValueError(f"{what} {name}: {key} {text}")
         if isinstance(known[key].default, bool) and not isinstance(value, bool):
             raise ValueError(f"{what} {name}: {key} must be true or false, not {value!r}")
     return cls(**settings)
 
 
 def _is_seconds(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= YEAR_SECONDS

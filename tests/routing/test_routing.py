@@ -537,6 +537,7 @@ GOOD = {"selector": "round_robin"}
         (GOOD | {"filters": [{"failover": {"domain": "rack"}}]}, "domain: must be one of instance, node, "),
         (GOOD | {"filters": [{"staleness": {"seconds": "soon"}}]}, "must be a number of at least 0"),
         (GOOD | {"filters": [{"staleness": {"seconds": math.nan}}]}, "must be a number of at least 0"),
+        (GOOD | {"filters": [{"staleness": {"seconds": 10**400}}]}, "must be a number of at least 0"),
         (GOOD | {"metrics": 3}, "metrics: must be a list, or names for metrics, not 3"),
         (
             GOOD | {"metrics": {"num_tokens": "lmetric"}},

@@ -738,6 +738,8 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class():
         ("debounce", {"quiet": FOREVER}, "quiet must be a number of at least 0"),
         ("cost_aware", {"serving_window": "off"}, "serving_window must be true or false, not 'off'"),
         ("cost_aware", {"serving_window": 0}, "serving_window must be true or false, not 0"),
+        ("debounce", {"quiet": 10**400}, "quiet must be a number of at least 0 and at most 31536000, a year"),
+        ("debounce", {"quiet": 1e15}, "quiet must be a number of at least 0 and at most 31536000, a year"),
         ("cost_aware", {"cap": True}, "cap must be a number of at least 0"),
         ("anvil_mux.sim.simulate:Engines", {}, "has no method `decide`"),
         ("anvil_mux.scheduler.policies:Policy", {}, "is not a dataclass"),

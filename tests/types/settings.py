@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import yaml
+
+from anvil_mux import routing
 from anvil_mux.cli import main as cli
 from anvil_mux.cli.arguments import configuration
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
@@ -162,6 +165,15 @@ _SERVICE: dict[str, Any] = {
     "ulimits": {"nofile": {"soft": 1, "hard": 2}},
     "x-anvil": {},
 }
+_SHIPPED = Path(routing.__file__).parent / "routing.yaml"
+_CHOSEN = {
+    field.name: (key, name)
+    for key, table in (("policy", POLICIES), ("eviction", EVICTIONS))
+    for name, each in table.items()
+    if is_dataclass(each)
+    for field in fields(each)
+}
+"""Setting of a policy or an eviction -> where it is one, and of which."""
 _SETTINGS: dict[str, Any] = {
     "listen": "127.0.0.1:0",
     "gpus": {"0": {"vram": "24GiB", "reserve": "1GiB"}, "1": None},
@@ -172,14 +184,7 @@ _SETTINGS: dict[str, Any] = {
         "default": "mine",
         "mode": "full",
         "store": "redis://127.0.0.1:1/0",
-        "policies": {
-            "mine": {
-                "like": "load_balance",
-                "metrics": [{"queue": {"weight": 1.0}}],
-                "filters": [{"least": {"of": "queue", "most": 2}}],
-                "select": {"random": {"seed": 1}},
-            }
-        },
+        "policies": {f"my_{name}": policy for name, policy in yaml.safe_load(_SHIPPED.read_text()).items()},
     },
     "any_of": {"either": ["a", "b"]},
     "hooks": [
@@ -235,6 +240,8 @@ def _fill(document: dict[str, Any], path: Place) -> None:
         "x-anvil": _SETTINGS,
         "services": {name: {**_SERVICE, "x-anvil": _OF_SERVICE} for name in ("a", "b")},
     }
+    if len(path) == 3 and path[2] in _CHOSEN and path[1] in ("policy", "eviction"):
+        document["x-anvil"][str(path[1])] = {"name": _CHOSEN[str(path[2])][1]}
     place: Any = document
     for step in path[:-1]:
         usual = usual.get(step) if isinstance(usual, dict) else None
@@ -298,8 +305,8 @@ def _place(draw: random.Random, runtime: str) -> Place:
     if which < 0.7:
         return _inner(draw, ("services", "a", "x-anvil", draw.choice(list(SERVICE_SETTINGS))), _OF_SERVICE)
     if which < 0.74:
-        name = draw.choice((*POLICIES, *EVICTIONS))
-        return ("x-anvil", draw.choice(("policy", "eviction")), name)
+        setting = draw.choice(list(_CHOSEN))
+        return ("x-anvil", _CHOSEN[setting][0], setting)
     if which < 0.78:
         return draw.choice(
             (("x-anvil",), ("services",), ("services", "a"), ("services", "a", "x-anvil"), ("name",), ())

@@ -33,6 +33,12 @@ FOUND = [
     Files(changes=((("x-anvil", "client_timeout"), "very deep list"),)),
     Files(changes=((("x-anvil", "host_memory"), "5,000 brackets"),)),
     Files(changes=((("services", "a", "x-anvil", "aliases"), "lone surrogate"),)),
+    *(
+        Files(changes=((("x-anvil", "policy", setting), value),))
+        for setting in ("quiet", "window", "period")
+        for value in ("1e15", "309 digits")
+    ),
+    Files(changes=((("x-anvil", "routing", "policies", "my_lmetric", "filters", 1), "control characters"),)),
     Files(profile=((("ttft", "results", 0, "p50"), "309 digits"),)),
     Files(profile=((("metadata", "max_num_batched_tokens"), "309 digits"),)),
     *(
