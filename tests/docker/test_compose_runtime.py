@@ -171,9 +171,14 @@ def ask_and_leave(stack: Stack, path: str) -> None:
 
 
 def test_a_start_that_is_under_way_is_found_by_the_next_anvil_mux(stack: Stack):
+    """Docker 20.10 goes on with a start whose client has left, and 28 gives it up."""
     stack.compose("create")
     ask_and_leave(stack, f"/containers/{stack.container('model-1')}/start")
     with runtime_of(stack) as runtime:
+        found = list(runtime.running())
+        begun = inspect(stack, "model-1")["State"]["Running"]  # asked when the start has come to its end
+        assert found == (["model-1"] if begun else [])
+        assert runtime.start(backend("model-1"))
         assert list(runtime.running()) == ["model-1"]
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -55,7 +56,11 @@ def plain(stack: Stack, model: str) -> str:
 
     def is_well() -> bool:
         try:
-            return bool(urlopen(f"{url}/health").status == 200)
+            with urlopen(f"{url}/health") as answer:
+                return bool(answer.status == 200)
+        except HTTPError as refused:
+            refused.close()
+            return False
         except OSError:
             return False
 
