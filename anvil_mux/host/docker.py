@@ -30,6 +30,7 @@ from urllib.parse import quote, urlencode
 from anvil_mux.errors import BackendError
 from anvil_mux.host.container import LABEL, Container, read_container
 from anvil_mux.host.endpoint import START_IT, Connection, Endpoint, Unreachable
+from anvil_mux.protocol.foreign import Lines
 
 ASK_TIMEOUT = 20.0
 START_TIMEOUT = 60.0
@@ -101,14 +102,13 @@ class Stream:
         self._connection.interrupt()
 
     def __iter__(self) -> Iterator[str]:
-        part = b""
+        lines = Lines()
         with suppress(OSError, http.client.HTTPException):  # as it is when it is interrupted
             for piece in self._pieces:
-                *lines, part = (part + piece).split(b"\n")
-                for line in lines:
+                for line in lines.feed(piece):
                     yield line.decode(errors="replace").rstrip("\r")
-        if part:
-            yield part.decode(errors="replace")
+        if lines.rest:
+            yield lines.rest.decode(errors="replace")
 
 
 class ContainerEngine:

@@ -212,7 +212,7 @@ class ChunkReader:
     """Reads a stream of chunks as its bytes come."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._lines = foreign.Lines()
         self._usage: object = None
         self._timings: object = None
         self._last: dict[str, Any] | None = None
@@ -222,14 +222,8 @@ class ChunkReader:
 
     def feed(self, data: bytes) -> Iterator[Part]:
         """The parts that have come with ``data``."""
-        first, *more = data.split(b"\n")
-        self._held += first
-        if more:
-            lines = [bytes(self._held), *more[:-1]]
-            self._held[:] = more[-1]
-        else:
-            lines = []
-        if len(self._held) > MAX_LINE:
+        lines = self._lines.feed(data)
+        if len(self._lines.rest) > MAX_LINE:
             raise BackendError(f"The engine sent an event of more than {MAX_LINE} bytes.")
         for line in lines:
             if line.startswith(b"data:"):

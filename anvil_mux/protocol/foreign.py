@@ -1,4 +1,4 @@
-"""JSON that others wrote, read within limits of depth and of values.
+"""JSON that others wrote, read within limits of depth and of values, and the lines of their streams.
 
 Pure. Parsers recurse, in C too, where a text that is nested deeply overflows the stack of its thread and ends
 the program. So depth is measured before anything recursive reads a text: a piece at a time, for other threads
@@ -80,3 +80,21 @@ def read(
         check(text, of_request=of_request)
         text = text.decode("utf-8-sig")
     return json.loads(text, object_pairs_hook=pairs)
+
+
+class Lines:
+    """The lines of a stream, in whatever pieces it comes: none is copied for each of its pieces."""
+
+    def __init__(self) -> None:
+        self.rest = bytearray()
+        """The line that has not ended."""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that end in ``data``, without their ends."""
+        first, *more = data.split(b"\n")
+        self.rest += first
+        if not more:
+            return []
+        lines = [bytes(self.rest), *more[:-1]]
+        self.rest[:] = more[-1]
+        return lines

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+from typing import Any
 
 import pytest
 
 from anvil_mux.errors import BackendError
-from anvil_mux.host.docker import Conflict, ContainerEngine, DockerRefused, Missing, read_death
+from anvil_mux.host.docker import Conflict, ContainerEngine, DockerRefused, Missing, Stream, read_death
 from anvil_mux.host.endpoint import Endpoint, Unreachable
 from tests.host.docker_stand_in import AWAY, Docker
+from tests.protocol.test_completions import Copied
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,13 @@ def test_what_a_log_says_about_itself_may_be_cut_short(docker: Docker, engine: C
     docker.fails["logs"] = [(200, b"\1\0\0\0\0\0\0\x09one\ntwo"), (200, b"\1\0\0")]
     assert engine.log(container, 20, since=0.0) == ["one", "two"]
     assert engine.log(container, 20, since=0.0) == []
+
+
+def test_a_line_that_a_container_prints_in_many_pieces_is_not_copied_for_each_of_them():
+    before = Copied.count
+    connection: Any = None
+    assert list(Stream(connection, iter([Copied(b"x" * 10)] * 1000))) == ["x" * 10_000]
+    assert Copied.count - before <= 10_000
 
 
 # Events
