@@ -236,12 +236,17 @@ def _of_engines_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:
 def _of_whole_body(seen: Seen, reader: AnswerReader, content: bytes) -> Iterator[str]:
     """A body that ends as a whole one does; without chunks an event may tell that it is none."""
     ask = seen.ask
-    if ask.version == "1.0" and may_be_cut(ask) and b'"error"' in reader.body:
+    if may_be_cut(ask) and _tells(ask, reader):
         return
     if must_be_cut(ask):
         yield f"a cut answer ends as a whole one does: {reader.head!r}{reader.body[-300:]!r}"
     elif reader.body != content and not (may_be_cut(ask) and content.startswith(reader.body)):
         yield f"another body: {reader.body[-300:]!r} for {content[-300:]!r}"
+
+
+def _tells(ask: Ask, reader: AnswerReader) -> bool:
+    """Whether an answer without chunks tells its client of an error."""
+    return ask.version == "1.0" and b'"error"' in reader.body
 
 
 def must_be_cut(ask: Ask) -> bool:
@@ -281,7 +286,8 @@ def _of_own_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:
     elif ask.wrong:
         yield from _of_refusal(ask, reader)
     elif way.translated and ask.body is None and not ask.method and reader.status < 400:
-        if must_be_cut(ask) or ask.answer.wrong or ask.answer.status >= 300:
+        failed = must_be_cut(ask) or ask.answer.wrong or ask.answer.status >= 300
+        if failed and not _tells(ask, reader):
             yield f"a failed answer became a whole one: {ask.answer!r}: {reader.body[-300:]!r}"
     elif way.at and not way.translated and reader.status < 400 and not ask.method:
         yield f"an engine's answer without its fields: {reader.head!r}"
@@ -317,7 +323,8 @@ def _may_be_refused(seen: Seen, status: int) -> bool:
 def _fails(ask: Ask) -> bool:
     """Whether its engine's answer is none that can be passed on whole, or translated."""
     answer = ask.answer
-    unread = answer.packed or answer.status in BODYLESS or answer.kind in ("text", "none")
+    endless = answer.kind == "events" and not answer.last
+    unread = answer.packed or answer.status in BODYLESS or answer.kind in ("text", "none") or endless
     broken = bool(answer.wrong) or answer.cut >= 0 or answer.end == "reset" or answer.status >= 300
     return broken or (unread and WAYS[ask.way].translated)
 
