@@ -243,11 +243,14 @@ class Decider:
         before, state.deferred, self._ask_again = state.deferred, {}, FOREVER
         for ticket in [ticket for ticket in self._announce if not self._waits(ticket)]:
             del self._announce[ticket]
-        more = {} if plans else spills(state, now)
+        more = spills(state, now)
         if not (plans or more or state.ready):
             return False  # nothing to be loaded, nothing to be evicted
-        for each in contests(state, plans):
-            if self._decide(each, before, more, now):
+        found = contests(state, plans)
+        if more and found[-1].plans:
+            found.append(Contest({}, ()))
+        for each in found:
+            if self._decide(each, before, {} if each.plans else more, now):
                 state.deferred = before | state.deferred
                 return True
         return False

@@ -33,8 +33,8 @@ Invariants:
     queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (home.py), which
     makes way for a queue. If a target that nobody waits for any more does not fit although its victims have
     left, no others go for it: the swap ends. Requests that wait behind others at a busy replica count as
-    waiting for another replica, if no queue on the GPU group waits for a load; so do those in the queue of a
-    resident model whose backends take only so many at once.
+    waiting for another replica, if no queue waits for its GPUs; so do those in the queue of a resident model
+    whose backends take only so many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
     in no other swap, oldest queue first, and no younger queue gets those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the

@@ -40,6 +40,11 @@ class Plan(NamedTuple):
     """The victims' models."""
     cost: Cost
 
+    @property
+    def gpus(self) -> set[str]:
+        """The GPUs that it changes, those of its victims too."""
+        return {gpu for slot in (self.target, *self.victims) for gpu in slot.holds}
+
 
 def waiting(state: GroupState) -> list[Model]:
     """The models whose queue stands here, and which no swap under way will load, oldest queue first.
@@ -302,6 +307,7 @@ def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:
 def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
     slots = [slot for slot in state.own(model) if slot.host.is_awaited and not slot.host.is_away]
+    slots = [slot for slot in slots if not _leaves_for_nobody(state, slot)]
     if state.unseen or not slots or _is_hindered(state, slots, now):
         return math.inf
     before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
@@ -320,6 +326,14 @@ def _seconds_before(state: GroupState, slot: Slot) -> float:
         )
         longest = max(longest, seconds)
     return longest
+
+
+def _leaves_for_nobody(state: GroupState, slot: Slot) -> bool:
+    """Whether a backend is being evicted outside of a swap: what has been stuck, or was unloaded by hand.
+
+    Nothing can be planned with it before that has ended, as well as it may.
+    """
+    return slot.state == "evicting" and not any(slot in swap.victims for swap in state.swaps)
 
 
 def _is_hindered(state: GroupState, slots: Sequence[Slot], now: float) -> bool:
@@ -367,12 +381,14 @@ def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
 
 
 def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
-    """Busy models of which another replica could be loaded, unless any queue waits for a load."""
-    if not state.routed or any(map(partial(_lacks_load, state), state.models.values())):
+    """Busy models of which another replica could be loaded on GPUs that no queue waits for."""
+    if not state.routed:
         return {}
+    lacking = [model for model in state.models.values() if _lacks_load(state, model)]
+    wanted = {gpu for model in lacking for slot in state.own(model) for gpu in slot.holds}
     models = [each for each in state.routed if not each.is_wide or each.spill_home == state.name]
     found = {model.name: spill(state, model, now) for model in models}
-    return {name: each for name, each in found.items() if each}
+    return {name: each for name, each in found.items() if each and wanted.isdisjoint(each[0].gpus)}
 
 
 def may_spill(states: Sequence[GroupState], model: Model, now: float) -> bool:
@@ -405,7 +421,7 @@ def _lacks_load(state: GroupState, model: Model) -> bool:
 
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
     """The next replica of a busy model, and what the policy is shown of it."""
-    if state.is_out_of_reach or model.is_coming or not state.loadable(model, now):
+    if state.is_out_of_reach or model.is_coming or not (model.ready and state.loadable(model, now)):
         return None
     behind = _behind(model, now)
     if not behind:

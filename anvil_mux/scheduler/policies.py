@@ -94,7 +94,7 @@ class Swapping(NamedTuple):
 class Spill(NamedTuple):
     """A resident model with more to do than it can, and another replica of it that could be loaded now.
 
-    Its GPUs are free, or held by idle backends of other models, and no queue waits on the GPU group.
+    Its GPUs are free, or held by idle backends of other models, and no queue waits for them.
     """
 
     model: str

@@ -58,6 +58,29 @@ def test_a_state_that_is_put_back_goes_on_as_the_first_time():
     assert (played.log, played.history, played.form()) == first
 
 
+FOUND = [
+    ("a policy with mistakes", "anvil_mux.lab.worlds:Undecided", ()),
+    ("an eviction with mistakes", "eager", (("request", "l"),)),
+    ("host memory", "adaptive", (("request", "b"), ("time",))),
+    ("gang without memory", "adaptive", (("request", "g"), ("request", "b"))),
+    ("one GPU", "eager", (("request", "c"), ("evicted", "a"), ("load_cancelled", "c"))),
+    ("replicas", "eager", (("request", "x"), ("request", "m"), ("died", "z"))),
+    ("paused, they wait", "adaptive", (("pause", "100"), ("request", "b"), ("time",))),
+    ("paused, they refuse", "adaptive", (("pause", "100"), ("time",), ("request", "b"))),
+    ("one of two", "eager", (("request", "m"), ("request", "x"), ("load_failed", "m1"))),
+    ("one of two", "adaptive", (("request", "m"), ("load_failed", "m1"), ("request", "x"))),
+    ("busy replicas", "adaptive", (("request", "m"), ("request", "m"), ("request", "m"), ("request", "x"))),
+    ("busy replicas", "eager", (("request", "x"), ("evict_failed", "m0"), ("time",), ("request", "m"))),
+    ("busy replicas", "adaptive", (("request", "x"), ("request", "y"), ("time",), ("request", "m"))),
+]
+"""Histories after which once something was wrong."""
+
+
+@pytest.mark.parametrize(("world", "policy", "facts"), FOUND, ids=range(len(FOUND)))
+def test_what_was_found_once_is_wrong_no_more(world, policy, facts):
+    assert replay(WORLDS[world], policy, facts) == []
+
+
 class EarlyScheduler(Scheduler):
     """Leases what drains."""
 
