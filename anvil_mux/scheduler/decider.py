@@ -14,6 +14,7 @@ Making them anew each time takes the simulator up to 2.9 times as long in the sc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from anvil_mux.scheduler import home
 from anvil_mux.scheduler.admission import Admission
@@ -148,7 +149,7 @@ class Decider:
             elif staying and (found := plan(state, model, busy, now)):
                 held.append((model, found.victims))
         self._plans = plans
-        if self._take_over(models, now) or self._ask_policy(plans, now):
+        if (state.swaps and self._take_over(models, now)) or self._ask_policy(plans, now):
             return True
         if held and not plans:
             self._defer_for_stay(*held[0], now)
@@ -160,11 +161,8 @@ class Decider:
         Overdue queues come first, the oldest of them before all others, and keep the GPUs that they wait for.
         """
         state, kept = self._state, set[str]()
-        if not state.swaps:
-            return False
         late = [model for model in models if model.queue.overdue_at <= now]
-        others = sorted([model for model in models if model not in late], key=lambda model: -model.priority)
-        for model in [*late, *others]:
+        for model in [*late, *sorted(models, key=attrgetter("priority"), reverse=True)]:
             if model.name not in self._plans and (found := takeover(state, model, kept, now)):
                 self._swaps.take_over(found, now)
                 return True

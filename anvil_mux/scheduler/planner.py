@@ -17,7 +17,7 @@ from anvil_mux.scheduler.costs import Cost, source_of
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER, Spill
 from anvil_mux.scheduler.refusals import all_obstacles
-from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.swap import SwapInProgress, coming, swap_to
 
@@ -202,14 +202,30 @@ def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float)
     ``swap`` is under way in the GPU group ``here``, and only drains.
     """
     assert swap.target is not None
+    roomy = with_room(here.states_of(model))
+    if not roomy:
+        return None
     soonest = _drain_left(here, swap, now) + cost_of(here, swap, swap.target).seconds
     best = None
-    for state in here.states_of(model):
+    for state in roomy:
         for slot in _free_places(state, model, swap, now):
             seconds = cost(state, "", slot, slot.level).load_seconds
             if seconds < soonest or (best is None and seconds == soonest):
                 best, soonest = slot, seconds
     return best
+
+
+def with_room(states: Iterable[GroupState]) -> list[GroupState]:
+    """The GPU groups with a GPU that no backend has to itself. Most are full, and this is asked often."""
+    found = []
+    for state in states:
+        placement, held = state.placement, 0
+        for slot in placement.active:
+            if slot.whole and slot.state in HOLDING:
+                held += len(slot.holds)
+        if held < len(placement.capacity):
+            found.append(state)
+    return found
 
 
 def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: float) -> list[Slot]:
@@ -306,8 +322,13 @@ def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:
 
 def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
-    slots = [slot for slot in state.own(model) if slot.host.is_awaited and not slot.host.is_away]
-    slots = [slot for slot in slots if not _leaves_for_nobody(state, slot)]
+    slots = [
+        slot
+        for slot in state.own(model)
+        if slot.host.is_awaited
+        and not slot.host.is_away
+        and (slot.state != "evicting" or _leaves_for_somebody(state, slot))
+    ]
     if state.unseen or not slots or _is_hindered(state, slots, now):
         return math.inf
     before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
@@ -328,12 +349,13 @@ def _seconds_before(state: GroupState, slot: Slot) -> float:
     return longest
 
 
-def _leaves_for_nobody(state: GroupState, slot: Slot) -> bool:
-    """Whether a backend is being evicted outside of a swap: what has been stuck, or was unloaded by hand.
+def _leaves_for_somebody(state: GroupState, slot: Slot) -> bool:
+    """Whether a backend is being evicted in a swap.
 
-    Nothing can be planned with it before that has ended, as well as it may.
+    What has been stuck, or was unloaded by hand, is not: nothing can be planned with it before that has
+    ended, as well as it may.
     """
-    return slot.state == "evicting" and not any(slot in swap.victims for swap in state.swaps)
+    return any(slot in swap.victims for swap in state.swaps)
 
 
 def _is_hindered(state: GroupState, slots: Sequence[Slot], now: float) -> bool:
@@ -384,11 +406,14 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
     """Busy models of which another replica could be loaded on GPUs that no queue waits for."""
     if not state.routed:
         return {}
-    lacking = [model for model in state.models.values() if _lacks_load(state, model)]
+    busy = [each for each in state.routed if each.ready]
+    if not busy:
+        return {}
+    models = [each for each in busy if not each.is_wide or each.spill_home == state.name]
+    found = {model.name: each for model in models if (each := spill(state, model, now))}
+    lacking = [model for model in state.models.values() if _lacks_load(state, model)] if found else ()
     wanted = {gpu for model in lacking for slot in state.own(model) for gpu in slot.holds}
-    models = [each for each in state.routed if not each.is_wide or each.spill_home == state.name]
-    found = {model.name: spill(state, model, now) for model in models}
-    return {name: each for name, each in found.items() if each and wanted.isdisjoint(each[0].gpus)}
+    return {name: each for name, each in found.items() if wanted.isdisjoint(each[0].gpus)}
 
 
 def may_spill(states: Sequence[GroupState], model: Model, now: float) -> bool:
@@ -421,10 +446,10 @@ def _lacks_load(state: GroupState, model: Model) -> bool:
 
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
     """The next replica of a busy model, and what the policy is shown of it."""
-    if state.is_out_of_reach or model.is_coming or not (model.ready and state.loadable(model, now)):
+    if not model.ready or model.is_coming or state.is_out_of_reach:
         return None
     behind = _behind(model, now)
-    if not behind:
+    if not behind or not state.loadable(model, now):
         return None
     used = {slot.name for slot in state.slots.values() if slot.holders or slot.model == model.name}
     found = plan(state, model, state.busy_gpus(), now, used | state.staying(now))

@@ -19,6 +19,7 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.index import BY_NAME
 from anvil_mux.scheduler.layout import Exchanged, Layout
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.planner import with_room
 from anvil_mux.scheduler.preparing import Prepared
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
@@ -58,6 +59,7 @@ class Settling:
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
         self._memory_changes: dict[str, int] = {}
+        self._memory_used: dict[str, int] = {}
         """Host -> how often its memory had changed when its groups were last asked."""
         self._shared: dict[str, _SharedState] = {}
         """Models with backends in several groups, as they were when these were last asked."""
@@ -170,9 +172,11 @@ class Settling:
             if memory.changes != self._memory_changes.get(name, 0):
                 self._memory_changes[name] = memory.changes
                 hosts.add(name)
+                used, before = memory.used, self._memory_used.get(name, 0)
+                self._memory_used[name] = used
+                for group in self._layout.on_host(name) if used < before else ():
+                    group.state.touch()  # queues may have a better place there
         found = [group for host in hosts for group in self._layout.on_host(host)]
-        for group in found:
-            group.state.touch()
         if self._layout.spread:
             found += [group for model in self._moved(now) for group in self._concerned(model)]
         return sorted(dict.fromkeys(found), key=BY_NAME)
@@ -204,7 +208,7 @@ class Settling:
         """The models with backends in several groups that are not as they were when these were last asked.
 
         Where a queue stands is chosen here: anew when the state of one of the groups has changed. A queue for
-        which others drain may be better off there.
+        which others drain may be better off where a GPU is free.
         """
         layout, changed = self._layout, []
         touched: dict[str, list[GroupState]] = {}
@@ -212,13 +216,15 @@ class Settling:
             for model in state.routed:
                 if model.home:
                     touched.setdefault(model.name, []).append(state)
+        roomy = set(with_room(layout.touched))
         layout.touched.clear()
         for name, states in touched.items():
             model, before = layout.models[name], self._shared.get(name, _UNSEEN)
             if model.queue.tickets:
                 layout.place_queue(model, now, states if before.waits else None)
             seen = _SharedState(model.home, bool(model.queue.tickets), len(model.ready), model.is_coming)
-            if seen != before or (seen.waits and seen.is_coming and not model.is_loading):
+            drains = seen.waits and seen.is_coming and not roomy.isdisjoint(states) and not model.is_loading
+            if seen != before or drains:
                 changed.append(model)
             self._shared[name] = seen
         return changed

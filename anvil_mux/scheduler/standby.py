@@ -108,6 +108,12 @@ class HostMemory:
         staying = (slot for slot, _ in self._slots.values() if slot is not target and slot not in leaving)
         return target.ram + sum(map(_insists_on, staying)) - self.budget
 
+    @property
+    def used(self) -> int:
+        """Bytes of all backends that run or are to, and of all in standby."""
+        slots = [slot for slot, _ in self._slots.values()]
+        return sum([each.ram if each.state in HOLDING or each.coming else each.host_bytes for each in slots])
+
     def missing(self, target: Slot, leaving: Collection[Slot] = ()) -> dict[str, int]:
         """The same, by host."""
         return {self.name: self.short(target, leaving)}
