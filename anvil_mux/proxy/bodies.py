@@ -26,6 +26,12 @@ def has_last_event(text: bytes) -> bool:
     return _LAST_EVENT.search(text) is not None
 
 
+def has_whole_last_event(text: bytes) -> bool:
+    """The same, and that event has come to its end."""
+    found = _LAST_EVENT.search(text)
+    return found is not None and any(end in text[found.start() :] for end in EVENT_ENDS)
+
+
 class _Chunked:
     """A chunked body that stays so, byte for byte."""
 

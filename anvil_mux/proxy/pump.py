@@ -31,7 +31,7 @@ from socket import MSG_DONTWAIT, SHUT_RDWR, socket
 
 from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BackendError
-from anvil_mux.proxy.bodies import AnswerBody, has_last_event
+from anvil_mux.proxy.bodies import AnswerBody, has_whole_last_event
 from anvil_mux.proxy.sockets import Unread
 
 READ = 16384
@@ -93,7 +93,7 @@ class Passed:
     @property
     def has_last_event(self) -> bool:
         """Whether the last event has come: its client may leave before the end of the framing."""
-        return has_last_event(b"\n" + self.last)
+        return has_whole_last_event(b"\n" + self.last)
 
 
 class Copied(Passed):

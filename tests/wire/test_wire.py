@@ -48,6 +48,7 @@ FOUND = [
     Case((Line((Ask("props", framing="chunked", body='{"id":"<id>"}', cut=849),)),)),
     Case((Line((Ask("props", wrong="a chunk's size that is none"),)),)),
     Case((Line((Ask(version="1.0", pad=400000, answer=Answer(framing="close")), Ask()), pipelined=True),)),
+    Case((Line((Ask("messages", leave="half", answer=Answer(kind="events", framing="close", cut=958)),)),)),
     Case((Line((Ask("ollama-stream", answer=Answer(kind="events", last=False)),)),)),
     Case((Line((Ask("ollama-stream", version="1.0", answer=Answer(kind="events", pad=300000, cut=386)),)),)),
     Case((Line((Ask(fields=("Connection: close",), pad=400000, answer=Answer(pad=300000)), Ask()), True),)),
