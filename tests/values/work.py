@@ -5,7 +5,7 @@ C does in between (a parser, a pattern) is told in empty lists that could be mad
 of the thread alone, so neither the machine nor what else runs on it matters much. A stretch is what a thread
 computes between two calls: about as long all others wait.
 
-Run as a program it is anvil-mux itself, which tells its work on a Unix socket: ``python -m tests.types.work
+Run as a program it is anvil-mux itself, which tells its work on a Unix socket: ``python -m tests.values.work
 SOCKET ARGUMENTS...``
 """
 

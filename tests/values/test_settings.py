@@ -14,10 +14,10 @@ import pytest
 
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from tests.running import STOP_TIMEOUT, begin, seen
-from tests.types.settings import EXIT_CODES, NAMES, OF_YAML, Files, drawn, judged, value_of, write
-from tests.types.test_types import SEED, house, kind_of, numbers
-from tests.types.values import changed
-from tests.types.witness import MODELS, House, compose
+from tests.values.settings import EXIT_CODES, NAMES, OF_YAML, Files, drawn, judged, value_of, write
+from tests.values.test_values import SEED, house, kind_of, numbers
+from tests.values.values import changed
+from tests.values.witness import MODELS, House, compose
 
 __all__ = ["house"]
 

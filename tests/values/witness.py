@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 
 from tests.running import Running, seen
-from tests.types.cases import MODELS, STREAMS, UNNAMED, Ask, request_of, said
-from tests.types.engine import name_of
+from tests.values.cases import MODELS, STREAMS, UNNAMED, Ask, request_of, said
+from tests.values.engine import name_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT = "types-witness"
@@ -61,7 +61,7 @@ def strict(text: str) -> Any:
 
 def compose() -> dict[str, Any]:
     """The file of the program under test."""
-    engine = {"command": [sys.executable, "-m", "tests.types.engine"], "working_dir": str(ROOT)}
+    engine = {"command": [sys.executable, "-m", "tests.values.engine"], "working_dir": str(ROOT)}
     services: dict[str, Any] = {}
     about: dict[str, dict[str, Any]] = {
         "small": {"engine": "openai", "presets": {"small-p": {"set": {"temperature": 0}, "system": "s"}}},
@@ -115,7 +115,7 @@ class House:
     def begin(self) -> None:
         self._number += 1
         place = str(self.folder / f"work{self._number}")
-        command = [sys.executable, "-m", "tests.types.work", place, "serve", str(self.file), "--port", "0"]
+        command = [sys.executable, "-m", "tests.values.work", place, "serve", str(self.file), "--port", "0"]
         process = subprocess.Popen(
             [*command, "--on-exit", "stop"],
             cwd=ROOT,

@@ -21,12 +21,12 @@ from anvil_mux.host.visit import Visit, has_error
 from anvil_mux.protocol import anthropic, api, ollama
 from anvil_mux.protocol.completions import Translation
 from anvil_mux.serve.scraper import load_of, load_of_slots
-from tests.types.cases import Says, base_of, said
-from tests.types.drawing import changes_of
-from tests.types.engine import answers
-from tests.types.test_types import SEED, numbers
-from tests.types.witness import strict
-from tests.types.work import list_ns
+from tests.values.cases import Says, base_of, said
+from tests.values.drawing import changes_of
+from tests.values.engine import answers
+from tests.values.test_values import SEED, numbers
+from tests.values.witness import strict
+from tests.values.work import list_ns
 
 TRANSLATED: dict[str, Callable[[dict[str, Any]], Translation]] = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 REFUSALS = (MuxError, requests.RequestException, prompt_cache.Unkept)

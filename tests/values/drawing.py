@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from tests.types.cases import (
+from tests.values.cases import (
     BODIES,
     FORMS,
     HEADS,
@@ -20,8 +20,8 @@ from tests.types.cases import (
     posts,
     words,
 )
-from tests.types.engine import answers
-from tests.types.values import HUGE, ODD, Change, Path, objects_in, places
+from tests.values.engine import answers
+from tests.values.values import HUGE, ODD, Change, Path, objects_in, places
 
 NAMES = [name for name in ODD if name not in HUGE]
 OF_ENGINES = {

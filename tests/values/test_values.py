@@ -18,9 +18,9 @@ from functools import partial
 
 import pytest
 
-from tests.types.cases import Ask, Says
-from tests.types.drawing import drawn, shortest
-from tests.types.witness import House
+from tests.values.cases import Ask, Says
+from tests.values.drawing import drawn, shortest
+from tests.values.witness import House
 
 SEED = os.environ.get("ANVIL_TYPES_SEED", "1")
 SECONDS = float(os.environ.get("ANVIL_TYPES_SECONDS", "0"))

@@ -2,7 +2,7 @@
 
 Only the model ``vllm`` has Anthropic's routes, so that for others they are translated.
 
-``python -m tests.types.engine MODEL FOLDER``: a file in FOLDER, named by a path (``name_of``), holds what is
+``python -m tests.values.engine MODEL FOLDER``: a file in FOLDER, named by a path (``name_of``), holds what is
 answered there in place of what an engine would say. With ``stream`` in the question an answer is one event.
 """
 

@@ -30,11 +30,11 @@ from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.eviction import EVICTIONS
 from anvil_mux.scheduler.policies import POLICIES
-from tests.types.cases import Brief
-from tests.types.values import ODD, Change, as_text, changed, places
-from tests.types.values import Path as Place
-from tests.types.witness import strict
-from tests.types.work import list_ns
+from tests.values.cases import Brief
+from tests.values.values import ODD, Change, as_text, changed, places
+from tests.values.values import Path as Place
+from tests.values.witness import strict
+from tests.values.work import list_ns
 
 YEAR = 365 * 86400.0
 MOST = 10**15

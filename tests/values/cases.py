@@ -15,8 +15,8 @@ from typing import Any
 
 from anvil_mux import protocol
 from anvil_mux.protocol import api
-from tests.types.engine import answers
-from tests.types.values import Change, as_text, changed, in_header, in_query
+from tests.values.engine import answers
+from tests.values.values import Change, as_text, changed, in_header, in_query
 
 MODELS = ("small", "twin", "llama", "vllm", "sglang", "ollama")
 """Model -> by its name the engine."""
