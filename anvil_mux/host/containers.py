@@ -51,6 +51,8 @@ from anvil_mux.state import state_folder, write_whole
 
 log = logging.getLogger(__name__)
 
+LATE_LOG_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)
+"""Seconds between looks at the log of what ended: Docker 28 says so before its last lines are there."""
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
 COMPOSED = "compose.yaml"
@@ -410,9 +412,21 @@ class ContainerRuntime:
                 if container.run == self._unstarted.get(backend.name):
                     return []
                 told = self._told.get(backend.name, 0.0)
-            return self._engine.log(container, lines, _log_begins(container, told))
+            return self._log_of(container, lines, _log_begins(container, told))
         except MuxError:
             return []
+
+    def _log_of(self, container: Container, lines: int, since: float) -> list[str]:
+        """The last lines of a run, also of one that has just ended."""
+        found = self._engine.log(container, lines, since)
+        if how_it_ended(container) is None:
+            return found
+        for pause in LATE_LOG_PAUSES:
+            time.sleep(pause)
+            before, found = found, self._engine.log(container, lines, since)
+            if found and found == before:
+                break
+        return found
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
         container = self._project.find(backend)

@@ -643,6 +643,16 @@ def test_the_log_tail_is_of_the_last_run_only(docker: Docker, runtime: Container
     assert begun - 5 < docker.since < begun
 
 
+def test_the_last_lines_of_what_has_ended_may_come_late(
+    docker: Docker, runtime: ContainerRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    docker.add("c1", status="exited", exit_code=3)
+    docker.logs = []
+    late = iter([[], [(1, "loading\n")], [(1, "loading\n"), (2, "out of memory\n")]])
+    monkeypatch.setattr(containers.time, "sleep", lambda _: setattr(docker, "logs", next(late, docker.logs)))
+    assert runtime.log_tail(A) == ["loading", "out of memory"]
+
+
 def test_nothing_of_an_earlier_run_is_shown_when_a_start_fails(docker: Docker, runtime: ContainerRuntime):
     docker.logs = [(1, "of the first run\n")]
     runtime.start(A)
