@@ -190,6 +190,8 @@ class Awaited(NamedTuple):
     """The policy's decision on that swap; None: it is under way."""
     overdue_at: float = FOREVER
     """When its swap begins, whatever the policy says."""
+    state: GroupState | None = None
+    """The GPU group of the backend, which need not be where the queue stood; None: no backend is known."""
 
 
 def awaited(state: GroupState, model: Model, now: float) -> Awaited:
@@ -201,7 +203,7 @@ def awaited(state: GroupState, model: Model, now: float) -> Awaited:
             if swap.target and swap.target.model == model.name and not swap.cancel:
                 expected = cost_of(each, swap, swap.target)
                 known = each.costs.knows(model.name, expected.way, swap.target.host.name)
-                return Awaited(None, swap.target, swap.victims, expected, known)
+                return Awaited(None, swap.target, swap.victims, expected, known, state=each)
     return _planned(state if model.queue else nearest(state.states_of(model), model, now), model, now)
 
 
@@ -223,5 +225,12 @@ def _planned(state: GroupState, model: Model, now: float) -> Awaited:
     target, victims, _, expected = plans[model.name]
     known = state.costs.knows(model.name, target.level, target.host.name)
     return Awaited(
-        None, target, victims, expected, loaded_before=known, decision=decision, overdue_at=overdue_at
+        None,
+        target,
+        victims,
+        expected,
+        loaded_before=known,
+        decision=decision,
+        overdue_at=overdue_at,
+        state=state,
     )

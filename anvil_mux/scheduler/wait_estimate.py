@@ -69,10 +69,10 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
         return WaitEstimate(model.name, "refused", None, None, found.refusal.message)
     if state.hosts[0].pause.is_on:
         return _paused(state.hosts[0].pause, model.name, now)
-    if found.target and found.decision:
-        return _planned(state, model.name, found, now)
-    if found.target:
-        return _coming(state, found.target, found, now, far)
+    if found.target and found.state:
+        if found.decision:
+            return _planned(found.state, model.name, found, now)
+        return _coming(found.state, found.target, found, now, far)
     return _blocked(state, model, found, now)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from anvil_mux.errors import LoadError
+from anvil_mux.lab.trial import Trial
+from anvil_mux.lab.worlds import WORLDS
 from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
 from anvil_mux.scheduler.progress import LogProgress, progress
@@ -142,6 +144,17 @@ def test_one_that_leaves_comes_back_later() -> None:
         "it is being evicted for b, and can be loaded again after that; 1 request still runs there, for at "
         "most 29 s (request #2 of a has run for 2.0 s); its turn comes in 60 s at the latest."
     )
+
+
+def test_it_is_told_what_makes_room_in_the_gpu_group_where_that_is() -> None:
+    facts = (("request", "x"), ("evicted", "m0"), ("loaded", "x"), ("request", "y"))
+    trial = Trial(WORLDS["busy replicas"], "eager").play(*facts)
+    layout = trial._main.core.layout
+    groups = layout.groups_of["m"]
+    told = [wait_estimate(group.state, layout.models["m"], trial.now) for group in groups]
+    assert len(groups) == 2
+    assert told[0] == told[1]
+    assert "x will be evicted now" in told[0].because
 
 
 def test_the_gpu_may_be_in_another_swap() -> None:
