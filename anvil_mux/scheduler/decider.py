@@ -162,7 +162,8 @@ class Decider:
         """
         state, kept = self._state, set[str]()
         late = [model for model in models if model.queue.overdue_at <= now]
-        for model in [*late, *sorted(models, key=attrgetter("priority"), reverse=True)]:
+        others = [model for model in models if model not in late]
+        for model in [*late, *sorted(others, key=attrgetter("priority"), reverse=True)]:
             if model.name not in self._plans and (found := takeover(state, model, kept, now)):
                 self._swaps.take_over(found, now)
                 return True
@@ -244,10 +245,10 @@ class Decider:
         more = spills(state, now)
         if not (plans or more or state.ready):
             return False  # nothing to be loaded, nothing to be evicted
-        found = contests(state, plans)
-        if more and found[-1].plans:
-            found.append(Contest({}, ()))
-        for each in found:
+        apart = contests(state, plans)
+        if more and apart[-1].plans:
+            apart.append(Contest({}, ()))  # more replicas compete with no queue
+        for each in apart:
             if self._decide(each, before, {} if each.plans else more, now):
                 state.deferred = before | state.deferred
                 return True

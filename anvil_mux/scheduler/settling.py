@@ -59,8 +59,9 @@ class Settling:
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
         self._memory_changes: dict[str, int] = {}
-        self._memory_used: dict[str, int] = {}
         """Host -> how often its memory had changed when its groups were last asked."""
+        self._memory_used: dict[str, int] = {}
+        """Host -> the bytes of its memory that were used then."""
         self._shared: dict[str, _SharedState] = {}
         """Models with backends in several groups, as they were when these were last asked."""
         self._is_closed = False

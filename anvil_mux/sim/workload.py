@@ -295,8 +295,9 @@ class ClientGroups:
         draws: dict[Hashable, random.Random] = {}
 
         def seconds(sender: Hashable) -> float:
-            draw = draws.setdefault(sender, random.Random(f"clients {seed} {sender}"))
-            return self.answer_seconds * draw.uniform(0.7, 1.3)
+            if sender not in draws:
+                draws[sender] = random.Random(f"clients {seed} {sender}")
+            return self.answer_seconds * draws[sender].uniform(0.7, 1.3)
 
         return seconds
 
