@@ -9,7 +9,8 @@ residents may stay, or it cools down. Plans are for queues; another replica of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -243,8 +244,7 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
         return []
     wanted = {gpu for each in waiting(state) for slot in state.own(each) for gpu in slot.holds}
     taken = state.busy_gpus(but=[swap]) | wanted
-    target.coming = False  # what it keeps and needs counts as if it had never been wanted
-    try:
+    with _unwanted(target):
         loadable = state.loadable(model, now)
         return [
             slot
@@ -254,6 +254,14 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
             and state.fits(slot)
             and state.memory.has_room(slot)
         ]
+
+
+@contextmanager
+def _unwanted(target: Slot) -> Iterator[None]:
+    """While this lasts, what the target of a swap keeps and needs counts as if it had never been wanted."""
+    target.coming = False
+    try:
+        yield
     finally:
         target.coming = True
 
@@ -301,11 +309,8 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
         return None
     going = [each for each in swap.victims if not each.holds.keys().isdisjoint(slot.holds)]
     staying = state.staying(now) | {each.name for each in swap.victims}
-    swap.target.coming = False
-    try:
+    with _unwanted(swap.target):
         return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)
-    finally:
-        swap.target.coming = True
 
 
 def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:
