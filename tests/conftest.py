@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux import clock
 from tests.chromium import Chromium
 from tests.fake_cuda import COMPILER, FakeCuda, build_library
 from tests.fake_engine import Rig
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=[each for each in items if each in left])
         items[:] = taken
+
+
+@pytest.fixture(autouse=True)
+def _mistakes() -> None:
+    """No test meets the mistakes that another one's threads made on purpose."""
+    clock._mistakes.clear()
 
 
 @pytest.fixture

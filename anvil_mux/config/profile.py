@@ -114,7 +114,7 @@ def read(text: str) -> Profile:
     about = found.get("metadata")
     chunk = about.get("max_num_batched_tokens", CHUNK) if isinstance(about, dict) else CHUNK
     if type(chunk) is not int or not 1 <= chunk <= MOST_COUNT:
-        raise ValueError("metadata.max_num_batched_tokens must be a whole number of at least 1")
+        raise ValueError(f"metadata.max_num_batched_tokens must be a whole number from 1 to {MOST_COUNT}")
     sizes = sorted(tpot)
     lines = _rising([_line(tpot[size], "tpot") for size in sizes])
     (prompts,) = _rising([_line([(0.0, 0.0), *ttft], "ttft")])
@@ -132,7 +132,7 @@ def _rows(found: Any, part: str) -> list[dict[str, Any]]:
 def _number(row: dict[str, Any], key: str) -> float:
     value = row.get(key)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MOST_COUNT:
-        raise ValueError(f"{key} must be a number of at least 0 in every measurement")
+        raise ValueError(f"{key} must be a number from 0 to {MOST_COUNT} in every measurement")
     return float(value)
 
 

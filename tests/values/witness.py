@@ -80,7 +80,7 @@ def compose() -> dict[str, Any]:
             **engine,
             "command": [*engine["command"], model, "FOLDER", *flags],
             "environment": {"VLLM_SERVER_DEV_MODE": "1"},
-            "x-anvil": {"gpus": [str(number)], "load_timeout": 4, "stop_timeout": 3, **given},
+            "x-anvil": {"gpus": [str(number)], "load_timeout": 12, "stop_timeout": 3, **given},
         }
     top = {
         "runtime": "process",
@@ -133,12 +133,22 @@ class House:
         self._connection.connect(place)
         self._connection.settimeout(GUARD)
         self._work = self._connection.makefile("rw")
-        self._warm()
+        self._watchers: list[Watcher] = []
+        try:
+            self._warm()
+        except BaseException:
+            self.close()
+            raise
         self._watchers = [Watcher(self.running.port, path) for path in sorted(STREAMS)]
 
     def _warm(self) -> None:
+        """Load all models at once; one that takes too long, on a busy machine, is asked for again."""
+
+        def asked(model: str) -> tuple[int, dict[str, str], str]:
+            return seen(lambda: self.running.chat(model), lambda answer: answer[0] != 503)
+
         with ThreadPoolExecutor(len(MODELS)) as pool:
-            for status, _, text in pool.map(self.running.chat, MODELS):
+            for status, _, text in pool.map(asked, MODELS):
                 assert status == 200, text
 
     def _told(self, word: str) -> dict[str, Any]:
