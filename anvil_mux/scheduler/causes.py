@@ -27,7 +27,8 @@ DecisionKind = Literal[
     "worth_it",
     "too_few",
     "in_use",
-    "paid_for",
+    "turn",
+    "turn_over",
     "replicas_busy",
     "min_residency",
     "policy",
@@ -140,9 +141,6 @@ class Cause(NamedTuple):
 
 
 _EARLY = "{detail} {seconds:.1f} s after it was loaded, before it had completed an answer"
-_WORTH = (
-    "{waiting} waiting, {expected:.1f} expected by the time it is loaded, worth a swap from {required:.1f}"
-)
 
 SENTENCES: dict[Kind, str] = {
     "overdue": "overdue",
@@ -184,10 +182,11 @@ SENTENCES: dict[Kind, str] = {
     "swap_cost": "the resident model may serve for as long as a swap costs",
     "slice_over": "{waiting} waiting, the slice of {residents} is over",
     "slice": "the slice of {residents} is not over",
-    "worth_it": _WORTH,
-    "too_few": _WORTH,
-    "in_use": f"{_WORTH}; {{residents}} was just in use",
-    "paid_for": "{waiting} waiting, together for as long as a swap costs",
+    "worth_it": "{waiting} waiting, and {residents} is idle",
+    "too_few": "{waiting} waiting, too few yet to evict {residents}, which may be asked again",
+    "in_use": "{residents} was just in use",
+    "turn": "{residents} is in its turn",
+    "turn_over": "{waiting} waiting, and the turn of {residents} is over",
     "replicas_busy": "{waiting} wait at busy replicas",
     "min_residency": "{residents} may stay for min_residency",
     "policy": "decided by the policy",

@@ -66,8 +66,10 @@ class Decider:
 
     def next_step(self, now: float) -> Step | Wait:
         """Return the step to perform now, each once, or until when to wait."""
-        if self._state.unseen or self._state.is_out_of_reach:
+        if self._state.unseen:
             return Wait(FOREVER)
+        if self._state.is_out_of_reach:
+            return self._swaps.advance(now) or Wait(FOREVER)
         self._upkeep.clear_hosts(now)
         if self._state.bounded:
             self._upkeep.give_up_surplus(now)

@@ -108,8 +108,10 @@ class GroupSwaps:
 
     def advance(self, now: float) -> Step | None:
         """The next step of the swaps under way."""
-        for swap in self._state.steered_swaps:
-            if step := self._go_on(swap, now):
+        for swap in tuple(self._state.swaps):
+            # Nothing is evicted on a host that is away, but a load may begin elsewhere.
+            step = self._go_on(swap, now) if swap.is_steered else self._go_elsewhere(swap, now)
+            if step:
                 return step
         return None
 

@@ -352,29 +352,28 @@ class TimeSlice:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Swap when enough requests wait to pay for the swap and the way back, while few requests run.
+    """Keep a model that answers for its turn, and an idle one until enough requests wait.
 
-    Two models that take turns lose ``S`` seconds per turn: both loads, both evictions, both drains. If a
-    queue grows by ``l`` requests a second, and that of the model that goes by ``r`` once it is gone, the
-    fewest request-seconds are lost when the queue has ``S * sqrt(l * r)`` requests at its model's arrival:
-    the square root rule of lot sizes (Harris, 1913). Three things move that threshold:
+    Two models that take turns lose ``S`` seconds between two turns of one of them: both loads, both
+    evictions, both drains.
 
-    * A moment with few leases is worth waiting for, and taking when it is there. How long the next lower
-      number of leases will take to come, on average, is that of an M/M/infinity queue; what it saves is the
-      part of the drain that nobody has to wait for any more.
-    * Clients that wait for an answer before they ask again do not fill a queue while they wait, so ``r`` says
-      little of them. Where queues grow more slowly than requests arrive, the resident's next requests count
-      as well, the less the longer it has served. It is believed to be idle for good after twice its usual
-      pause. By that alone one quick client would keep its model for ever. So a swap is paid for once the
-      queues have lost, since the resident came, as many request-seconds as it costs the resident's clients:
-      half of the way there and back for each of them. A policy that pays for a swap when waiting has cost as
-      much loses at most four times as much as the best choice, whatever comes (two states of a metrical task
-      system: Borodin, Linial and Saks, 1992; ski rental is the simplest). A turn is no shorter than
-      ``WORTHWHILE`` answers, though: clients that think would get little else than swaps. How many clients
-      there are, the rates tell: of ``n`` all but the one who is answered may join a queue, so that growth /
-      rate is 1 - 1/n. Where requests come whatever is answered that is 1, and the rule of lot sizes holds
-      without this bound.
-    * A resident that nobody has asked for of late costs nothing to evict: then the swap begins at once.
+    * A model that answers stays until its turn is over. A turn begins when the model is there and somebody
+      waits for its GPUs, and lasts for ``S``: of clients who ask again once they are answered, the root of
+      the mean square of their waits is least at that length (docs/policies.md). It lasts for up to twice as
+      long where the model's own queue would fill quickly. How quickly, the rates tell: of ``n`` clients who
+      wait for their answers all but one may join a queue, so that growth / rate is 1 - 1/n, and 1 where
+      requests come whatever is answered. From 3 clients on a turn grows with their number.
+    * Once nobody else comes to the queue, all its clients are in it. Those of the model that answers are
+      taken to be alike: they join its queue while it drains, so that a drain costs them nothing. Then ``S``
+      counts the loads and evictions alone, and the turn is the number of whole answers next to that. A queue
+      is complete when it has been quiet for longer than arrivals at random are: of ``n`` that came within
+      ``span`` seconds, nobody follows for another ``t`` with probability ``(span / (span + t)) ** (n - 1)``.
+    * An idle model is evicted once enough requests wait. If a queue grows by ``l`` requests a second, and
+      that of the model that goes by ``r`` once it is gone, the fewest request-seconds are lost when the queue
+      has ``S * sqrt(l * r)`` requests at its model's arrival: the square root rule of lot sizes (Harris,
+      1913). That many less those that a drain would have cost are enough, since there is none. Where clients
+      wait for their answers ``r`` says little of them: their next requests count as well, the less the longer
+      the model has served. It is believed to be idle for good after twice its usual pause.
 
     ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
     """
@@ -396,23 +395,24 @@ class Adaptive:
                 overdue = limit
         queue = max(seen.queues, key=_urgency) if len(seen.queues) > 1 else seen.queues[0]
         turn = _Turn(seen, queue)
-        if turn.expected < turn.enough:
-            if turn.over <= seen.now:
-                alike = [(_lost(each, seen.now), each) for each in seen.queues if each.evicts == queue.evicts]
-                queue = max(alike)[1]
-                return SwapTo(queue.model, Cause("paid_for", waiting=queue.waiting))
-            again = min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet)
-            leases = 2 * turn.leases if turn.leases <= FEW else max(turn.leases // 2, FEW)
-            return Stay(min(turn.over, overdue), _worth("too_few", queue, turn), leases, again)
-        answered = min(queue.newest, turn.last_used) + self.pause
-        if answered <= seen.now:
-            return SwapTo(queue.model, _worth("worth_it", queue, turn))
-        return Stay(min(answered, overdue), _worth("in_use", queue, turn, queue.evicts))
+        if not turn.leases and turn.expected >= turn.enough:
+            answered = min(queue.newest, turn.last_used) + self.pause
+            if answered <= seen.now:
+                return SwapTo(queue.model, _because("worth_it", queue))
+            return Stay(min(answered, overdue), _because("in_use", queue))
+        if turn.over <= seen.now:
+            alike = [each for each in seen.queues if each.evicts == queue.evicts]
+            queue = min(alike, key=lambda each: (-each.priority, each.oldest))
+            return SwapTo(queue.model, _because("turn_over", queue))
+        until, again = min(turn.over, overdue), seen.now + max(self.pause, turn.seconds / 5)
+        if turn.leases:
+            return Stay(until, _because("turn", queue), 1, again)
+        cause = _because("too_few", queue)._replace(expected=turn.expected, required=turn.enough)
+        return Stay(until, cause, again=min(again, turn.quiet))
 
 
-def _worth(kind: Kind, queue: Queue, turn: _Turn, residents: tuple[str, ...] = ()) -> Cause:
-    required = turn.enough if turn.enough > 0.0 else 0.0
-    return Cause(kind, residents=residents, waiting=queue.waiting, expected=turn.expected, required=required)
+def _because(kind: Kind, queue: Queue) -> Cause:
+    return Cause(kind, residents=queue.evicts, waiting=queue.waiting)
 
 
 def _urgency(queue: Queue) -> tuple[int, float]:
@@ -420,13 +420,8 @@ def _urgency(queue: Queue) -> tuple[int, float]:
     return queue.priority, queue.waiting / (queue.evict_seconds + queue.load_seconds + 1.0)
 
 
-def _lost(queue: Queue, now: float) -> tuple[int, float]:
-    """The order of queues that have waited long enough: by priority, then by the request-seconds lost."""
-    return queue.priority, queue.waiting * (now - (queue.oldest + queue.newest) / 2)
-
-
 class _Turn:
-    """The cost of a turn of one queue, and of the residents' next turn after that.
+    """The turn of the residents that a queue would evict: when it is over, and what may end it before.
 
     One is made for nearly every request, so it looks at each queue and each resident once.
     """
@@ -434,113 +429,76 @@ class _Turn:
     __slots__ = ("enough", "expected", "last_used", "leases", "over", "quiet", "seconds")
 
     def __init__(self, seen: Snapshot, queue: Queue) -> None:
-        going = [resident for resident in seen.residents if resident.model in queue.evicts]
-        leases, lost, service, back, self.last_used, self.quiet, clients = _together(going, seen.now)
-        self.leases = leases
-        waiting, growth = 0, 0.0
+        now = seen.now
+        leases, lost, service, pause, back = 0, 0.0, 0.0, 0.0, 0.0
+        begun = last_used = -FOREVER
+        quiet, clients, asked = FOREVER, 1.0, []
+        for model, _, since, held, used, rate, growth, idle, answer, reload_seconds in seen.residents:
+            if model not in queue.evicts:
+                continue
+            leases += held
+            lost += growth
+            service, pause, back = max(service, answer), max(pause, idle), max(back, reload_seconds)
+            begun, last_used = max(begun, since), max(last_used, used)
+            ends = used + PAUSES * max(idle, SHORTEST_PAUSE)
+            if not held and now < ends < quiet:
+                quiet = ends
+            if growth >= rate:
+                clients = FOREVER
+            else:
+                clients = max(clients, rate / (rate - growth))
+                if held or now < ends:
+                    often = (held or 1) / (idle + (answer or 1.0))
+                    asked.append(((1.0 - growth / rate) * often, max(now - since, 0.0)))
+        service = service or 1.0
+        waiting, growth, oldest, complete = 0, 0.0, FOREVER, -FOREVER
         for each in seen.queues:
             waiting += each.waiting
             growth += each.growth
-        if growth < 1e-6:
-            growth = 1e-6
+            complete = max(complete, _complete(each))
+            if each.evicts == queue.evicts:
+                oldest = min(oldest, each.oldest)
+        growth = max(growth, 1e-6)
         drain = service * math.log1p(leases)  # about the longest of so many leases
         swap_seconds = queue.evict_seconds + queue.load_seconds
+        self.leases, self.last_used, self.quiet = leases, last_used, quiet
         self.expected = expected = waiting + growth * (drain + swap_seconds)
         """Requests that will wait when the model is loaded."""
         served = (queue.service_seconds or service) * math.log1p(expected)
         self.seconds = seconds = swap_seconds + back + service / 2 + served
         """Seconds that are lost between two turns of the residents."""
-        enough = seconds * math.sqrt(growth * lost)
-        for rate, resident_for in clients:
-            enough += rate * seconds * seconds / (seconds + resident_for)
-        drained = lost * seconds + expected  # request-seconds lost per second of a drain
+        self.enough = 0.0
+        """Requests that have to be expected for an idle model to go."""
         if not leases:
-            enough -= math.sqrt(2 * growth * drained * service)
-        elif enough <= expected:  # else it is not the moment, whatever else it takes
-            enough += _patience(leases, lost, service, growth, drained)
-        self.enough = enough
-        """Requests that have to wait then; if more than are expected, at least so many."""
-        self.over = FOREVER
-        """When the swap is paid for although fewer requests are expected."""
-        if expected < enough:
-            self.over = seen.now + _left(seen, going, waiting, swap_seconds + back) - drain
+            again = sum([often * seconds * seconds / (seconds + there) for often, there in asked])
+            spared = math.sqrt(2 * growth * (lost * seconds + expected) * service)
+            self.enough = max(seconds * math.sqrt(growth * lost) + again - spared, 0.0)
+        begun = max(begun, oldest)
+        self.over = begun + seconds * min(max(clients / FEW, 1.0), 2.0)
+        """When the residents have had their turn."""
+        if complete < self.over:
+            ways = 2 * queue.evict_seconds + queue.load_seconds + back
+            answers = max(round(ways / (service + pause)), 1)
+            ahead = service * leases / (leases + 1) / 2  # so that answers end about when the turn does
+            self.over = min(self.over, max(complete, begun + answers * (service + pause) - ahead))
 
 
-def _left(seen: Snapshot, going: list[Resident], waiting: int, way_seconds: float) -> float:
-    """Seconds until the queues have lost what a swap costs the clients of the residents.
-
-    ``way_seconds``: of the way there and back. Each request that waits counts once for each client, at most:
-    a long queue makes no turn shorter than one swap is worth.
-    """
-    clients, turn, since = 0.0, way_seconds / 2, -FOREVER
-    for resident in going:
-        rate, growth, service_seconds = resident[5], resident[6], resident[8]
-        if growth >= rate or not service_seconds:
-            return FOREVER
-        held, there = resident[3], rate / (rate - growth)
-        clients += held if held > there else there
-        answers = WORTHWHILE * (resident[7] + service_seconds)
-        if answers > turn:
-            turn = answers
-        if resident[2] > since:
-            since = resident[2]
-    if not going:
+def _complete(queue: Queue) -> float:
+    """The moment at which all clients of a queue are believed to be in it, if nobody else comes."""
+    if queue.waiting < FEW:
         return FOREVER
-    lost = 0.0
-    for queue in seen.queues:
-        begun = (queue[2] + queue[3]) / 2
-        lost += queue[1] * (seen.now - (begun if begun > since else since))
-    return turn * (clients / waiting if clients > waiting else 1.0) - lost / waiting
+    span = queue.newest - queue.oldest
+    return queue.newest + span * (math.pow(RARE, -1 / (queue.waiting - 1)) - 1)
 
 
-_Clients = list[tuple[float, float]]
-"""Clients: how often they ask while they are answered, and for how long their model has served."""
-
-
-def _together(going: list[Resident], now: float) -> tuple[int, float, float, float, float, float, _Clients]:
-    """Add up the victims.
-
-    Leases, growth, the longest answer and load, the last use, the next moment at which one is believed to be
-    idle for good, and the clients that ask only if they are answered.
-    """
-    leases, lost, service, back, last_used, quiet = 0, 0.0, 0.0, 0.0, -FOREVER, FOREVER
-    clients = []
-    for _, _, since, held, used, rate, growth, pause, service_seconds, reload_seconds in going:
-        leases += held
-        lost += growth
-        if service_seconds > service:
-            service = service_seconds
-        if reload_seconds > back:
-            back = reload_seconds
-        if used > last_used:
-            last_used = used
-        idle = used + (PAUSES * pause if pause > SHORTEST_PAUSE else PAUSES * SHORTEST_PAUSE)
-        if not held and now < idle < quiet:
-            quiet = idle
-        if growth < rate and (held or now < idle):
-            asked = (held or 1) / (pause + (service_seconds or 1.0))
-            clients.append(((1.0 - growth / rate) * asked, max(now - since, 0.0)))
-    return leases, lost, service or 1.0, back, last_used, quiet, clients
-
-
-def _patience(leases: int, lost: float, service: float, growth: float, drained: float) -> float:
-    """The gain per second of waiting for one lease fewer; each further one takes longer to come."""
-    load, seconds = lost * service, 0.0  # until there is one lease fewer, while more come
-    for held in range(leases + 10, leases - 1, -1):
-        seconds = (service + load * seconds) / held
-    seconds = min(seconds, 1e4)
-    saved = drained * service / leases
-    return max((saved - growth * seconds * seconds / 2) / seconds, 0.0)
-
-
-FEW = 4
-"""Up to so many leases the end of each may make the moment to swap; of more, only that of half of them."""
+FEW = 3
+"""The number of clients that make no turn longer, and of requests that tell whether more will come."""
+RARE = 0.1
+"""The probability of a pause after which no more are expected to come."""
 PAUSES = 2.0
 """The number of its usual pauses after which a resident is believed to be idle for good."""
 SHORTEST_PAUSE = 0.02
 """The longest time that a client which does not think takes to read an answer and to ask again."""
-WORTHWHILE = 10
-"""Answers that each client gets in its turn before a swap can be paid for."""
 
 
 POLICIES: dict[str, type] = {

@@ -170,7 +170,8 @@ def _planned(state: GroupState, model: str, found: Awaited, now: float) -> WaitE
         until = min(found.decision.until, found.overdue_at)
         about = until - now + cost.seconds if found.decision.until < FOREVER else None
         reason = sentence(found.decision.cause)
-        text = f"{names or 'what is resident'} may stay for now ({reason}), for at most {span(late)}"
+        longest = f"about {span(until - now)} more" if until < found.overdue_at else f"at most {span(late)}"
+        text = f"{names or 'what is resident'} may stay for {longest} ({reason})"
     else:
         other = found.decision.model if found.decision else ""
         reason = sentence(found.decision.cause) if found.decision else ""

@@ -600,14 +600,14 @@ class _Checker:
         flagged ^= {host}
 
     def _look_at_hosts(self, event: Event) -> None:
-        """Before time goes on: nothing is leased on a lost host, nothing is ready on a drained one.
+        """Before time goes on: nothing is leased on a lost host, nothing is ready on a drained one in reach.
 
         And of what is on a host that is back it is known what it is.
         """
         for name in sorted(self._unfound):
             self._claim(False, event, f"nobody says what {name} is, whose host is back")
         self._unfound.clear()
-        for name in self._on_hosts(self._cleared - self._lost):
+        for name in self._on_hosts(self._cleared - self._lost - self._away):
             stays = self._backends[name].state == "ready" and not self._is_lost(name)
             self._claim(not stays, event, f"{name} is ready, whose host is drained or paused")
         for name in self._on_hosts(self._lost):
@@ -660,7 +660,7 @@ class _Checker:
             for name in self._of_model.get(model, ())
             if backend in ("", name)
             and self._backends[name].state == "ready"
-            and self._hosts[name].isdisjoint(self._lost | self._cleared)
+            and self._hosts[name].isdisjoint(self._lost | (self._cleared - self._away))
         ]
         free = [name for name in ready if self._is_free(name)]
         stages = [self._takers(ready, stage) for stage in STAGES]
@@ -767,7 +767,7 @@ class _Checker:
         return sum(
             self._slots[name].backend.infer_type == this.infer_type
             and self._backends[name].state in ("ready", "loading")
-            and self._hosts[name].isdisjoint(self._lost | self._cleared)
+            and self._hosts[name].isdisjoint(self._lost | (self._cleared - self._away))
             for name in names
         )
 

@@ -72,6 +72,9 @@ FOUND = [
     ("busy replicas", "adaptive", (("request", "m"), ("request", "m"), ("request", "m"), ("request", "x"))),
     ("busy replicas", "eager", (("request", "x"), ("evict_failed", "m0"), ("time",), ("request", "m"))),
     ("busy replicas", "adaptive", (("request", "x"), ("request", "y"), ("time",), ("request", "m"))),
+    ("two hosts", "debounce", (("request", "x"), ("away", "h2"), ("drained", "h2"), ("time",))),
+    ("two hosts", "eager", (("request", "y"), ("lost", "h1"), ("request", "m"), ("away", "h2"))),
+    ("two hosts", "adaptive", (("away", "h2"), ("drained", "h2"), ("request", "x"), ("request", "y"))),
 ]
 """Histories after which once something was wrong."""
 

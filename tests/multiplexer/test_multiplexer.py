@@ -304,7 +304,8 @@ def test_they_do_so_too_for_clients_that_ask_again_once_they_are_answered(policy
         return [request._replace(at=now + 2.0**-8 * (1 + (request.model == "b")))] if now < 20.0 else []
 
     config = Config(policy=policy, backends=(A, B))
-    trace = [Arrival(0.25, "a", service), Arrival(0.375, "b", service)]
+    # No request of a comes a second after b's, when it is told that the swap is held back.
+    trace = [Arrival(0.25, "a", service), Arrival(0.375 + 2.0**-9, "b", service)]
     before = {"resident": ["a"], "costs": Engines({"a": 1.0, "b": 3.0}, 0.25).costs(config), "follow": follow}
     engines = Engines({"a": 1.0, "b": 3.0}, 0.25)
     assert differences(config, trace, engines, seed=3, **before) is None

@@ -59,7 +59,6 @@ REASONS = {
     "too_few": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}",
     "in_use": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}; "
     "{residents} was just in use",
-    "paid_for": "{waiting} waiting, they have lost what a swap costs",
     "replicas_busy": "{waiting} wait at busy replicas",
     "min_residency": "{residents} may stay for min_residency",
     "policy": "",

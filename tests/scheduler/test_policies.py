@@ -11,10 +11,11 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.causes import POLICY, Cause, is_decided
 from anvil_mux.scheduler.policies import (
+    FEW,
     FOREVER,
     PAUSES,
     POLICIES,
-    WORTHWHILE,
+    RARE,
     Adaptive,
     CostAware,
     Debounce,
@@ -317,26 +318,11 @@ def test_adaptive_swaps_at_once_if_nobody_has_asked_for_the_resident_of_late():
     assert swaps(adapted(replace(LOVED, rate=0.0, growth=0.0, last_used=-50.0)))
 
 
-def test_adaptive_waits_while_many_lease_and_takes_the_moment_when_nobody_does():
-    for leases in (1, 2, 4, 8, 50):
-        assert not swaps(adapted(replace(LOVED, leases=leases, last_used=9.5)))
-    assert swaps(adapted(replace(LOVED, leases=0, last_used=9.5)))
-
-
-def test_adaptive_asks_more_of_a_line_the_more_leases_would_have_to_be_drained():
-    def needed(leases):
-        resident = replace(LOVED, leases=leases, last_used=9.5)
-        return next(n for n in range(1, 1000) if swaps(adapted(resident, replace(THERE, waiting=n))))
-
-    numbers = [needed(leases) for leases in (0, 1, 4, 16)]
-    assert numbers == sorted(set(numbers))
-    assert numbers[0] == 1
-
-
-def test_adaptive_lets_a_line_that_is_long_enough_go_whatever_has_to_be_drained():
-    busy = replace(LOVED, leases=8, last_used=10.0)
-    assert not swaps(adapted(busy, replace(THERE, waiting=20)))
-    assert swaps(adapted(busy, replace(THERE, waiting=80)))
+@pytest.mark.parametrize("leases", [1, 2, 4, 8, 50])
+def test_adaptive_keeps_a_model_that_answers_and_takes_the_moment_when_it_does_not(leases):
+    stay = adapted(replace(LOVED, since=5.0, leases=leases, last_used=9.5), replace(THERE, waiting=2))
+    assert (stay.cause.kind, stay.cause.residents, stay.leases) == ("turn", ("a",), 1)
+    assert swaps(adapted(replace(LOVED, since=5.0, leases=0, last_used=9.5), replace(THERE, waiting=2)))
 
 
 def test_adaptive_asks_more_of_a_line_the_dearer_the_way_there_and_back():
@@ -364,49 +350,71 @@ def test_adaptive_waits_for_clients_that_ask_again_after_their_answers_but_not_f
     assert swaps(adapted(replace(CLOSED, last_used=6.0, pause_seconds=2.0), far))
 
 
-QUICK = replace(
-    CLOSED, since=0.0, leases=1, last_used=10.0, pause_seconds=0.01, service_seconds=0.1, growth=0.0
-)
-"""A lone client that has been served for ten seconds; the way there and back takes 1 + 9 + 3 s."""
+SERVING = replace(CLOSED, since=0.0, leases=1, pause_seconds=0.5, service_seconds=2.0, growth=0.0)
+"""It answers one client at a time, for 2 s each; the way there and back takes 1 + 9 + 3 s."""
+
+
+def turn_over(resident, *lines):
+    """The moment until which the resident stays, which is the same for whoever asks before it."""
+    until = adapted(resident, *lines).until
+    assert not swaps(adapted(resident, *lines, now=until - 0.01))
+    decision = adapted(resident, *lines, now=until + 0.01)
+    assert (decision.model, decision.cause.kind) == ("b", "turn_over")
+    return until
+
+
+def lost(line, now):
+    """The seconds between two turns: there and back, half an answer, and those of all who wait at the end."""
+    expected = line.waiting + line.growth * (2.0 * math.log(2) + 10.0)
+    return 13.0 + 1.0 + 2.0 * math.log1p(expected)
+
+
+@pytest.mark.parametrize(("since", "oldest"), [(0.0, 9.0), (9.0, 0.0), (-90.0, 9.0), (9.0, -20.0)])
+def test_a_turn_lasts_for_what_a_swap_there_and_back_takes_from_when_the_model_is_there_and_somebody_waits(
+    since, oldest
+):
+    line = replace(THERE, oldest=oldest, newest=oldest, max_wait=600.0)
+    until = turn_over(replace(SERVING, since=since), line)
+    assert until == pytest.approx(max(since, oldest) + lost(line, until))
 
 
 @pytest.mark.parametrize(
-    ("resident", "line", "lost"),
-    [
-        (QUICK, {}, 6.5),
-        (QUICK, {"waiting": 2}, 6.5),  # as many seconds of each
-        (replace(QUICK, growth=0.5), {}, 2 * 6.5),  # half of the arrivals overlap: two clients
-        (replace(QUICK, growth=0.5), {"waiting": 2}, 6.5),
-        (replace(QUICK, leases=3), {}, 3 * 6.5),
-        (replace(QUICK, pause_seconds=0.9), {}, WORTHWHILE * 1.0),
-    ],
+    ("growth", "times"), [(0.0, 1), (1 - 1 / FEW, 1), (0.75, 4 / FEW), (1 - 1e-9, 2), (1.0, 2), (3.0, 2)]
 )
-def test_adaptive_lets_clients_that_wait_for_answers_keep_their_model_until_the_swap_is_paid_for(
-    resident, line, lost
+def test_a_turn_is_up_to_twice_as_long_the_more_clients_would_join_the_queue_of_the_model(growth, times):
+    assert turn_over(replace(SERVING, growth=growth), THERE) == pytest.approx(9.0 + times * lost(THERE, 9.0))
+
+
+@pytest.mark.parametrize(("load_seconds", "answers"), [(0.1, 1), (1.0, 2), (4.0, 4), (9.0, 8), (90.0, 73)])
+def test_while_all_clients_wait_a_turn_is_as_many_answers_as_fit_into_a_swap_there_and_back(
+    load_seconds, answers
 ):
-    drain = resident.service_seconds * math.log1p(resident.leases)
-    since = 2.0
-    line = replace(THERE, oldest=since, newest=since, **line)
-    first = adapted(resident, line, now=since)
-    assert first.until == pytest.approx(since + lost - drain)
-    assert not swaps(adapted(resident, line, now=first.until - 0.01))
-    assert swaps(adapted(resident, line, now=first.until + 0.01))
+    together = replace(THERE, waiting=4, oldest=9.0, newest=9.1, load_seconds=load_seconds, max_wait=600.0)
+    busy = replace(SERVING, leases=4, reload_seconds=load_seconds)
+    ahead = 2.0 * 4 / 5 / 2  # the drain begins before the last answers end
+    assert turn_over(busy, together) == pytest.approx(9.0 + answers * 2.5 - ahead)
 
 
-def test_adaptive_counts_what_a_queue_loses_from_when_the_resident_came():
-    line = replace(THERE, oldest=-20.0, newest=-20.0, max_wait=600.0)
-    assert adapted(QUICK, line, now=3.0).until == pytest.approx(6.5 - 0.1 * math.log(2))
+@pytest.mark.parametrize("waiting", [FEW, 5, 20])
+def test_all_clients_wait_once_nobody_has_joined_for_longer_than_at_random(waiting):
+    line = replace(THERE, waiting=waiting, oldest=8.9, newest=9.9, evict_seconds=0.1, load_seconds=0.1)
+    busy = replace(SERVING, reload_seconds=0.1, service_seconds=0.5, pause_seconds=0.0, growth=1.0)
+    quiet = turn_over(busy, line) - line.newest
+    assert (1.0 / (1.0 + quiet)) ** (waiting - 1) == pytest.approx(RARE)
 
 
-def test_adaptive_serves_the_queue_first_that_has_lost_most_once_the_swap_is_paid_for():
-    near = replace(THERE, model="near", oldest=4.0, newest=4.0, load_seconds=3.0)
-    assert adapted(QUICK, replace(THERE, oldest=1.0, newest=1.0), near, now=9.0).model == "b"
+def test_of_few_who_wait_it_is_not_known_whether_they_are_all():
+    line = replace(THERE, waiting=FEW - 1, oldest=9.0, newest=9.0)
+    assert turn_over(SERVING, line) == pytest.approx(9.0 + lost(line, 9.0))
 
 
-def test_adaptive_gives_no_such_bound_where_requests_come_whatever_is_answered():
-    stay = adapted(replace(QUICK, growth=1.0, rate=1.0, leases=4))
-    assert stay.until == THERE.oldest + THERE.max_wait
-    assert stay.again < stay.until
+def test_adaptive_serves_the_queue_first_that_is_oldest_once_a_turn_is_over():
+    near = replace(THERE, model="near", waiting=5, oldest=4.0, newest=8.0, load_seconds=3.0)
+    assert adapted(SERVING, replace(THERE, oldest=1.0, newest=1.0), near, now=50.0).model == "b"
+    assert (
+        adapted(SERVING, replace(THERE, oldest=1.0, newest=1.0), replace(near, priority=1), now=50.0).model
+        == "near"
+    )
 
 
 def test_adaptive_waits_less_for_them_the_longer_their_model_has_served():
@@ -414,7 +422,7 @@ def test_adaptive_waits_less_for_them_the_longer_their_model_has_served():
 
 
 def test_adaptive_never_waits_past_the_bound_of_any_line():
-    busy = replace(LOVED, leases=50, last_used=10.0)
+    busy = replace(LOVED, since=9.0, leases=50, last_used=10.0)
     later = replace(THERE, model="c", oldest=-49.9)
     assert adapted(busy, THERE, later).until == -49.9 + 60.0
     assert adapted(busy, THERE, replace(later, oldest=-50.0)) == SwapTo(
@@ -687,14 +695,6 @@ def test_an_answer_holds_for_the_leases_that_it_says_it_holds_for(name):
             later = policy.decide(moved_on(seed, snapshot, decision))
             assert isinstance(later, Stay), f"seed {seed}"
             assert later.until >= decision.until, f"seed {seed}"
-
-
-@pytest.mark.parametrize(("leases", "least"), [(1, 2), (4, 8), (5, 4), (20, 10)])
-def test_adaptive_looks_at_the_end_of_each_of_few_leases_and_of_half_of_many(leases, least):
-    busy = Resident("a", "a", since=1.0, leases=leases, last_used=9.9, rate=9.0, growth=9.0)
-    decision = Adaptive().decide(seen(replace(YOUNG, growth=0.1), residents=(busy,)))
-    assert isinstance(decision, Stay)
-    assert decision.leases == least
 
 
 @pytest.mark.parametrize("name", POLICIES)

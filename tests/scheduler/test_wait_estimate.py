@@ -69,7 +69,7 @@ def test_what_the_policy_says_is_told_with_its_reason() -> None:
     found = ask(driver, "b", 5.0)
     assert (found.seconds, found.at_most) == (2.0 + 11.0, 60.0 + 11.0)
     assert found.because == (
-        "a may stay for now (its requests still arrive less than 2 s apart), for at most 60 s; "
+        "a may stay for about 2.0 s more (its requests still arrive less than 2 s apart); "
         "then its load takes 10 s (a guess)."
     )
 
