@@ -328,6 +328,8 @@ class ChunkCounter:
         size = len(data)
         if end - size == 1 and size > position:
             self._held, self._left = data[-1:], 2
+            if self._held != b"\r":
+                raise self._error("a chunk of the body is longer than it says")
         else:
             self._left = end - size
 

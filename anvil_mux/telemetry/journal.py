@@ -289,7 +289,7 @@ def story(event: Event) -> str:
         case "demoting":
             return f"{_deeper(event.way)}: {reason}"
         case "deferred":
-            until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
+            until = f" for up to {seconds:.1f} s" if 0.1 <= seconds < float("inf") else ""
             return f"its swap is held back{until}: {reason}"
         case "severed" if cause:
             return f"severed #{event.ticket}: {Severance(cause, seconds).sentence(event.model)}"

@@ -672,6 +672,15 @@ def test_bad_chunks_are_refused_whole_and_byte_by_byte(sent):
             _feed_all(counter, sent, step)
 
 
+@pytest.mark.parametrize("sent", [b"4\r\nabcdX", b"4\r\nabcd\n", b"4\r\nabcd\rX", b"1\r\n{}"])
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_a_byte_that_is_wrong_is_refused_when_it_comes_and_never_passed_on(sent, before):
+    counter = http1.ChunkCounter(BadRequest)
+    counter.feed(sent[:-before])
+    with pytest.raises(BadRequest):
+        counter.feed(sent[-before:])
+
+
 def test_a_decoder_stops_at_its_limit():
     decoder = http1.ChunkDecoder(limit=5, error=BadRequest)
     assert decoder.feed(http1.chunk(b"12345")) == b"12345"

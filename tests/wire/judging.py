@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from anvil_mux.telemetry.accesslog import Served
@@ -201,7 +203,7 @@ def leaves(ask: Ask) -> bool:
 
 
 def _of_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:
-    if set(ID.findall(reader.head + reader.body)) - {seen.id.encode()}:
+    if set(ID.findall(reader.head + _content(reader))) - {seen.id.encode()}:
         yield f"bytes of another request or of a second answer: {reader.head!r}{reader.body[:300]!r}"
     elif seen.ask.version == "1.0" and reader.values(b"transfer-encoding"):
         yield f"chunks for an HTTP/1.0 client: {reader.head!r}"
@@ -209,6 +211,15 @@ def _of_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:
         yield from _of_engines_answer(seen, reader)
     else:
         yield from _of_own_answer(seen, reader)
+
+
+def _content(reader: AnswerReader) -> bytes:
+    """The body before it was compressed, as far as it came: compressed bytes may look like anything."""
+    if reader.values(b"content-encoding") != [b"gzip"]:
+        return reader.body
+    with suppress(zlib.error):
+        return zlib.decompressobj(wbits=31).decompress(reader.body)
+    return reader.body
 
 
 def _of_engines_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:

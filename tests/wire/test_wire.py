@@ -52,6 +52,7 @@ FOUND = [
     Case((Line((Ask("ollama-stream", answer=Answer(kind="events", last=False)),)),)),
     Case((Line((Ask("ollama-stream", version="1.0", answer=Answer(kind="events", pad=300000, cut=386)),)),)),
     Case((Line((Ask(fields=("Connection: close",), pad=400000, answer=Answer(pad=300000)), Ask()), True),)),
+    Case((Line((Ask(answer=Answer(kind="none", pieces=7, wrong="a chunk longer than it says")),)),)),
 ]
 """Cases that once showed a mistake."""
 
