@@ -174,11 +174,13 @@ class Draining(MuxError):
 
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return foreign text as a terminal may have it: without escape sequences and control characters."""
+    """Return foreign text as a terminal may have it: without escape sequences, control characters and half
+    characters.
+    """
     return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", " "))
 
 

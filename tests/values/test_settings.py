@@ -39,6 +39,7 @@ FOUND = [
         for value in ("1e15", "309 digits")
     ),
     Files(changes=((("x-anvil", "routing", "policies", "my_lmetric", "filters", 1), "control characters"),)),
+    Files(variables=(("ANVIL_DEFAULT_MODEL", "other surrogate"),)),
     Files(profile=((("ttft", "results", 0, "p50"), "309 digits"),)),
     Files(profile=((("metadata", "max_num_batched_tokens"), "309 digits"),)),
     *(
