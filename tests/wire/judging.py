@@ -321,10 +321,6 @@ def _may_be_refused(seen: Seen, status: int) -> bool:
     ask, way = seen.ask, WAYS[seen.ask.way]
     if seen.received:
         return _fails(ask) or ask.answer.twice == "together" or way.translated
-    # An engine that resets its connection behind an answer may be so late that this takes the next request along:
-    # that one is sent anew only if its connection ends at once, since else the engine may be at work on it.
-    if status == 502 and any(each.ask.answer.end == "reset" for each in seen.before):
-        return True
     return (
         (status == 401 and ask.key in ("", "unknown") and ask.way not in OPEN)
         or (status in (403, 404) and ask.key == "only-a" and (_names_another(ask) or ask.way in OWN))

@@ -212,6 +212,7 @@ class Player:
     def play(self, case: Case) -> tuple[House, list[Seen], list[str]]:
         """What was seen of its requests, and what no client takes."""
         house = self.house(keyed=case.keyed)
+        house.rig.relay.pool.sweep()  # as the program does now and then
         house.rig.events.seen.clear()
         known = house.engine.known
         for id in list(known)[:-KEPT]:
