@@ -51,6 +51,7 @@ FOUND = [
     Case((Line((Ask("messages", leave="half", answer=Answer(kind="events", framing="close", cut=958)),)),)),
     Case((Line((Ask("ollama-stream", answer=Answer(kind="events", last=False)),)),)),
     Case((Line((Ask("ollama-stream", version="1.0", answer=Answer(kind="events", pad=300000, cut=386)),)),)),
+    Case((Line((Ask(answer=Answer(kind="events", framing="close", cut=990)),)),)),
     Case((Line((Ask(fields=("Connection: close",), pad=400000, answer=Answer(pad=300000)), Ask()), True),)),
     Case((Line((Ask(answer=Answer(kind="none", pieces=7, wrong="a chunk longer than it says")),)),)),
 ]
