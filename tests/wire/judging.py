@@ -306,7 +306,7 @@ def _of_own_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:
         yield from _of_refusal(ask, reader)
     elif way.translated and ask.body is None and not ask.method and reader.status < 400:
         failed = must_be_cut(ask) or ask.answer.wrong or ask.answer.status >= 300
-        if failed and not _tells(ask, reader):
+        if failed and not (_tells(ask, reader) or _has_said_why_it_ended(seen)):
             yield f"a failed answer became a whole one: {ask.answer!r}: {reader.body[-300:]!r}"
     elif way.at and not way.translated and reader.status < 400 and not ask.method:
         yield f"an engine's answer without its fields: {reader.head!r}"
@@ -314,6 +314,15 @@ def _of_own_answer(seen: Seen, reader: AnswerReader) -> Iterator[str]:
         yield f"refused with {reader.status}, and yet sent to the engine: {ask!r}"
     elif reader.status >= 400 and not _may_be_refused(seen, reader.status):
         yield f"a sound request was answered {reader.status}: {ask!r}: {reader.body[:300]!r}"
+
+
+def _has_said_why_it_ended(seen: Seen) -> bool:
+    """Whether a stream broke off behind its ``finish_reason``: a translated one has nothing more to tell."""
+    answer = seen.ask.answer
+    sent = answer_bytes(answer, WAYS[seen.ask.way], seen.id)
+    lines = sent[: len(sent) * answer.cut // 1000].rpartition(b"\n")[0]
+    is_stream = answer.kind == "events" and answer.framing == "close" and not (answer.packed or answer.wrong)
+    return is_stream and answer.cut >= 0 and b'"finish_reason": "stop"' in lines
 
 
 def _of_refusal(ask: Ask, reader: AnswerReader) -> Iterator[str]:
