@@ -29,6 +29,7 @@ from anvil_mux.config.checking import Checks
 from anvil_mux.config.composefile import Compose, Content, combine, run_compose
 from anvil_mux.config.composing import ComposedFiles
 from anvil_mux.config.config import Backend, Config, Gpu, Judge, Machine, default_of, models_by_name
+from anvil_mux.config.diagnostic import as_yaml
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.misplaced import misplaced
 from anvil_mux.config.names import Names
@@ -244,6 +245,15 @@ def _structure(text: str) -> object:
     if text[0] not in "[{":
         return text
     try:
-        return yaml.load(text, interpolate.Loader)
+        return _keyed_by_text(yaml.load(text, interpolate.Loader))
     except (yaml.YAMLError, RecursionError):
         return text
+
+
+def _keyed_by_text(value: object) -> object:
+    """The value with each key as it was written: ``0`` is the name of a GPU."""
+    if isinstance(value, dict):
+        return {
+            key if isinstance(key, str) else as_yaml(key): _keyed_by_text(each) for key, each in value.items()
+        }
+    return [_keyed_by_text(each) for each in value] if isinstance(value, list) else value

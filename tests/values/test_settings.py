@@ -40,6 +40,7 @@ FOUND = [
     ),
     Files(changes=((("x-anvil", "routing", "policies", "my_lmetric", "filters", 1), "control characters"),)),
     Files(variables=(("ANVIL_DEFAULT_MODEL", "other surrogate"),)),
+    *(Files(variables=((name, "{true: 1}"),)) for name in ("ANVIL_GPUS", "ANVIL_MACHINES")),
     Files(profile=((("ttft", "results", 0, "p50"), "309 digits"),)),
     Files(profile=((("metadata", "max_num_batched_tokens"), "309 digits"),)),
     *(
