@@ -417,7 +417,7 @@ def answer_bytes(answer: Answer, way: Way, id: str) -> bytes:
             lines.append(_CHUNKED)
             size = len(body) // 5 or 1
             parts = [body[start : start + size] for start in range(0, len(body), size)]
-            if not answer.split:
+            if not (answer.split or answer.packed):
                 parts = [event + b"\n\n" for event in body.split(b"\n\n")[:-1]] or [body]
                 parts = [part for part in parts if part]
             body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
