@@ -369,11 +369,11 @@ class Adaptive:
       is complete when it has been quiet for longer than arrivals at random are: of ``n`` that came within
       ``span`` seconds, nobody follows for another ``t`` with probability ``(span / (span + t)) ** (n - 1)``.
     * An idle model is evicted once enough requests wait. If a queue grows by ``l`` requests a second, and
-      that of the model that goes by ``r`` once it is gone, the fewest request-seconds are lost when the queue
-      has ``S * sqrt(l * r)`` requests at its model's arrival: the square root rule of lot sizes (Harris,
-      1913). That many less those that a drain would have cost are enough, since there is none. Where clients
-      wait for their answers ``r`` says little of them: their next requests count as well, the less the longer
-      the model has served. It is believed to be idle for good after twice its usual pause.
+      that of the model that goes by ``r`` once it is gone, the fewest request-seconds are lost when the
+      queue has ``S * sqrt(l * r)`` requests at its model's arrival: the square root rule of lot sizes
+      (Harris, 1913). Fewer are enough here, since nothing has to be drained. Where clients wait for their
+      answers ``r`` says little of them: their next requests count as well, the less the longer the model
+      has served. It is believed to be idle for good after twice its usual pause.
 
     ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
     """

@@ -607,7 +607,7 @@ class _Checker:
         for name in sorted(self._unfound):
             self._claim(False, event, f"nobody says what {name} is, whose host is back")
         self._unfound.clear()
-        for name in self._on_hosts(self._cleared - self._lost - self._away):
+        for name in self._on_hosts(self._deserted - self._lost):
             stays = self._backends[name].state == "ready" and not self._is_lost(name)
             self._claim(not stays, event, f"{name} is ready, whose host is drained or paused")
         for name in self._on_hosts(self._lost):
@@ -617,6 +617,11 @@ class _Checker:
     def _cleared(self) -> Set[str]:
         """The hosts on which nothing may stay: those that are drained, or all of them during a pause."""
         return self._on_host.keys() if self._then.is_paused else self._drained
+
+    @property
+    def _deserted(self) -> Set[str]:
+        """The hosts whose backends serve nobody: those that are lost, or to be empty and in reach."""
+        return self._lost | (self._cleared - self._away)
 
     def _on_hosts(self, hosts: Iterable[str]) -> Iterator[str]:
         return (name for host in hosts for name in self._on_host.get(host, ()))
@@ -660,7 +665,7 @@ class _Checker:
             for name in self._of_model.get(model, ())
             if backend in ("", name)
             and self._backends[name].state == "ready"
-            and self._hosts[name].isdisjoint(self._lost | (self._cleared - self._away))
+            and self._hosts[name].isdisjoint(self._deserted)
         ]
         free = [name for name in ready if self._is_free(name)]
         stages = [self._takers(ready, stage) for stage in STAGES]
@@ -767,7 +772,7 @@ class _Checker:
         return sum(
             self._slots[name].backend.infer_type == this.infer_type
             and self._backends[name].state in ("ready", "loading")
-            and self._hosts[name].isdisjoint(self._lost | (self._cleared - self._away))
+            and self._hosts[name].isdisjoint(self._deserted)
             for name in names
         )
 

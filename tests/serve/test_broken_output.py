@@ -85,9 +85,8 @@ def test_the_second_signal_ends_it_at_once(state: Path, standard_error: int) -> 
     running = begun(state, standard_error, tokens_per_second=20)
 
     def readiness() -> int | None:
-        with suppress(
-            ConnectionError
-        ):  # a connection on which nothing was asked yet is closed as a drain begins
+        # A connection on which nothing was asked yet is closed as a drain begins.
+        with suppress(ConnectionError):
             return running.process.poll() or running.request("GET", "/readyz")[0]
         return None
 
