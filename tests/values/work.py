@@ -113,7 +113,8 @@ def _tell(work: Work, place: str) -> None:
             if line == "mark\n":
                 work.mark()
             elif line.startswith("print"):
-                print(line, end="", flush=True)
+                # On a line of its own, even inside a long line of the log, which a full pipe takes in parts.
+                print(f"\n{line}", end="", flush=True)
             lines.write(json.dumps(told) + "\n")
             lines.flush()
 
