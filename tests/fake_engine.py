@@ -394,7 +394,11 @@ class Rig:
         self.events = Events()
         self.relay = Relay(self.config.upstream_timeout, self.config.client_timeout)
         self.mux = Multiplexer(
-            self.config, self.mechanism, log=self.events.add, has_heard=self.relay.has_heard
+            self.config,
+            self.mechanism,
+            log=self.events.add,
+            has_heard=self.relay.has_heard,
+            close_idle=self.relay.pool.end,
         )
         self.mux.start()
         self.feed = Feed()

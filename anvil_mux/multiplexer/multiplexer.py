@@ -30,7 +30,7 @@ from anvil_mux.errors import (
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.facts import Facts
-from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.multiplexer.lease import EngineRun, Lease
 from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.multiplexer.shell import Shell, cut
 from anvil_mux.routing.routing import Work
@@ -54,6 +54,7 @@ class Multiplexer:
 
     ``log`` takes every event, under the lock; without ``log_leases`` none of leases that begin and end.
     ``has_heard(address, since)``: whether an engine has sent anybody a part of an answer since that moment.
+    ``close_idle(run)``: closes the connections to a run of an engine that idle.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Multiplexer:
         footprints: Iterable[Footprint] = (),
         clock: Clock | None = None,
         has_heard: Callable[[tuple[str, int], float], bool] = lambda address, since: False,
+        close_idle: Callable[[EngineRun], object] = lambda run: None,
     ) -> None:
         self._clock = clock or Clock()
         self._shell = Shell(
@@ -77,6 +79,7 @@ class Multiplexer:
             emit_leases=log_leases,
             costs=costs,
             footprints=footprints,
+            close_idle=close_idle,
         )
         self._scheduler = self._shell.scheduler
         self._layout = self._scheduler.layout

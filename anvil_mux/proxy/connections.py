@@ -157,12 +157,16 @@ class Pool:
             found = self._of_run.setdefault(run, Connections(idle_connections(backend)))
         return found
 
+    def end(self, run: Hashable) -> None:
+        """The engine is to go: nobody needs a connection to this run any more."""
+        if connections := self._of_run.pop(run, None):
+            connections.end()
+
     def sweep(self) -> None:
         """Called now and then, so that a quiet mux holds no connections."""
         for run, connections in list(self._of_run.items()):
             if connections.sweep():
-                self._of_run.pop(run, None)
-                connections.end()
+                self.end(run)
 
     def close(self) -> None:
         for connections in list(self._of_run.values()):

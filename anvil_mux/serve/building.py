@@ -151,6 +151,7 @@ class Parts:
             footprints=known.footprints,
             clock=self.clock,
             has_heard=self.relay.has_heard,
+            close_idle=self.relay.pool.end,
         )
         self.adoption = Adoption(hosts, self.mux, self.say)
         self.read_ahead.begin(self.mux.overview.coming_loads, self.hosts.all)

@@ -18,6 +18,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError, Severed
+from anvil_mux.host.seam import Evicted
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import bodies, connections, pump, relay
 from anvil_mux.proxy.waiting import Patience
@@ -922,6 +923,24 @@ def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("anvil_mux.proxy.connections.IDLE_SECONDS", 0.0)
     rig.relay.pool.sweep()
     assert rig.engine.connections[0].ended.wait(20)
+
+
+def test_no_connection_idles_to_an_engine_that_is_told_to_go(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    were_closed = []
+
+    def evict(backend: Backend, how: str) -> Evicted:
+        were_closed.append(rig.engine.connections[0].ended.wait(GUARD))
+        return Evicted(how)
+
+    monkeypatch.setattr(rig.mechanism, "evict", evict)
+    rig.engine.answer = rig.other.answer = lambda _: JSON_OK
+    client = rig.client()
+    for model in (b"a", b"org/b"):
+        client.post(b'{"model":"%b"}' % model)
+        assert client.read().status == 200
+    assert were_closed == [True]
 
 
 def served(rig: Rig, client: RawClient) -> None:
