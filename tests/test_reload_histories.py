@@ -546,7 +546,7 @@ def on(host, backend):
 def test_one_that_goes_to_another_host_is_stopped_where_it_was_and_then_loaded_there():
     trace = [
         Arrival(0.0, "a", 20.0),
-        Arrival(0.5, "b", 50.0),
+        Arrival(0.5, "b", 30.0),
         Reload(1.0, with_backends(on("h", A), on("h", B))),
         Arrival(2.0, "a", 1.0),
     ]
@@ -558,11 +558,11 @@ def test_one_that_goes_to_another_host_is_stopped_where_it_was_and_then_loaded_t
         "20 evicting a",
         "21 stopped a",
         "21 draining b",
-        "50.5 evicting b",
-        "51.5 stopped b",
-        "51.5 loading a",
-        "61.5 ready a",
-        "61.5 leased a",
+        "30.5 evicting b",
+        "31.5 stopped b",
+        "31.5 loading a",
+        "41.5 ready a",
+        "41.5 leased a",
     ]
 
 

@@ -174,13 +174,14 @@ class GpuGroup:
             self.admission.fill_places(model, now)
         if replicas and not slot.holders and slot.state == "ready":
             self.admission.take_back(slot, now)
+        is_sooner = slot.state == "draining" and self.swaps.hurry(slot, now)
         if model.unload_when_idle and self.requested.unload_when_idle(model, now):
             return True
         leases = len(slot.holders)
         if state.deferred and self._matters(slot, leases, now):
             return True
         if leases:
-            return False
+            return is_sooner
         comes_back = bool(state.homes) and not slot.backend.home
         return slot.state == "draining" or slot.ttl is not None or comes_back
 

@@ -83,17 +83,37 @@ class GroupSwaps:
         if any(victim.is_endless for victim in swap.victims):
             return
         target = swap.target.model if swap.target else ""
-        bounds = {each: self._bound(each, swap.cause) for each in swap.victims if each.state == "ready"}
+        bounds = {each: self._bound(each, swap, now) for each in swap.victims if each.state == "ready"}
         endless = [each for each, seconds in bounds.items() if each.holders and seconds == FOREVER]
         for victim in endless or bounds:
             self._moves.drain(victim, now, swap.cause, seconds=bounds[victim], target=target)
 
-    def _bound(self, victim: Slot, cause: Cause) -> float:
-        """How long a victim may drain."""
-        if cause.kind == "silent":
+    def _bound(self, victim: Slot, swap: SwapInProgress, now: float) -> float:
+        """How long a victim may drain from now on.
+
+        Answers that ran already when the first request for the target came have had their time since then: to
+        be held back for them and to wait for their drain is one wait.
+        """
+        if swap.cause.kind == "silent":
             return 0.0
-        by_hand = cause.kind in BY_HAND
-        return self._state.timeouts.drain_timeout if by_hand else self._state.drain_timeout(victim)
+        if swap.cause.kind in BY_HAND:
+            return self._state.timeouts.drain_timeout
+        seconds = self._state.drain_timeout(victim)
+        queue = self._state.models[swap.target.model].queue if swap.target else None
+        if not (queue and victim.holders):
+            return seconds
+        since, last = queue.since, next(reversed(victim.holders.values()))
+        return max(since + seconds - now, 0.0) if last <= since else seconds
+
+    def hurry(self, victim: Slot, now: float) -> bool:
+        """Bound a drain anew, now that an answer has ended; whether it ends earlier for that."""
+        swap = next((each for each in self._state.swaps if victim in each.victims), None)
+        until = now + self._bound(victim, swap, now) if swap else FOREVER
+        if until >= victim.drain_until:
+            return False
+        victim.drain_until = until
+        self._state.changed()
+        return True
 
     def hasten(self, slot: Slot, now: float) -> bool:
         """Bound a drain as one that people ask for; whether that ends it earlier."""

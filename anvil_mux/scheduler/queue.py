@@ -92,9 +92,14 @@ class ModelQueue:
         return next(iter(self.tickets))
 
     @property
+    def since(self) -> float:
+        """Since when the first of its requests has waited for a load."""
+        return max(next(iter(self.tickets)).since, self.left)
+
+    @property
     def overdue_at(self) -> float:
         """When its swap begins, whatever the policy says."""
-        return max(next(iter(self.tickets)).since, self.left) + self.bound
+        return self.since + self.bound
 
     def join(self, ticket: Ticket) -> None:
         self.tickets[ticket] = None

@@ -6,8 +6,9 @@
 
     swap        one client asks a and b in turn for short answers: seconds from the end of an answer to the
                 first token of the next
-    stream      a streams for 48 s, and 2 s after its beginning b is asked for: is the stream finished, how
-                long does b wait, and how long beyond the end of the stream?
+    stream      a streams what would take 48 s at the pace of short answers (it takes longer, as its context
+                grows), and 2 s after its beginning b is asked for: is the stream finished, how long does b
+                wait, and how long beyond the end of the stream?
     4+4 ...     so many clients of a, of b (and of c), who stream answers of about 2 s and ask again as soon
                 as they have one, for 60 s
 
@@ -449,7 +450,11 @@ def options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="for which clients ask (60)")
     parser.add_argument("--answer", type=float, default=2.0, metavar="S", help="how long answers take (2)")
     parser.add_argument(
-        "--long", type=float, default=48.0, metavar="S", help="how long the stream takes (48)"
+        "--long",
+        type=float,
+        default=48.0,
+        metavar="S",
+        help="how long the stream is, at the pace of short answers (48)",
     )
     parser.add_argument("--mib", type=int, default=1200, metavar="N", help="how large models are (1200)")
     parser.add_argument("--llama-server", metavar="PROGRAM", help="of this machine, instead of Debian's")

@@ -11,6 +11,7 @@ import pytest
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.keys import Keyring, load
 from anvil_mux.protocol import http1
+from anvil_mux.proxy.connections import Pool
 from tests.fake_engine import Asked, OnePort, RawClient, Rig
 
 OURS = "k-of-clients"
@@ -63,8 +64,9 @@ def test_an_engine_is_shown_its_own_key_and_no_other(make_rig: Callable[..., Rig
 
 
 def test_a_connection_to_an_engine_that_was_replaced_serves_no_other(
-    make_rig: Callable[..., Rig], one_port: OnePort
+    make_rig: Callable[..., Rig], one_port: OnePort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Pool, "end", lambda *_: None)
     client = make_rig(backends=BACKENDS, mechanism=one_port, keys=keyring()).client()
     assert ask(client, "one")
     assert ask(client, "two")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import WouldWaitTooLong
+from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.drains import RunningAnswer
 from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Ticket, Wait
 from anvil_mux.sim.simulate import Arrival, Engines, HostDrained, Reload, Unloading, check, simulate
@@ -66,6 +68,59 @@ def test_the_shortest_of_two_victims_ends_by_itself():
     trace = [Arrival(0.0, "slow", LONG), Arrival(0.0, "quick", LONG), Arrival(1.0, "both", 1.0)]
     log = run(trace, slow, quick, both, resident=("slow", "quick"))
     assert seen(log, "severed") == [(31.0, "severed", "quick"), (51.0, "severed", "slow")]
+
+
+@dataclass(frozen=True)
+class From:
+    """A policy that swaps from some moment on."""
+
+    moment: float
+
+    def decide(self, seen: Snapshot) -> Decision:
+        if seen.queues and (seen.now >= self.moment or not seen.residents):
+            return SwapTo(seen.queues[0].model, Cause("worth_it"))
+        return Stay(self.moment)
+
+
+def held_back(until=20.0):
+    """``a`` answers since 1 s, ``b`` waits since 2 s."""
+    driver = Driver(A, B, policy=From(until), drain_timeout=30.0).with_resident("a")
+    answer = driver.request("a", 1.0)
+    driver.request("b", 2.0)
+    assert driver.steps(2.0) == []
+    return driver, answer
+
+
+def test_to_be_held_back_and_to_wait_for_a_drain_is_one_wait():
+    driver, answer = held_back()
+    assert driver.steps(20.0) == driver.steps(31.9) == []
+    assert driver.steps(32.0) == ["evict a"]
+    assert answer.severed == Severance(Cause("evicted", "b"), 12.0)
+
+
+def test_an_answer_that_had_all_its_time_before_the_drain_has_none_then():
+    driver, answer = held_back(40.0)
+    assert driver.steps(39.9) == []
+    assert driver.steps(40.0) == ["evict a"]
+    assert answer.severed
+
+
+def test_an_answer_that_began_meanwhile_has_all_its_time():
+    driver, _ = held_back()
+    later = driver.request("a", 15.0)
+    assert driver.steps(20.0) == driver.steps(49.9) == []
+    assert driver.steps(50.0) == ["evict a"]
+    assert later.severed
+
+
+@pytest.mark.parametrize(("ends", "evicted"), [(25.0, 32.0), (40.0, 40.0)])
+def test_once_that_has_ended_the_older_answer_has_its_own_time(ends, evicted):
+    driver, _ = held_back()
+    later = driver.request("a", 15.0)
+    assert driver.steps(20.0) == []
+    assert driver.core.release(later, ends)  # so that it is asked what to do now
+    assert driver.steps(ends) == (["evict a"] if evicted == ends else [])
+    assert driver.steps(evicted) == (["evict a"] if evicted > ends else [])
 
 
 def test_the_event_says_the_bound_and_null_is_none():

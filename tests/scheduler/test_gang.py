@@ -320,7 +320,7 @@ def test_while_one_of_its_hosts_cannot_be_steered_it_serves_and_nothing_is_begun
     assert fleet.state("g") == "ready"
     assert not waiting.settled
     fleet.take(fleet.core.host_away("h1", 21.0, False))
-    assert fleet.state("g") == "draining"
+    assert fleet.state("g") == "evicting"
 
 
 # Beside

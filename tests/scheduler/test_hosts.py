@@ -590,7 +590,7 @@ def test_on_a_host_that_is_away_requests_go_on_and_nothing_is_begun():
     assert fleet.take(fleet.core.time_passed(500.0)) == []
     assert waiting.error is None
     fleet.take(fleet.core.host_away("h", 501.0, False))
-    assert fleet.kinds(501.0) == ["host_heard", "draining a"]
+    assert fleet.kinds(501.0) == ["host_heard", "draining a", "severed a", "evicting a"]
 
 
 def test_a_queue_goes_to_a_host_that_can_be_steered():
