@@ -379,7 +379,7 @@ class Adaptive:
     """
 
     pause: float = 0.25
-    """Seconds that a model in use is kept after its last answer, in case its client asks again."""
+    """Seconds after an answer in which its client may ask again; at most a tenth of a swap there and back."""
 
     def decide(self, seen: Snapshot) -> Decision:
         if not seen.queues:
@@ -396,7 +396,8 @@ class Adaptive:
         queue = max(seen.queues, key=_urgency) if len(seen.queues) > 1 else seen.queues[0]
         turn = _Turn(seen, queue)
         if not turn.leases and turn.expected >= turn.enough:
-            answered = min(queue.newest, turn.last_used) + self.pause
+            pause = min(self.pause, turn.ways / 10)
+            answered = min(queue.newest, turn.last_used) + pause
             if answered <= seen.now:
                 return SwapTo(queue.model, _because("worth_it", queue))
             return Stay(min(answered, overdue), _because("in_use", queue))
@@ -426,7 +427,7 @@ class _Turn:
     One is made for nearly every request, so it looks at each queue and each resident once.
     """
 
-    __slots__ = ("enough", "expected", "last_used", "leases", "over", "quiet", "seconds")
+    __slots__ = ("enough", "expected", "last_used", "leases", "over", "quiet", "seconds", "ways")
 
     def __init__(self, seen: Snapshot, queue: Queue) -> None:
         now = seen.now
@@ -461,7 +462,8 @@ class _Turn:
         growth = max(growth, 1e-6)
         drain = service * math.log1p(leases)  # about the longest of so many leases
         swap_seconds = queue.evict_seconds + queue.load_seconds
-        self.leases, self.last_used, self.quiet = leases, last_used, quiet
+        ways = swap_seconds + queue.evict_seconds + back  # loads and evictions there and back
+        self.leases, self.last_used, self.quiet, self.ways = leases, last_used, quiet, ways
         self.expected = expected = waiting + growth * (drain + swap_seconds)
         """Requests that will wait when the model is loaded."""
         served = (queue.service_seconds or service) * math.log1p(expected)
@@ -477,7 +479,6 @@ class _Turn:
         self.over = begun + seconds * min(max(clients / FEW, 1.0), 2.0)
         """When the residents have had their turn."""
         if complete < self.over:
-            ways = 2 * queue.evict_seconds + queue.load_seconds + back
             answers = max(round(ways / (service + pause)), 1)
             ahead = service * leases / (leases + 1) / 2  # so that answers end about when the turn does
             self.over = min(self.over, max(complete, begun + answers * (service + pause) - ahead))

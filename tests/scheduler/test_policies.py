@@ -341,6 +341,12 @@ def test_adaptive_waits_a_moment_after_an_answer_for_a_client_that_asks_again():
     assert swaps(adapted(unloved, line, now=stay.until))
 
 
+def test_adaptive_waits_a_shorter_moment_where_the_way_there_and_back_is_short():
+    unloved = replace(LOVED, rate=0.0, growth=0.0, last_used=9.9, reload_seconds=0.1)
+    frozen = replace(THERE, newest=9.9, evict_seconds=0.05, load_seconds=0.1)
+    assert adapted(unloved, frozen, now=9.9).until == pytest.approx(9.93)
+
+
 def test_adaptive_waits_for_clients_that_ask_again_after_their_answers_but_not_for_ever():
     far = replace(THERE, load_seconds=40.0)
     for idle in (0.25, 1.0, PAUSES * CLOSED.pause_seconds - 0.01):
