@@ -218,8 +218,8 @@ MUTANTS = {
     ),
     "the drain timeout of a backend does not count": (
         "group_swaps",
-        "if by_hand else self._state.drain_timeout(victim)",
-        "",
+        "seconds = self._state.drain_timeout(victim)",
+        "seconds = self._state.timeouts.drain_timeout",
     ),
     "backends are evicted beside a drain without a bound": (
         "group_swaps",
