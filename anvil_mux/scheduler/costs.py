@@ -6,14 +6,16 @@ on the requests of the moment and would make a busy model look expensive. Each i
 average (``ALPHA``, as llmux has it); the first swap counts in full.
 
 Before the first swap in a direction the same model's loads from elsewhere serve, and the same victims'
-evictions; before those, its last load on another host; before that, what the engine and the way of
-loading suggest. Not thread-safe: the lock of the scheduler guards it.
+evictions; before those, its last load on another host; before that, the median of what other models with the
+same engine took by the same way; and before any, what the engine and the way of loading suggest. Not
+thread-safe: the lock of the scheduler guards it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from statistics import median
 
 ALPHA = 0.3
 """Weight of the newest swap."""
@@ -58,6 +60,8 @@ class Cost:
     """How many swaps it was learned from; 0: an estimate."""
     host: str = ""
     """The host: costs are learned for each by itself."""
+    engine: str = ""
+    """The engine of the target; "": not known."""
 
     @property
     def seconds(self) -> float:
@@ -74,6 +78,8 @@ class Costs:
         self._known: dict[tuple[str, str, str, str], Cost] = {}
         self._loads: dict[tuple[str, str, str], float] = {}  # (host, target, way) -> seconds, from anywhere
         self._elsewhere: dict[tuple[str, str], float] = {}  # (target, way) -> seconds, the last on any
+        self._of_engine: dict[tuple[str, str], dict[str, float]] = {}  # (engine, way) -> target -> the same
+        self._usual: dict[tuple[str, str], float] = {}  # (engine, way) -> their median, of some
         self._evictions: dict[tuple[str, str], float] = {}  # (host, source) -> seconds, for anyone
         self._estimates: dict[tuple[str, str, str, str, str], Cost] = {}  # those made since the last swap
         for cost in known:
@@ -103,8 +109,15 @@ class Costs:
         if seconds is None:
             seconds = self._elsewhere.get((target, way))
         if seconds is None:
-            first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
-            seconds = FIRST_LOAD_SECONDS.get((engine, way), first)
+            seconds = self._usual.get((engine, way))
+        return self._usual_load(engine, way) if seconds is None else seconds
+
+    def _usual_load(self, engine: str, way: str) -> float:
+        """Seconds of a load of any model with this engine; kept until another is learned."""
+        loads = self._of_engine.get((engine, way), {}).values()
+        first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
+        seconds = median(loads) if loads else FIRST_LOAD_SECONDS.get((engine, way), first)
+        self._usual[engine, way] = seconds
         return seconds
 
     def seconds(self, source: str, target: str, way: str, engine: str, host: str) -> float:
@@ -120,7 +133,14 @@ class Costs:
         return (host, target, way) in self._loads
 
     def learn(
-        self, source: str, target: str, way: str, evict_seconds: float, load_seconds: float, host: str = ""
+        self,
+        source: str,
+        target: str,
+        way: str,
+        evict_seconds: float,
+        load_seconds: float,
+        host: str = "",
+        engine: str = "",
     ) -> None:
         """A swap in this direction was made."""
         old = self._known.get((host, source, target, way))
@@ -128,7 +148,10 @@ class Costs:
             evict_seconds = old.evict_seconds + ALPHA * (evict_seconds - old.evict_seconds)
             load_seconds = old.load_seconds + ALPHA * (load_seconds - old.load_seconds)
         swaps = old.swaps if old else 0
-        self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps=swaps + 1, host=host))
+        cost = Cost(
+            source, target, way, evict_seconds, load_seconds, swaps=swaps + 1, host=host, engine=engine
+        )
+        self._remember(cost)
 
     def keep(self, is_model: Callable[[str], bool]) -> None:
         """Forget what was learned of what is no model any more."""
@@ -140,6 +163,11 @@ class Costs:
         self._loads = {key: seconds for key, seconds in self._loads.items() if kept(key[1])}
         self._elsewhere = {key: seconds for key, seconds in self._elsewhere.items() if kept(key[0])}
         self._evictions = {key: seconds for key, seconds in self._evictions.items() if kept(key[1])}
+        self._of_engine = {
+            key: {target: seconds for target, seconds in loads.items() if kept(target)}
+            for key, loads in self._of_engine.items()
+        }
+        self._usual.clear()
         self._estimates.clear()
 
     def _remember(self, cost: Cost) -> None:
@@ -147,6 +175,9 @@ class Costs:
         self._known[cost.host, cost.source, cost.target, cost.way] = cost
         self._loads[cost.host, cost.target, cost.way] = cost.load_seconds
         self._elsewhere[cost.target, cost.way] = cost.load_seconds
+        if cost.engine:
+            self._of_engine.setdefault((cost.engine, cost.way), {})[cost.target] = cost.load_seconds
+            self._usual.pop((cost.engine, cost.way), None)
         if cost.source:
             self._evictions[cost.host, cost.source] = cost.evict_seconds
 

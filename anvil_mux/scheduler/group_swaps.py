@@ -351,8 +351,8 @@ class GroupSwaps:
         for swap in self._state.swaps:
             if swap.target is target:
                 source = source_of(swap.gone)
-                host = target.host.name
-                self._state.costs.learn(source, target.model, way, swap.evict_seconds, seconds, host=host)
+                where = {"host": target.host.name, "engine": target.backend.engine}
+                self._state.costs.learn(source, target.model, way, swap.evict_seconds, seconds, **where)
 
     def end_to(self, slot: Slot) -> None:
         """The load of ``slot`` has ended, one way or another."""

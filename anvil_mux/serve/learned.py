@@ -22,7 +22,7 @@ from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.state import write_whole
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, takewhile
 from types import MappingProxyType
@@ -171,9 +171,11 @@ class Engines:
             del sources[target.model]
             load_seconds = self._load_seconds(target.name)
             for way in dict.fromkeys((target.evict_to[0], "stop")):
+                like = Cost(
+                    "", target.model, way, 0.0, load_seconds, swaps=1, host=target.host, engine=target.engine
+                )
                 known += [
-                    Cost(source, target.model, way, evict, load_seconds, swaps=1, host=target.host)
-                    for source, evict in sources.items()
+                    replace(like, source=source, evict_seconds=evict) for source, evict in sources.items()
                 ]
         return known
 

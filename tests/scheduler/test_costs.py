@@ -100,6 +100,25 @@ def test_a_new_direction_is_estimated_from_the_models_other_loads_and_the_victim
     assert estimated(costs, "a", "b", "sleep", "vllm") == (3.0, FIRST_RETURN_SECONDS["sleep"], 0)
 
 
+def test_a_model_never_loaded_is_believed_to_load_like_others_with_its_engine():
+    costs = Costs()
+    for target, seconds in (("a", 20.0), ("b", 90.0), ("c", 30.0)):
+        costs.learn("", target, "stop", 0.0, seconds, engine="vllm")
+    costs.learn("", "a", "sleep", 0.0, 3.0, "h", engine="vllm")
+    assert estimated(costs, "a", "new", engine="vllm") == (FIRST_EVICT_SECONDS, 30.0, 0)
+    assert costs.seconds("", "new", "stop", "vllm", "elsewhere") == 30.0
+    assert estimated(costs, "", "new", "sleep", "vllm") == (0.0, 3.0, 0)
+    assert estimated(costs, "", "new", engine="sglang") == (0.0, 60.0, 0)
+    assert estimated(costs, "", "new", "sleep-2", "vllm") == (0.0, FIRST_RETURN_SECONDS["sleep-2"], 0)
+    assert not costs.knows("new", "stop")
+    costs.learn("", "a", "stop", 0.0, 40.0, "h", engine="vllm")
+    assert estimated(Costs(costs), "", "new", engine="vllm") == (0.0, 40.0, 0)  # the last of each model
+    costs.keep({"b"}.__contains__)
+    assert estimated(costs, "", "new", engine="vllm") == (0.0, 90.0, 0)
+    costs.keep({"d"}.__contains__)
+    assert estimated(costs, "", "new", engine="vllm") == (0.0, 60.0, 0)
+
+
 def test_a_load_into_free_room_teaches_nothing_of_evictions():
     costs = Costs()
     costs.learn("", "b", "stop", 0.0, 8.0)

@@ -287,7 +287,8 @@ def test_nothing_is_known_of_one_that_takes_longer_than_usual():
 
 def history(**settings):
     """An image model that has given one answer in twenty minutes, and begins another at 1300."""
-    driver = Driver(IMAGE, CHAT, C, **{"queue_timeout": 600.0, **settings}).with_resident("image")
+    driver = Driver(IMAGE, CHAT, C, **{"queue_timeout": 600.0, **settings})
+    driver.core.adopt("image", 0.0)
     driver.core.release(driver.request("image", 0.0), LONG)
     ticket = driver.request("image", 1300.0)
     ticket.request = "abc-1"

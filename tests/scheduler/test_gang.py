@@ -89,7 +89,7 @@ def test_one_on_any_of_its_gpus_evicts_it_and_the_other_gpus_are_free_then():
 
 def test_what_its_swap_costs_is_learned_for_its_first_host():
     fleet = resident(tied())
-    assert list(fleet.core.costs) == [Cost("", "g", "stop", 0.0, 1.0, 1, "h1")]
+    assert list(fleet.core.costs) == [Cost("", "g", "stop", 0.0, 1.0, 1, "h1", "openai")]
 
 
 def test_it_needs_host_memory_on_each_of_its_hosts():

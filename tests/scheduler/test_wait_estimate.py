@@ -65,7 +65,8 @@ def test_an_answer_is_expected_to_last_as_long_as_is_usual() -> None:
 
 
 def test_what_the_policy_says_is_told_with_its_reason() -> None:
-    driver = Driver(A, B, policy=DEBOUNCE, max_wait=60.0).with_resident("a")
+    driver = Driver(A, B, policy=DEBOUNCE, max_wait=60.0)
+    driver.core.adopt("a", 0.0)
     found = ask(driver, "b", 5.0)
     assert (found.seconds, found.at_most) == (2.0 + 11.0, 60.0 + 11.0)
     assert found.because == (
@@ -83,14 +84,15 @@ def test_another_line_may_come_first() -> None:
 
 
 def test_a_request_joins_the_swap_that_is_under_way() -> None:
-    driver = Driver(A, B).with_resident("a")
+    driver = Driver(A, B)
+    driver.core.adopt("a", 0.0)
     running = driver.request("a", 1.0)
     driver.request("b", 2.0)
     driver.steps(2.0)
     found = ask(driver, "b", 12.0)
     assert found.sentence == (
         "A request for b waits at most 31 s: it waits for a to make room; 1 request still runs "
-        "there, for at most 20 s (request #2 of a has run for 11 s)."
+        "there, for at most 20 s (request #1 of a has run for 11 s)."
     )
     driver.core.release(running, 13.0)
     assert driver.steps(13.0) == ["evict a"]

@@ -61,7 +61,7 @@ def test_what_backends_held_is_read_by_the_next_start(tmp_path):
 
 
 def test_a_file_without_footprints_is_read(tmp_path):
-    (tmp_path / "learned").write_text('{"version": 1, "costs": []}')
+    (tmp_path / "learned").write_text('{"version": 2, "costs": []}')
     assert LearnedFile(tmp_path, forbidden).read(AB) == Known([], [])
 
 
@@ -96,11 +96,11 @@ def test_what_has_not_changed_is_not_written_again(tmp_path):
         "",
         "{",
         "[]",
-        '{"version": 1}',
-        '{"version": 1, "costs": [{"source": "a"}]}',
-        '{"version": 1, "costs": [], "footprints": [{"backend": "a"}]}',
-        '{"version": 1, "costs": [], "footprints": [{"backend": "a", "way": "sleep", "held": [7]}]}',
-        '{"version": 1, "costs": [], "footprints": [{"backend": "a", "way": "sleep", "host_bytes": "7"}]}',
+        '{"version": 2}',
+        '{"version": 2, "costs": [{"source": "a"}]}',
+        '{"version": 2, "costs": [], "footprints": [{"backend": "a"}]}',
+        '{"version": 2, "costs": [], "footprints": [{"backend": "a", "way": "sleep", "held": [7]}]}',
+        '{"version": 2, "costs": [], "footprints": [{"backend": "a", "way": "sleep", "host_bytes": "7"}]}',
         "\0\xff",
     ],
 )
@@ -162,7 +162,7 @@ def test_a_host_tells_nothing_of_others_and_its_own_file_wins():
     assert Known([newer]).with_more(Known([ON_H, TO_A])) == Known([newer, TO_A], [])
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "costs": [{}]}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', '{"version": 2, "costs": [{}]}', "\0"])
 def test_what_a_host_cannot_tell_is_left_out(text):
     found = recalled({"h": text}, WIDE)
     assert (list(found.costs), list(found.footprints)) == ([], [])

@@ -329,7 +329,7 @@ def moves(log):
 
 
 def test_the_worlds_contain_everything_that_can_happen():
-    logs = [simulate(*world(layout, "debounce", seed)) for layout in LAYOUTS for seed in range(24)]
+    logs = [simulate(*world(layout, "debounce", seed)) for layout in LAYOUTS for seed in range(40)]
     kinds = {event.kind for log in logs for event in log}
     assert kinds == {
         *("queued", "leased", "released", "gone", "failed", "deferred"),
