@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,6 +82,21 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "models fit on a GPU",
     )
     add(
+        "--batching",
+        type=_batching,
+        default={},
+        metavar="KEY=VALUE[,..]",
+        help="what every engine does at once: at_once=N answers (default: what its command says, or is usual "
+        "for it, or 256), each longer by slower_each=PART for each other one (default 0.055); "
+        "slower_each=0,at_once=inf makes all as fast as one alone",
+    )
+    add(
+        "--known-costs",
+        action="store_true",
+        help="policies know from the beginning what loads and evictions take, as in a program that has run "
+        "for long; by default they only know the loads of models that are loaded in the beginning",
+    )
+    add(
         "--seeds",
         type=read_positive,
         default=1,
@@ -117,7 +133,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--engine-profile",
         type=_engine_profile,
         metavar="FILE",
-        help="with --routing: simulate replicas as fast as a profile from `anvil-mux profile`",
+        help="simulate engines that slow down with the requests that they answer at once as a profile from "
+        "`anvil-mux profile` says; with --routing, that are as fast as it says",
     )
     add(
         "--slo",
@@ -133,7 +150,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "of all evictions and loads together. WAIT, RMS, P50, P95 and LONGEST are waits: WAIT is their mean, "
         "RMS the root of the mean of their squares, in which long waits weigh more. BUSY is the share of the "
         "makespan in which requests were served; LEAST/MOST compares the answers of the client that got the "
-        "fewest with those of the one that got the most. Exit code 1: an invariant is broken. With "
+        "fewest with those of the one that got the most. A wait ends when the engine gets the request, "
+        "though it may wait on there. Exit code 1: an invariant is broken. With "
         "--routing, times are in ms: to the first byte (TTFT), to the last (E2E), between tokens (TPOT). HIT "
         "is the share of the input that was cached, BALANCE the requests of the busiest replica divided by "
         "those of the least busy one. SLO-TTFT, SLO-TPOT and SLO are the shares of requests that met one "
@@ -151,6 +169,12 @@ def _evictions(names: str) -> tuple[str, ...]:
     from anvil_mux.sim import study
 
     return read_value(study.choose_evictions, names)
+
+
+def _batching(text: str) -> dict[str, float]:
+    from anvil_mux.sim import study
+
+    return read_value(study.read_batching, text)
 
 
 def _engine(settings: str) -> SimulatedEngine:
@@ -181,7 +205,7 @@ def _slo(text: str) -> Objectives:
 
 
 def run(given: argparse.Namespace) -> int:
-    from anvil_mux.sim import plot, study
+    from anvil_mux.sim import plot, profiled, study
     from anvil_mux.sim.workload import ModelNames
 
     if given.routing:
@@ -192,6 +216,10 @@ def run(given: argparse.Namespace) -> int:
         plot.check_file(given.plot)
     config = configuration(given.files) if given.files else None
     called = ModelNames.parse(given.model)
+    batching = study.USUAL_BATCHING
+    if given.engine_profile:
+        batching = batching._replace(slower_each=profiled.fitted(given.engine_profile).slower_each)
+    batching = batching._replace(**given.batching)
     cases = [*study.profiles(given.profile, given.seeds, config, called, clients(given))]
     cases += [study.trace(name, config, called) for name in given.trace]
     runs = []
@@ -199,7 +227,8 @@ def run(given: argparse.Namespace) -> int:
         recording = study.read_log(given.log, config, say, called)
         runs.append(recording.run(checked=given.check))
         if given.policy or not given.check:
-            cases.append(recording.case())
+            cases.append(recording.case(batching))
+    cases = [replace(case, batching=batching, known_costs=given.known_costs) for case in cases]
     if given.eviction:
         cases = [each for case in cases for each in study.under_evictions(case, given.eviction)]
     total = len(cases) * len(policies)
@@ -224,7 +253,7 @@ def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
         given.refuse("--check is for what --log names; simulations are always checked")
     if given.model and not given.files:
         given.refuse("--model is for a compose file: it names its models")
-    for name in ("replicas", "sessions", "engine", "engine_profile", "slo", "csv"):
+    for name in ("replicas", "sessions", "engine", "slo", "csv"):
         if getattr(given, name):
             given.refuse(f"--{name.replace('_', '-')} is for --routing")
 
@@ -245,6 +274,8 @@ def _simulate_routing(given: argparse.Namespace) -> int:
         given.refuse("--routing replays prompts: it takes --trace, and no --profile, --log or --eviction")
     if given.model:
         given.refuse("--routing has one model, so it takes no --model")
+    if given.batching or given.known_costs:
+        given.refuse("--batching and --known-costs are not for --routing: --engine says how fast engines are")
     own = configuration(given.files).routing_policies if given.files else {}
     policies = _policies(given, lambda names: contest.choose_policies(names, own))
     kept = given.slo

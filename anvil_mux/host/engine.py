@@ -33,6 +33,10 @@ class Engine:
     names_file: bool = False
     """Whether its list names the model file (or alias), and it answers to any model name."""
     loads_at_first_request: bool = False
+    at_once: int = 256
+    """How many answers it makes at a time, unless it is told otherwise."""
+    at_once_words: tuple[str, ...] = ()
+    """The options and the variable of its environment that tell it otherwise."""
     idle_connections: int = 256
     """The most that are kept to it; few, where each holds one of its threads until a time-out ends it."""
     control: tuple[str, ...] = ()
@@ -52,15 +56,17 @@ def _routes(paths: str) -> tuple[str, ...]:
 ENGINES: dict[str, Engine] = {
     "openai": Engine(must_have_health=False),
     "vllm": Engine(
+        at_once_words=("--max-num-seqs",),
         control=_routes(
             """/sleep /wake_up /is_sleeping /pause /resume /is_paused /abort_requests /collective_rpc
             /reset_prefix_cache /reset_mm_cache /reset_encoder_cache /update_weights
             /init_weight_transfer_engine /start_profile /stop_profile /server_info /scale_elastic_ep
             /is_scaling_elastic_ep /invocations /v1/load_lora_adapter /v1/unload_lora_adapter"""
-        )
+        ),
     ),
     "sglang": Engine(
         port=USUAL_PORTS["sglang"],
+        at_once_words=("--max-running-requests",),
         alive="/v1/models",  # at its health route it generates a token
         shown=_routes("/health /metrics /v1/models /model_info /get_model_info"),
         control=_routes(
@@ -75,12 +81,16 @@ ENGINES: dict[str, Engine] = {
         port=USUAL_PORTS["llamacpp"],
         names_file=True,
         slots="/slots",
+        at_once=4,
+        at_once_words=("-np", "--parallel", "LLAMA_ARG_N_PARALLEL"),
         idle_connections=2,  # it has at least two threads more than slots
         control=_routes("/models/load /models/unload /slots/ /lora-adapters"),
         shown=_routes("/health /metrics /v1/models /models"),
     ),
     "ollama": Engine(
         port=USUAL_PORTS["ollama"],
+        at_once=1,
+        at_once_words=("OLLAMA_NUM_PARALLEL",),
         health="/",
         shown=_routes("/api/tags /api/version /v1/models"),
         loads_at_first_request=True,
@@ -111,14 +121,22 @@ def listen_port(backend: Backend) -> int:
 
 def idle_connections(backend: Backend) -> int:
     """How many idle connections may be kept to its engine, which may be told how many threads it has."""
-    service = backend.service
-    told = [
-        *_flags(service.command, ("--threads-http",)),
-        dict(service.environment).get("LLAMA_ARG_THREADS_HTTP"),
-    ]
-    threads = next((int(each) for each in told if each and each.isdecimal()), 0)
+    threads = _number(backend.service, ("--threads-http", "LLAMA_ARG_THREADS_HTTP"))
     most = find_engine(backend.engine).idle_connections
     return min(most, threads - 1) if threads else most
+
+
+def at_once(backend: Backend) -> int:
+    """How many answers its engine makes at a time, as far as can be seen."""
+    engine = find_engine(backend.engine)
+    return _number(backend.service, engine.at_once_words) or engine.at_once
+
+
+def _number(service: Service, words: tuple[str, ...]) -> int:
+    """The number that stands after one of these options, or in such a variable; 0: in none."""
+    environment = dict(service.environment)
+    found = [*_flags(service.command, words), *map(environment.get, words)]
+    return next((int(each) for each in found if each and each.isdecimal()), 0)
 
 
 def names_told(service: Service) -> frozenset[str]:

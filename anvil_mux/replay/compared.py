@@ -1,7 +1,8 @@
 """The same script in virtual time, beside what was measured, and where the difference comes from.
 
 What is simulated is what could be known beforehand: the configuration, how long each model loads and is
-evicted, and how long each answer takes alone and in company (pace.py, crowding.py), as seen in the warm-up.
+evicted, and how long each answer takes alone and beside others (pace.py, sim/batching.py), as seen in the
+warm-up.
 The difference is then taken apart by what was measured: first the answers of the simulation last as long as
 the real ones did, then its loads and evictions too. What is left is of what a simulation does not know.
 """
@@ -16,16 +17,18 @@ from typing import Any
 
 from anvil_mux.config.config import Config, models_by_name
 from anvil_mux.errors import ConfigError
-from anvil_mux.replay.crowding import RequestKey, ServedRequest, settle
 from anvil_mux.replay.pace import EnginePace
 from anvil_mux.replay.script import PlayedRequest, Script
 from anvil_mux.replay.sending import PlayedAnswer
 from anvil_mux.replay.watching import SwapTimes, ToldLog
-from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.steps import Cancel, Load, Step
+from anvil_mux.sim.batching import Batching
 from anvil_mux.sim.figures import Figures, figures
 from anvil_mux.sim.simulate import Arrival, Engines, Outcome, simulate
+
+RequestKey = tuple[str, int]
+"""A model, and the number of a request for it."""
 
 
 class SeenEngines:
@@ -199,38 +202,38 @@ class _VirtualReplay:
         self._names = served_names(config, script.models)
 
     def run(self, engines: SeenEngines, answers: Mapping[RequestKey, float] | None = None) -> SimulatedReplay:
-        """Simulate; with ``answers``, each of them takes as long as they say."""
+        """Simulate; with ``answers``, each of them takes as long as they say, beside whatever others."""
         engines = SeenEngines(engines.times, in_order=engines.in_order)
-        if answers is not None:
-            return self._once(engines, {}, answers)[0]
-        companies = {model: pace.company for model, pace in self._paces.items()}
-        return settle(lambda factors: self._once(engines, factors, {}), companies)
-
-    def _once(
-        self, engines: SeenEngines, factors: Mapping[RequestKey, float], answers: Mapping[RequestKey, float]
-    ) -> tuple[SimulatedReplay, Mapping[RequestKey, ServedRequest]]:
         first, follow = self._script.begin()
         numbers: Counter[str] = Counter()
-        served: dict[RequestKey, ServedRequest] = {}
-        took: list[float] = []
+        really = answers or {}
 
         def arrival(request: PlayedRequest) -> Arrival:
             key = request.model, numbers[request.model]
             numbers[request.model] += 1
-            alone = self._paces[request.model].seconds(request.output)
-            seconds = answers.get(key, alone * factors.get(key, 1.0))
+            seconds = really.get(key, self._paces[request.model].seconds(request.output))
             name = self._names[request.model]
             return Arrival(request.at, name, seconds, request.patience, sender=(key, request))
 
         def later(ended: Arrival, now: float) -> Iterable[Arrival]:
             assert isinstance(ended.sender, tuple)
-            key, request = ended.sender
-            alone = self._paces[request.model].seconds(request.output)
-            served[key] = ServedRequest(now - ended.seconds, alone)
-            took.append(ended.seconds)
+            _, request = ended.sender
             return map(arrival, follow(request, now))
 
-        costs: Sequence[Cost] = engines.means.costs(self._config)
-        requests = list(map(arrival, sorted(first, key=lambda each: each.at)))
-        log = simulate(self._config, requests, engines, resident=self._resident, follow=later, costs=costs)
-        return SimulatedReplay(figures(log), log, _mean(took)), served
+        log = simulate(
+            self._config,
+            list(map(arrival, sorted(first, key=lambda each: each.at))),
+            engines,
+            resident=self._resident,
+            follow=later,
+            costs=engines.means.costs(self._config),
+            batching=self._batching() if answers is None else {},
+        )
+        begun = {event.ticket: event.at for event in log if event.kind == "leased"}
+        took = [event.at - begun[event.ticket] for event in log if event.kind == "released"]
+        return SimulatedReplay(figures(log), log, _mean(took))
+
+    def _batching(self) -> dict[str, Batching]:
+        """Each backend's engine as it was measured to make several answers at a time."""
+        of_model = {self._names[model]: pace.batching for model, pace in self._paces.items()}
+        return {b.name: of_model[b.model] for b in self._config.backends if b.model in of_model}

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from anvil_mux.replay.crowding import Company
 from anvil_mux.replay.script import PlayedRequest
 from anvil_mux.replay.sending import PlayedAnswer, failure
+from anvil_mux.sim.batching import Batching
 
 TOKENS = 24
 """The answer that is asked for where nothing says how long they are."""
@@ -52,11 +52,11 @@ class EnginePace(NamedTuple):
     tokens_per_word: float = 1.0
     slower_each: float = 0.0
     at_once: float = math.inf
-    """``slower_each`` and ``at_once`` are its ``company``."""
+    """``slower_each`` and ``at_once`` are its ``batching``."""
 
     @property
-    def company(self) -> Company:
-        return Company(self.slower_each, self.at_once)
+    def batching(self) -> Batching:
+        return Batching(self.slower_each, self.at_once)
 
     def seconds(self, tokens: int) -> float:
         """Seconds that an answer of so many tokens takes."""
@@ -101,16 +101,16 @@ def _measured(ask: AskAtOnce, model: str, words: int, tokens: int, tokens_per_wo
     answers = [answer for _ in range(ASKED) for answer in _asked(ask, model, words, tokens)]
     answer = sorted(answers, key=lambda each: each.ended - each.sent)[ASKED // 2]
     together = _asked(ask, model, words, tokens, AT_ONCE)
-    company = _company(answer.ended - answer.sent, [each.ended - each.sent for each in together])
-    return _pace(answer, tokens_per_word)._replace(**company._asdict())
+    batching = _batching(answer.ended - answer.sent, [each.ended - each.sent for each in together])
+    return _pace(answer, tokens_per_word)._replace(**batching._asdict())
 
 
-def _company(alone: float, together: Sequence[float]) -> Company:
-    """The company of an engine: seconds of one answer alone, and of some asked for at one moment."""
+def _batching(alone: float, together: Sequence[float]) -> Batching:
+    """How an engine makes several answers: seconds of one alone, and of some asked for at one moment."""
     made = [seconds for seconds in together if seconds <= TOGETHER * min(together)]
     slower = max(median(made) / alone - 1, 0.0) if alone > 0 else 0.0
     at_once = len(made) if len(made) < len(together) else math.inf
-    return Company(slower / (len(made) - 1) if len(made) > 1 else 0.0, at_once)
+    return Batching(slower / (len(made) - 1) if len(made) > 1 else 0.0, at_once)
 
 
 def _length(ask: AskAtOnce, model: str, words: int, usual: UsualAnswer | None) -> int:

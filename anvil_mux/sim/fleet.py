@@ -49,6 +49,8 @@ class PromptOutcome(NamedTuple):
         return self.replica == REFUSED
 
 
+USUAL_CONTEXT = 2048
+"""Tokens of a request and its answer, where nothing says how many they are."""
 REFUSED = -1
 """The number of the replica of a request that was refused."""
 
@@ -96,6 +98,11 @@ class SimulatedEngine:
         """Seconds of a step without its prompts."""
         shares = requests * self.decode_seconds + context_tokens * self.context_token_seconds
         return self.step_seconds + shares
+
+    @property
+    def slower_each(self) -> float:
+        """The part by which an answer takes longer for each other one beside it, with ``USUAL_CONTEXT``."""
+        return self.decode_step_seconds(2, 2 * USUAL_CONTEXT) / self.decode_step_seconds(1, USUAL_CONTEXT) - 1
 
 
 class Blocks:

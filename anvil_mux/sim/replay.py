@@ -7,9 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from statistics import median
+from types import MappingProxyType
 
 from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.scheduler.events import Event
+from anvil_mux.sim.batching import ALONE, Batch, Batching
 from anvil_mux.sim.simulate import Arrival
 from anvil_mux.sim.workload import Workload
 from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, whole
@@ -21,16 +23,21 @@ BEYOND_SECONDS = 2**-10
 """The service that a severed request is held to have lacked."""
 
 
-def replay(runs: Iterable[LoggedRun], name: str = "log") -> Workload:
+def replay(
+    runs: Iterable[LoggedRun],
+    name: str = "log",
+    batching: Mapping[str, Batching] = MappingProxyType({}),
+) -> Workload:
     """The clients of a log and what loading cost them.
 
-    Every request arrives when it arrived and takes as long as it took, also if the answer of another policy
-    would have come at another time. One that was severed takes a moment longer than it lasted (the same
-    policy severs it again), one that was never served as long as its model's usually do. Clients that left
-    keep their patience. Deaths and unloading by hand are left out. What was under way when a log begins
-    arrives at its beginning.
+    Every request arrives when it arrived, also if the answer of another policy would have come at another
+    time. Its answer takes alone what it would have taken alone: by ``batching``, which says what the engine
+    of each backend does at once (without, it takes what it took). One that was severed takes a moment longer
+    than it lasted (the same policy severs it again), one that was never served as long as its model's usually
+    do. Clients that left keep their patience. Deaths and unloading by hand are left out. What was under way
+    when a log begins arrives at its beginning.
     """
-    learned = _LearnedClients()
+    learned = _LearnedClients(batching)
     began, now = None, 0.0
     for run in whole(runs):
         if run.events:
@@ -52,7 +59,8 @@ _Order = tuple[float, int, int]
 class _LearnedClients:
     """A fold over the events of runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, batching: Mapping[str, Batching]) -> None:
+        self._batching = batching
         self.requests: list[tuple[_Order, Arrival]] = []
         self._loads: defaultdict[str, list[float]] = defaultdict(list)
         """The loads by model."""
@@ -64,11 +72,13 @@ class _LearnedClients:
         self._waiting: dict[int, Event] = {}
         self._leased: dict[int, Event] = {}
         self._leases: Counter[str] = Counter()
+        self._batches: dict[str, Batch] = {}
         self._stopping: dict[str, float] = {}
 
     def read(self, run: LoggedRun, begins: float, origin: float) -> None:
         """Read a run; ``begins``: the moment of the workload at which it does."""
         self._runs += 1
+        self._batches.clear()
         self._begins, self._origin = begins, origin
         situation = Situation.parse(run.begins)
         if self._resident is None:
@@ -95,7 +105,7 @@ class _LearnedClients:
                 self._stopping[name] = backend.since
             self._leases[name] = len(backend.leases)
             for ticket in backend.leases:
-                self._leased[ticket] = Event(situation.at, "leased", backend.model, name, ticket)
+                self._take(Event(situation.at, "leased", backend.model, name, ticket))
         for model, queue in situation.queues.items():
             for ticket, since in queue.tickets.items():
                 self._waiting[ticket] = Event(since, "queued", model, ticket=ticket)
@@ -120,21 +130,28 @@ class _LearnedClients:
         elif event.kind in ("gone", "failed"):
             self._refuse(event, event.seconds if event.kind == "gone" else math.inf)
         elif event.kind in ("released", "severed"):
-            self._serve(event.ticket, event.at + (BEYOND_SECONDS if event.kind == "severed" else 0.0))
+            self._serve(event.ticket, event.at, BEYOND_SECONDS if event.kind == "severed" else 0.0)
 
     def _lease(self, event: Event) -> None:
         self._waiting.pop(event.ticket, None)
         if event.size > self._leases[event.backend]:
             self._leases[event.backend] += 1
-            self._leased[event.ticket] = event
+            self._take(event)
         else:  # it only wanted the model loaded
             self._add(event, 0.0, leases=False)
 
-    def _serve(self, ticket: int, now: float) -> None:
+    def _take(self, lease: Event) -> None:
+        self._leased[lease.ticket] = lease
+        if lease.backend not in self._batches:
+            self._batches[lease.backend] = Batch(self._batching.get(lease.backend, ALONE))
+        self._batches[lease.backend].add(lease.ticket, 0.0, lease.ticket, lease.at)
+
+    def _serve(self, ticket: int, now: float, beyond: float = 0.0) -> None:
         lease = self._leased.pop(ticket, None)
         if lease:
             self._leases[lease.backend] -= 1
-            self._add(lease, now - lease.at)
+            alone = -self._batches[lease.backend].remove(ticket, now)
+            self._add(lease, alone + beyond)
 
     def _refuse(self, event: Event, patience: float) -> None:
         self._waiting.pop(event.ticket, None)

@@ -2,8 +2,9 @@
 
 ``simulate`` does what the multiplexer does, with a heap of happenings in place of threads: it tells the
 ``Scheduler`` the facts of a trace, does what the effects say, and reports how each step ended after the
-seconds that ``Engines`` name. Only the engines and the passage of time are made up, so the log is the one
-that the threaded program writes for the same trace.
+seconds that ``Engines`` name, and how each answer did after those that ``Batching`` gives it. Only the
+engines and the passage of time are made up, so the log is the one that the threaded program writes for the
+same trace.
 
 ``check`` reads a log, simulated or of a running program, and names every broken invariant of group.py.
 """
@@ -37,11 +38,14 @@ from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
+from anvil_mux.sim.batching import ALONE, Batch, Batching, NextEnd
 from anvil_mux.telemetry.situation import BackendRecord, Situation
 
 
 class Arrival(NamedTuple):
-    """A request arrives ``at`` a moment, holds its lease for ``seconds``, and leaves when out of patience."""
+    """A request arrives ``at`` a moment, its answer takes ``seconds`` alone, and it leaves when out of
+    patience.
+    """
 
     at: float
     model: str
@@ -189,14 +193,18 @@ def simulate(
     follow: Follow | None = None,
     costs: Iterable[Cost] = (),
     answers: Counter[Hashable] | None = None,
+    batching: Mapping[str, Batching] = MappingProxyType({}),
 ) -> list[Event]:
     """The log of ``trace`` (sorted by moment), until every request has ended and no step is under way.
 
     ``resident``: backends that run at moment 0. ``follow`` makes clients that wait for their answers.
     ``costs``: what was learned of swaps before. ``answers``: where each sender's whole
-    answers are counted.
+    answers are counted. ``batching``: what the engine of each backend does at once; all answers of the others
+    last as long as alone.
     """
-    simulation = _Simulation(config, perform or Engines(), follow, Costs(costs), answers)
+    simulation = _Simulation(
+        config, perform or Engines(), follow, Costs(costs), answers=answers, batching=batching
+    )
     simulation.adopt(resident)
     with _no_collections():
         simulation.run(trace)
@@ -235,8 +243,11 @@ class _Simulation:
         follow: Follow | None,
         costs: Costs,
         answers: Counter[Hashable] | None = None,
+        batching: Mapping[str, Batching] = MappingProxyType({}),
     ) -> None:
         self.log: list[Event] = []
+        self._batching = batching
+        self._batches: dict[str, Batch] = {}  # backend -> the answers that it makes
         self._answers = Counter() if answers is None else answers
         self._follow = follow
         self._perform = perform
@@ -354,16 +365,37 @@ class _Simulation:
     def _go_on(self, ticket: Ticket, now: float) -> None:
         """A ticket ended waiting: its request is served, or over."""
         if ticket.backend and ticket.leases:
-            self._at(now + ticket.wake.seconds, self._release, ticket)
+            name = ticket.backend
+            if name not in self._batches:
+                self._batches[name] = Batch(self._batching.get(name, ALONE))
+            batch = ticket.granted = self._batches[name]
+            before = batch.next
+            batch.add(ticket, ticket.wake.seconds, next(self._order), now)
+            self._await_end(batch, before)
         else:
             self._end(ticket, now)
 
+    def _await_end(self, batch: Batch, before: NextEnd | None) -> None:
+        """Have the end of the answer come that ends next, unless it comes already."""
+        if (coming := batch.next) and coming != before:
+            heappush(self._heap, (coming.at, coming.order, self._release, coming.request))
+
     def _release(self, now: float, ticket: Ticket) -> None:
-        if not ticket.severed:
-            effects = self._scheduler.released(ticket, now)
-            self._answers[ticket.wake.sender] += 1
-            self._end(ticket, now)
-            self._carry_out(effects, now)
+        coming = ticket.granted.next
+        if coming is None or coming.request is not ticket or coming.at != now:
+            return  # it ends at another moment, or has been severed
+        self._take_out(ticket, now)
+        effects = self._scheduler.released(ticket, now)
+        self._answers[ticket.wake.sender] += 1
+        self._end(ticket, now)
+        self._carry_out(effects, now)
+
+    def _take_out(self, ticket: Ticket, now: float) -> None:
+        """The engine of a request makes its answer no longer."""
+        batch: Batch = ticket.granted
+        before = batch.next
+        batch.remove(ticket, now)
+        self._await_end(batch, before)
 
     def _end(self, ticket: Ticket, now: float) -> None:
         self._open -= 1
@@ -385,6 +417,7 @@ class _Simulation:
             self._waiting -= 1
             self._go_on(ticket, now)
         for ticket in effects.cut:
+            self._take_out(ticket, now)
             if not ticket.taken_back:  # else it is the proxy, no part of this, that sends it again
                 self._end(ticket, now)
         for step in effects.steps:
@@ -403,6 +436,7 @@ class _Simulation:
         what, ends = (step, outcome), now + outcome.seconds
         if isinstance(step, Load):
             self._loads[step.backend] = ends, what
+            self._batches.pop(step.backend, None)  # of an engine that died
         self._at(ends, self._performed, what)
 
     def _cut_short(self, backend: str, outcome: Outcome, now: float) -> None:

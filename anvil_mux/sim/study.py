@@ -3,6 +3,10 @@
 A ``Case`` is a workload and the configuration that it meets, a ``StudyRun`` that case under one policy. The
 log of every run is checked against the invariants of group.py; what it breaks stands in ``StudyRun.wrong``.
 
+Each engine makes answers as ``batching`` says. What loads and evictions take, policies learn from those that
+they see, as in a program that has loaded what is resident in the beginning, and nothing else before; or they
+know it all (``Case.known_costs``), as in one that has run for long.
+
 A compose file says which backends a workload meets and how its own policy is set, and ``ModelNames`` which
 of its models is asked for in place of each of the workload's. Without one every model has GPU 0 to itself.
 """
@@ -14,15 +18,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Config, models_by_name
 from anvil_mux.errors import ConfigError
+from anvil_mux.host.engine import at_once
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import EVICTIONS, build_eviction
 from anvil_mux.scheduler.policies import POLICIES, build_policy
 from anvil_mux.sim import replay, workload
+from anvil_mux.sim.batching import Batching
 from anvil_mux.sim.figures import Figures, fairness, figures
+from anvil_mux.sim.fleet import SimulatedEngine
 from anvil_mux.sim.simulate import Arrival, check, simulate
 from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, ClientGroups, ModelNames, Workload
 from anvil_mux.telemetry import eventlog
@@ -36,6 +43,22 @@ SAME_NAMES = ModelNames()
 """The compose file calls the models as the workload does."""
 
 
+class AssumedBatching(NamedTuple):
+    """How all engines make several answers at a time, as far as nothing is known of each."""
+
+    slower_each: float = SimulatedEngine().slower_each
+    """The part by which an answer takes longer for each other one that is made at the same time."""
+    at_once: float | None = None
+    """How many answers are made at the same time, at most; None: as many as its kind of engine does."""
+
+    def of_backends(self, config: Config) -> dict[str, Batching]:
+        """How the engine of each backend makes several answers at a time."""
+        return {b.name: Batching(self.slower_each, self.at_once or at_once(b)) for b in config.backends}
+
+
+USUAL_BATCHING = AssumedBatching()
+
+
 @dataclass(frozen=True)
 class Case:
     """A workload, the configuration that it meets, and the seed that it was made from."""
@@ -45,6 +68,9 @@ class Case:
     seed: int = 0
     eviction: str = ""
     """The eviction that stands in ``config``, where several are compared."""
+    batching: AssumedBatching = USUAL_BATCHING
+    known_costs: bool = False
+    """Whether policies know from the beginning what each load and eviction takes."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +91,13 @@ class StudyRun:
     """The eviction, where several are compared."""
     fairness: float | None = None
     """The answers of the client with the fewest over those of the one with the most; None: no clients."""
+    known_costs: bool = False
 
     @property
     def way(self) -> str:
-        """The policy, and the eviction where several are compared."""
-        return f"{self.policy}, {self.eviction}" if self.eviction else self.policy
+        """The policy, the eviction where several are compared, and whether it knew what swaps cost."""
+        named = self.policy, self.eviction, "known costs" if self.known_costs else ""
+        return ", ".join(filter(None, named))
 
     @property
     def title(self) -> str:
@@ -81,6 +109,8 @@ class StudyRun:
         named = {"profile": self.profile, "policy": self.policy, "seed": self.seed}
         if self.eviction:
             named["eviction"] = self.eviction
+        if self.known_costs:
+            named["known_costs"] = True
         return {**named, **asdict(self.figures), "fairness": self.fairness, "violations": violations}
 
 
@@ -165,6 +195,23 @@ def _case(made: Workload, name: str, config: Config | None, called: ModelNames, 
     return Case(made.renamed(ModelNames({m: known[called.name(m)] for m in made.load_seconds})), config, seed)
 
 
+def read_batching(text: str) -> dict[str, float]:
+    """The fields of ``AssumedBatching`` in ``slower_each=0.1,at_once=4``, or a part of it; or ValueError."""
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        least = {"slower_each": 0.0, "at_once": 1.0}.get(name)
+        if least is None:
+            raise ValueError(f"unknown part {name!r}; known: {', '.join(AssumedBatching._fields)}")
+        try:
+            given[name] = float(value)
+        except ValueError:
+            raise ValueError(f"{name} must be a number, not {value!r}") from None
+        if not given[name] >= least:
+            raise ValueError(f"{name} must be at least {least:g}, not {value}")
+    return given
+
+
 # Running it
 
 
@@ -181,8 +228,18 @@ def run(case: Case, policy: str) -> StudyRun:
     ends = _Ends(made)
     engines, resident = made.engines(config), made.residents(config)
     costs = engines.costs(config)
+    if not case.known_costs:
+        first = {("", model, "stop") for model in made.resident}
+        costs = [each for each in costs if (each.source, each.target, each.way) in first]
     log = simulate(
-        config, made.requests, engines, resident=resident, follow=ends, costs=costs, answers=ends.answers
+        config,
+        made.requests,
+        engines,
+        resident=resident,
+        follow=ends,
+        costs=costs,
+        answers=ends.answers,
+        batching=case.batching.of_backends(config),
     )
     return StudyRun(
         profile=made.name,
@@ -194,6 +251,7 @@ def run(case: Case, policy: str) -> StudyRun:
         wrong=check(log, config),
         eviction=case.eviction,
         fairness=fairness([ends.answers[client] for client in made.clients]),
+        known_costs=case.known_costs,
     )
 
 
@@ -241,10 +299,12 @@ class Recording:
     called: ModelNames = SAME_NAMES
     """The names in that configuration of the log's models."""
 
-    def case(self) -> Case:
+    def case(self, batching: AssumedBatching = USUAL_BATCHING) -> Case:
         """The clients of the log, with the backends of its last run."""
-        made = replay.replay(self.runs, self.name)
-        return _case(made, self.name, self._config_of(self.runs[-1]), self.called)
+        logged = batching.of_backends(eventlog.config_of(self.runs[-1].header))
+        made = replay.replay(self.runs, self.name, logged)
+        case = _case(made, self.name, self._config_of(self.runs[-1]), self.called)
+        return replace(case, batching=batching)
 
     def run(self, *, checked: bool) -> StudyRun:
         """The run of the program itself."""

@@ -1,8 +1,8 @@
 """Workloads: which model is asked for, when and by whom.
 
 A ``Workload`` knows nothing of a compose file: it names models, says when requests for them arrive, how long
-each is served, and how long the models load. It comes from ``PROFILES`` (traffic made to order), from a file,
-or from the event log of a running program (eventlog.py).
+the answer to each takes alone, and how long the models load. It comes from ``PROFILES`` (traffic made to
+order), from a file, or from the event log of a running program (eventlog.py).
 
 A file holds JSON lines and may be compressed with gzip or xz. The first line is a header, every other one
 a request:

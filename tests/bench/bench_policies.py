@@ -10,6 +10,8 @@ down, so that the median and the least are both shown. The promise is less than 
 
 --ratios [N]: the total wait of each policy over that of the best schedule that knows the future
 (clairvoyant.py), on N small random workloads; MEAN-AHEAD: over the best that evicts before anybody waits.
+That schedule can be found only where all answers take as long as alone, and it knows what swaps cost; so do
+the policies here.
 
 --clients: the waits of clients that ask again when they have their answers and have thought, on one GPU, and
 what they get (docs/policies.md says why RMS decides); two seeds.
@@ -17,6 +19,9 @@ what they get (docs/policies.md says why RMS decides); two seeds.
 --overload: the waits of each policy where one GPU has 27 models to serve (overload.py), on the trace by which
 the bound of queues was chosen, and on the one that was held out. A request that timed out waited for all of
 queue_timeout.
+
+In both engines make answers as in `anvil-mux simulate`, and policies learn what swaps cost; with
+--known-costs they know it from the beginning.
 
 Nothing here passes or fails: a missed target is a finding, not an error.
 """
@@ -122,9 +127,10 @@ def print_ratios(policies: list[str], count: int, *, as_json: bool) -> None:
         print(f"{row.policy:14}{row.instances:>10}{figures}")
 
 
-def print_overload(policies: Sequence[str]) -> None:
+def print_overload(policies: Sequence[str], *, known_costs: bool) -> None:
     made = [overload.overload(seed) for seed in overload.SEEDS]
-    runs = list(study.study([study.Case(each, each.config()) for each in made], policies))
+    cases = [study.Case(each, each.config(), known_costs=known_costs) for each in made]
+    runs = list(study.study(cases, policies))
     print(f"{'TRACE':20}{'POLICY':14}{'SWAPS':>6}{'WAIT':>8}{'P95':>8}{'LONGEST':>9}{'FAILED':>8}")
     for one in runs:
         told = one.figures
@@ -144,7 +150,7 @@ CLIENTS = [
 ]
 
 
-def print_clients(policies: Sequence[str]) -> None:
+def print_clients(policies: Sequence[str], *, known_costs: bool) -> None:
     print(f"{'CLIENTS':9}{'LOAD+EVICT':>11}{'ANSWER':>8}{'THINK':>7}  {'POLICY':12}{'ANSWERS':>8}", end="")
     print(f"{'WAIT':>7}{'RMS':>7}{'LONGEST':>9}{'LEAST/MOST':>12}")
     for made in CLIENTS:
@@ -153,7 +159,8 @@ def print_clients(policies: Sequence[str]) -> None:
         setting = f"{counts:9}{swap:>11}{made.answer_seconds:>8g}{made.think_seconds:>7g}"
         for policy in policies:
             workloads = [made.workload(seed) for seed in range(2)]
-            runs = list(study.study([study.Case(each, each.config()) for each in workloads], [policy]))
+            cases = [study.Case(each, each.config(), known_costs=known_costs) for each in workloads]
+            runs = list(study.study(cases, [policy]))
             answers, mean, rms = [
                 statistics.fmean([getattr(run.figures, name) for run in runs])
                 for name in ("requests", "wait_mean_seconds", "wait_rms_seconds")
@@ -171,16 +178,17 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="?", type=int, const=1000, metavar="N", help="(default 1000)")
     parser.add_argument("--overload", action="store_true", help="27 models on one GPU")
     parser.add_argument("--clients", action="store_true", help="clients that ask again and again")
+    parser.add_argument("--known-costs", action="store_true", help="policies know what swaps cost")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     if given.ratios:
         print_ratios(list(POLICIES), given.ratios, as_json=given.json)
         return
     if given.clients:
-        print_clients(list(POLICIES))
+        print_clients(list(POLICIES), known_costs=given.known_costs)
         return
     if given.overload:
-        print_overload(list(POLICIES))
+        print_overload(list(POLICIES), known_costs=given.known_costs)
         return
     rows = []
     for name in POLICIES:

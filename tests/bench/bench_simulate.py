@@ -121,9 +121,10 @@ def _work(cases: Sequence[Case], policy: str) -> tuple[float, ...]:
     for case in cases:
         made, config = case.workload, replace(case.config, policy=policy)
         engines, resident = made.engines(config), made.residents(config)
+        batching = case.batching.of_backends(config)
         gc.collect()  # or this run is charged with what a larger one before it has left
         began = time.process_time()
-        log = simulate(config, made.requests, engines, resident=resident)
+        log = simulate(config, made.requests, engines, resident=resident, batching=batching)
         simulated = time.process_time()
         broken = check(log, config)
         checked = time.process_time()

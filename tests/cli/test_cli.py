@@ -547,13 +547,15 @@ def event_log(file: Path, config: Config, log: Sequence[Event]) -> str:
     return str(file)
 
 
+UNLIMITED = "slower_each=0,at_once=inf"
+"""Engines whose answers all take as long as alone."""
 WORLD = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager")
 EVENTS = simulate(WORLD, [Arrival(1.0, "a", 4.0), Arrival(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
 
 
 def test_simulate_compares_policies_on_profiles(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--profile", "bursty,mixed", "--policy", "eager,debounce", "--seeds", "2"]
-    assert main(words) == 0
+    assert main([*words, "--batching", UNLIMITED]) == 0
     head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
     assert [tuple(row[:3]) for row in rows] == [
         ("bursty", "eager", "1"),
@@ -584,14 +586,16 @@ def test_simulate_takes_the_settings_of_a_compose_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = compose(tmp_path, policy={"name": "debounce", "quiet": 4})
-    patient, eager = simulated(capsys, str(file), "--profile", "bursty", "--policy", "debounce,eager")
+    words = ("--profile", "bursty", "--policy", "debounce,eager", "--batching", UNLIMITED)
+    patient, eager = simulated(capsys, str(file), *words)
     assert (patient["makespan_seconds"], eager["makespan_seconds"]) == (23.0 + 3 * 4.0, 23.0)
 
 
 def test_simulate_runs_a_profile_on_the_models_of_a_compose_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (str(compose(tmp_path, "small", "large")), "--profile", "bursty", "--policy", "eager")
+    file = str(compose(tmp_path, "small", "large"))
+    words = (file, "--profile", "bursty", "--policy", "eager", "--batching", UNLIMITED)
     [row] = simulated(capsys, *words, "--model", "a=small", "--model", "b=large")
     assert (row["swaps"], row["makespan_seconds"]) == (3, 23.0)
     [row] = simulated(capsys, *words, "--model", "small")
@@ -621,6 +625,37 @@ def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(
     assert simulated(capsys, str(file), *words)[0]["makespan_seconds"] == 1.0 + 9.0 + 1.0
     assert main(["simulate", str(compose(tmp_path, "x")), *words]) == 1
     assert "t.jsonl asks for a, b; the backends serve x only" in capsys.readouterr().err
+
+
+def test_simulate_makes_answers_as_engines_do_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--profile", "single", "--policy", "eager")
+    usual, four, none = (
+        simulated(capsys, *words, *more)[0]["makespan_seconds"]
+        for more in ((), ("--batching", "at_once=4"), ("--batching", UNLIMITED))
+    )
+    assert none == 0.5
+    assert none < usual < four < 0.5 * 40
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(PROFILED))
+    [measured] = simulated(capsys, *words, "--engine-profile", str(file))
+    # By the profile a step takes 7.5 ms, and 0.5 ms for each request.
+    assert measured["makespan_seconds"] == pytest.approx(0.5 * (1 + 39 / 16), rel=0.02)
+    llamacpp = yaml.safe_load(compose(tmp_path, "a").read_text())
+    llamacpp["services"]["a"]["x-anvil"]["engine"] = "llamacpp"
+    (tmp_path / "llamacpp.yaml").write_text(yaml.safe_dump(llamacpp))
+    [slots] = simulated(capsys, str(tmp_path / "llamacpp.yaml"), *words, "--model", "a")
+    assert slots["makespan_seconds"] == pytest.approx(four)
+
+
+def test_simulate_tells_where_policies_knew_what_swaps_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--profile", "balanced", "--policy", "cost_aware"]
+    [learning] = simulated(capsys, *words)
+    [knowing] = simulated(capsys, *words, "--known-costs")
+    assert ("known_costs" in learning, knowing["known_costs"]) == (False, True)
+    assert main(["simulate", *words, "--known-costs"]) == 0
+    assert "cost_aware, known costs" in capsys.readouterr().out
 
 
 def test_simulate_compares_evictions_where_several_models_fit(
@@ -745,6 +780,9 @@ def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
         (["--routing", "--trace", "x", "--engine", "gpu=1"], "unknown setting 'gpu' of an engine"),
         (["--profile", "single", "--replicas", "2"], "--replicas is for --routing"),
         (["--profile", "single", "--slo", "ttft=6"], "--slo is for --routing"),
+        (["--profile", "single", "--batching", "slots=4"], "argument --batching: unknown part 'slots'"),
+        (["--routing", "--trace", "x", "--batching", "at_once=4"], "are not for --routing"),
+        (["--routing", "--trace", "x", "--known-costs"], "are not for --routing"),
         (["--profile", "single", "--model", "small"], "--model is for a compose file"),
         (["--routing", "--trace", "x", "--model", "small"], "--routing has one model"),
         (["--routing", "--trace", "x", "--slo", "e2e=6"], "argument --slo: unknown objective 'e2e'"),

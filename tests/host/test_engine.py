@@ -16,7 +16,7 @@ import pytest
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import Cancelled, LoadError
 from anvil_mux.host import visit
-from anvil_mux.host.engine import ENGINES, find_engine, idle_connections, listen_port
+from anvil_mux.host.engine import ENGINES, at_once, find_engine, idle_connections, listen_port
 from anvil_mux.host.visit import Visit, await_ready
 
 
@@ -245,6 +245,24 @@ def test_an_engine_keeps_threads_for_those_whose_connections_do_not_idle(
     engine: str, service: Service, count: int
 ) -> None:
     assert idle_connections(Backend("q", "q", engine=engine, service=service)) == count
+
+
+@pytest.mark.parametrize(
+    ("engine", "service", "count"),
+    [
+        ("openai", Service(), 256),
+        ("vllm", Service(command=("vllm", "serve", "m", "--max-num-seqs=64")), 64),
+        ("sglang", Service(command=("x", "--max-running-requests", "48")), 48),
+        ("llamacpp", Service(), 4),
+        ("llamacpp", Service(command=("llama-server", "-np", "8")), 8),
+        ("llamacpp", Service(command=("llama-server", "--parallel", "-1")), 4),
+        ("llamacpp", Service(environment=(("LLAMA_ARG_N_PARALLEL", "2"),)), 2),
+        ("ollama", Service(), 1),
+        ("ollama", Service(environment=(("OLLAMA_NUM_PARALLEL", "3"),)), 3),
+    ],
+)
+def test_an_engine_makes_so_many_answers_at_a_time(engine: str, service: Service, count: int) -> None:
+    assert at_once(Backend("q", "q", engine=engine, service=service)) == count
 
 
 def test_nothing_listens_until_the_deadline():

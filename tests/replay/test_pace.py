@@ -66,14 +66,14 @@ def test_an_answer_of_given_length_is_asked_for_once() -> None:
     assert engines.asked == [("a", 1), *[("a", 80)] * 11]
 
 
-def test_an_engine_may_be_slower_in_company() -> None:
-    assert warm_up(Engines(20.0, 0.5), ["a"], [], {})["a"].company == pytest.approx((0.5, math.inf))
-    assert warm_up(Engines(20.0), ["a"], [], {})["a"].company == (0.0, math.inf)
+def test_an_engine_may_be_slower_with_others() -> None:
+    assert warm_up(Engines(20.0, 0.5), ["a"], [], {})["a"].batching == pytest.approx((0.5, math.inf))
+    assert warm_up(Engines(20.0), ["a"], [], {})["a"].batching == (0.0, math.inf)
 
 
 def test_an_engine_may_make_few_answers_at_a_time() -> None:
-    assert warm_up(Engines(20.0, 0.5, at_once=2), ["a"], [], {})["a"].company == pytest.approx((0.5, 2))
-    assert warm_up(Engines(20.0, at_once=1), ["a"], [], {})["a"].company == (0.0, 1)
+    assert warm_up(Engines(20.0, 0.5, at_once=2), ["a"], [], {})["a"].batching == pytest.approx((0.5, 2))
+    assert warm_up(Engines(20.0, at_once=1), ["a"], [], {})["a"].batching == (0.0, 1)
 
 
 def test_each_model_is_loaded_as_often_as_asked_for() -> None:

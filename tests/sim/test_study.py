@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import fmean
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.policies import POLICIES, Stay
+from anvil_mux.scheduler.policies import POLICIES, Eager, Stay
 from anvil_mux.sim import study
 from anvil_mux.sim.simulate import Arrival, Engines, simulate
-from anvil_mux.sim.study import Recording, StudyRun
+from anvil_mux.sim.study import AssumedBatching, Recording, StudyRun
 from anvil_mux.sim.workload import (
     PROFILES,
     SHIPPED,
@@ -38,9 +39,13 @@ class Reluctant:
 RELUCTANT = f"{__name__}:Reluctant"
 
 
+UNLIMITED = AssumedBatching(0.0, inf)
+"""Engines whose answers all take as long as alone: what comes out can be computed by hand."""
+
+
 def figures_of(profile, policy):
     [case] = study.profiles([profile], 1)
-    return study.run(case, policy).figures
+    return study.run(replace(case, batching=UNLIMITED), policy).figures
 
 
 # What eager and debounce do with the profiles; any other number means that a profile or a policy has changed.
@@ -121,6 +126,84 @@ def test_without_other_traffic_no_policy_swaps():
     assert {policy: figures_of("single", policy).swaps for policy in POLICIES} == dict.fromkeys(POLICIES, 0)
 
 
+# What engines do at once
+
+
+def test_an_engine_answers_slower_if_many_ask_at_once():
+    [case] = study.profiles(["single"], 1)
+    slower = AssumedBatching().slower_each
+    assert 0.01 < slower < 0.1
+    assert study.run(case, "eager").figures.makespan_seconds == pytest.approx(0.5 * (1 + 39 * slower))
+    few = replace(case, batching=AssumedBatching(0.0, 8))
+    assert study.run(few, "eager").figures.makespan_seconds == 0.5 * 40 / 8
+
+
+def test_an_engine_does_at_once_what_its_kind_does_or_what_is_assumed():
+    backends = (Backend("v", "v"), Backend("l", "l", engine="llamacpp"))
+    batching = AssumedBatching(0.25).of_backends(Config(backends))
+    assert batching == {"v": (0.25, 256), "l": (0.25, 4)}
+    assert AssumedBatching(0.0, 2).of_backends(Config(backends)) == {"v": (0.0, 2), "l": (0.0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("slower_each=0.1", {"slower_each": 0.1}),
+        ("at_once=4,slower_each=0", {"at_once": 4.0, "slower_each": 0.0}),
+        ("at_once=inf", {"at_once": inf}),
+    ],
+)
+def test_what_is_assumed_can_be_said_in_part(text, read):
+    assert study.read_batching(text) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("slots=4", "unknown part 'slots'; known: slower_each, at_once"),
+        ("at_once", "at_once must be a number, not ''"),
+        ("at_once=0", "at_once must be at least 1, not 0"),
+        ("slower_each=nan", "slower_each must be at least 0, not nan"),
+    ],
+)
+def test_what_cannot_be_assumed_is_told(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        study.read_batching(text)
+
+
+# What policies know
+
+
+SEEN = []
+
+
+@dataclass(frozen=True)
+class Watching:
+    """Eager, that notes what it is told of costs."""
+
+    def decide(self, seen):
+        for queue in seen.queues:
+            [resident] = seen.residents
+            SEEN.append((queue.model, queue.load_seconds, queue.learned, resident.reload_seconds))
+        return Eager().decide(seen)
+
+
+@pytest.mark.parametrize(
+    ("known_costs", "first", "second"),
+    [
+        (False, ("b", 3.0, False, 3.0), ("a", 3.0, False, 9.0)),  # b is believed to load like a, until it did
+        (True, ("b", 9.0, True, 3.0), ("a", 3.0, True, 9.0)),
+    ],
+)
+def test_policies_learn_what_swaps_cost_unless_they_know_it(known_costs, first, second):
+    SEEN.clear()
+    [case] = study.profiles(["balanced"], 1)
+    told = study.run(replace(case, known_costs=known_costs), f"{__name__}:Watching")
+    assert [SEEN[0], SEEN[1]] == [first, second]
+    assert told.known_costs == known_costs
+    assert ("known_costs" in told.row(), "known costs" in told.way) == (known_costs, known_costs)
+
+
 # What is run
 
 
@@ -156,6 +239,7 @@ def test_settings_of_the_configuration_are_for_its_own_policy_only():
     backends = (Backend("a", "a", ("0",)), Backend("b", "b", ("0",)))
     config = Config(backends, policy="debounce", policy_settings={"quiet": 3.0}, max_wait=50.0)
     [case] = study.profiles(["bursty"], 1, config)
+    case = replace(case, batching=UNLIMITED)
     patient, eager = study.run(case, "debounce"), study.run(case, "eager")
     assert patient.config.policy_settings == {"quiet": 3.0}
     assert patient.figures.makespan_seconds == 23.0 + 3 * 3.0
@@ -319,6 +403,20 @@ def test_what_ran_is_told_as_it_was_beside_what_another_policy_would_have_done()
     assert again.figures == was.figures
     late = study.run(recording.case(), "time_slice").figures
     assert late.wait_mean_seconds > was.figures.wait_mean_seconds
+
+
+def test_a_log_simulated_under_its_own_policy_is_the_same_whatever_engines_do_at_once():
+    busy = [Arrival(n / 4, "ab"[n % 7 == 6], 1.0 + n % 3) for n in range(40)]
+    for batching in (UNLIMITED, AssumedBatching(), AssumedBatching(0.5, 3)):
+        engines = Engines({"a": 3.0, "b": 6.0})
+        log = simulate(WORLD, busy, engines, batching=batching.of_backends(WORLD))
+        again = study.run(recorded(log, config=WORLD).case(batching), "eager")
+        ends, same = (
+            [(event.model, event.at) for event in each if event.kind == "released"]
+            for each in (log, again.log)
+        )
+        assert [model for model, _ in same] == [model for model, _ in ends]
+        assert [at for _, at in same] == pytest.approx([at for _, at in ends])
 
 
 def test_several_starts_of_the_program_are_one_log():

@@ -19,6 +19,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.sim.batching import Batching
 from anvil_mux.sim.figures import figures
 from anvil_mux.sim.plot import Bar, History
 from anvil_mux.sim.replay import BEYOND_SECONDS, replay
@@ -488,6 +489,17 @@ def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
         (50.0, "b"),
         (51.0, "a"),
     ]
+
+
+def test_an_answer_of_a_log_takes_what_it_would_have_taken_alone() -> None:
+    log = [leased(0.0, "a", 1), leased(2.0, "a", 2, size=2)]
+    log += [Event(4.0, "released", "a", "a", 2, 1), Event(5.0, "released", "a", "a", 1, 0)]
+    run = LoggedRun(header(AB, 0.0), log)
+    assert [each.seconds for each in replay([run]).requests] == [5.0, 2.0]
+    slower = replay([run], batching={"a": Batching(1.0)}).requests
+    assert [each.seconds for each in slower] == pytest.approx([2.0 + 1.0 + 1.0, 1.0])
+    one_at_a_time = replay([run], batching={"a": Batching(0.0, 1)}).requests
+    assert [each.seconds for each in one_at_a_time] == [5.0, 0.0]
 
 
 def test_a_log_without_a_request_cannot_be_replayed() -> None:
