@@ -2,14 +2,16 @@
 
 A choice charges its replica at once, so that the next request sees it. The input that a replica has not in
 its cache counts as prefill until the first byte of the answer, and all its tokens as decode from then on
-until the end. What engines say at the end of an answer (tokens, and how many of them were cached) corrects
-how long a token is taken to be, and how much a replica's cache to hold. What caches hold of which nobody says
-is learned over all of a model's replicas together: they mostly run the same engine on the same GPU.
+until the end. Of an answer that is not streamed the first byte comes with the end, so there the prefill is
+over when the engine has had the time for it, after all prompts before it: by its profile, or else at the
+speed that is learned from prompts that waited for no other. What engines say at the end of an answer (tokens,
+and how many of them were cached) corrects how long a token is taken to be, and how much a replica's cache to
+hold. That speed, and what caches hold of which nobody says, are learned over all of a model's replicas
+together: they mostly run the same engine on the same GPU.
 
 With a profile of a replica, and a policy that says ``predict_prefill``, the prefill that is charged falls
 with time, before any byte comes: prompts are taken to be computed in their order, as fast as the profile
-says. Each first byte of a stream says anew how far the engine is; one that is not streamed comes with the end
-of its answer, when others may be computed already.
+says. Each first byte of a stream says anew how far the engine is.
 
 A request in two stages is charged to both replicas at once: its input to the one that computes it, until that
 has answered, and to the other, which is given it, as if all of it were cached there and answered already.
@@ -30,6 +32,7 @@ No lock and no clock: the GPU group calls it under the multiplexer's lock, the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,7 +51,7 @@ from anvil_mux.routing.routing import (
 )
 
 LEARN = 0.1
-"""The weight of one answer in the mean length of a token."""
+"""The weight of one answer in the means: the length of a token, and the seconds of its prefill."""
 BYTES_LEAST, BYTES_MOST = 1.0, 16.0
 SURPRISES = 3
 """Answers in a row that find less cached than expected, after which the cache is taken for smaller."""
@@ -111,7 +114,12 @@ class _Charge:
     hit: int
     """Tokens of its input that were thought to be in the cache."""
     since: float = 0.0
+    alone: bool = False
+    """Whether its engine had no other prompt to compute when it came."""
     answering: bool = False
+    """Whether a byte of its answer came."""
+    computed: bool = False
+    """Whether it counts as decode: its engine answers, or must be done with its prompt."""
 
     @property
     def missing(self) -> int:
@@ -119,7 +127,7 @@ class _Charge:
 
     @property
     def uncomputed(self) -> int:
-        return 0 if self.answering else self.missing
+        return 0 if self.computed else self.missing
 
 
 @dataclass(slots=True)
@@ -165,6 +173,8 @@ class InFlightTracker:
         self._memory = RoutingMemory(replicas=len(self._accounts))
         self.bytes_per_token = BYTES_PER_TOKEN
         """The mean bytes of a token. Reading it needs no lock."""
+        self._prompt_tokens = 0.0  # the means of prompts that waited for no other:
+        self._prompt_seconds = 0.0  # their quotient is what a token takes; 0: not known
         self.prefixes = Prefixes(self._accounts)
 
     def leave(self, backend: str) -> None:
@@ -204,6 +214,7 @@ class InFlightTracker:
 
     def reports(self, now: float) -> dict[str, Report]:
         """The reports for other anvil-mux."""
+        self._pass_time(self._accounts, now)
         return {
             name: Report(
                 num_requests=len(each.entries),
@@ -239,6 +250,7 @@ class InFlightTracker:
         self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
     ) -> list[Replica]:
         """The replicas as a choice for ``work`` sees them; those that ``failed`` cannot be chosen."""
+        self._pass_time((*among, *failed), now)
         hits = self.prefixes.hits(work.blocks, among) if work.blocks else {}
         at = now if self.routing.predict_prefill else None
         replicas = [self._replica(name, work, hits.get(name, 0), at) for name in among]
@@ -320,13 +332,37 @@ class InFlightTracker:
                     break
         return computed
 
-    def _predict_without(self, account: _Account, entry: _Charge, now: float, *, exact: bool) -> None:
-        """Predict anew what is computed of the other prompts. ``exact``: they are begun only now."""
-        profile = account.member.profile
-        if profile and self.routing.predict_prefill:
-            seconds = profile.prefill(entry.hit, entry.work.tokens, _beside(account, profile)) / 1e3
-            begun = account.computing_since + (seconds if entry.missing else 0.0)
-            account.computing_since = now if exact else min(begun, now)
+    def _pass_time(self, names: Iterable[str], now: float) -> None:
+        """Take prompts for computed whose time is over, of answers that are not streamed."""
+        for name in names:
+            account = self._accounts[name]
+            while (entry := _next(account)) and not entry.work.stream and entry.work.infer_type == "neutral":
+                over = account.computing_since + self._prefill_seconds(account, entry)
+                if over > now:
+                    break
+                account.computing_since = over
+                self._begin_decode(account, entry)
+
+    def _prefill_seconds(self, account: _Account, entry: _Charge) -> float:
+        """The time that an engine takes for a prompt; infinite if nothing is known of its speed."""
+        if profile := account.member.profile:
+            return profile.prefill(entry.hit, entry.work.tokens, _beside(account, profile)) / 1e3
+        if not self._prompt_tokens:
+            return math.inf
+        return entry.missing * self._prompt_seconds / self._prompt_tokens
+
+    def _compute_next(self, account: _Account, entry: _Charge, now: float, *, exact: bool) -> None:
+        """Note that an engine is done with a prompt. ``exact``: it begins the next only now."""
+        over = account.computing_since + (self._prefill_seconds(account, entry) if entry.missing else 0.0)
+        account.computing_since = now if exact else min(over, now)
+
+    def _learn_speed(self, entry: _Charge, seconds: float) -> None:
+        """Learn from a prompt that waited for no other. Of an answer that is not streamed its own time is a
+        part of it, so that teaches only as far as it is faster than was thought.
+        """
+        if entry.alone and entry.missing and seconds > 0:
+            self._prompt_tokens += LEARN * (entry.missing - self._prompt_tokens)
+            self._prompt_seconds += LEARN * (seconds - self._prompt_seconds)
 
     def waiting(self, backend: str) -> list[Hashable]:
         """The requests that a replica does not answer yet, in the order in which they came.
@@ -335,10 +371,13 @@ class InFlightTracker:
         """
         return [key for key, entry in self._accounts[backend].entries.items() if not entry.answering]
 
-    def behind(self, backend: str) -> list[Hashable]:
-        """The requests among these that wait behind others."""
+    def behind(self, backend: str, now: float) -> list[Hashable]:
+        """The requests that wait at a replica behind others."""
+        self._pass_time([backend], now)
         account = self._accounts[backend]
-        return [] if len(account.entries) - account.decode_batch < 2 else self.waiting(backend)[1:]
+        if len(account.entries) - account.decode_batch < 2:
+            return []
+        return [key for key, entry in account.entries.items() if not entry.computed][1:]
 
     def choose(
         self,
@@ -379,14 +418,14 @@ class InFlightTracker:
                 found.append(key)
         return found
 
-    def better_off(self, to: str, among: Sequence[str]) -> list[Hashable]:
+    def better_off(self, to: str, among: Sequence[str], now: float) -> list[Hashable]:
         """The requests that wait elsewhere behind others, and that the policy would send ``to`` now.
 
         The last of each line first, and never more than are left. What is not streamed may be nearly done: it
         stays.
         """
         found: list[Hashable] = []
-        lines = [(name, behind) for name in among if name != to and (behind := self.behind(name))]
+        lines = [(name, behind) for name in among if name != to and (behind := self.behind(name, now))]
         if not lines:
             return found
         moved = self._replica(to, Work(), 0)
@@ -422,12 +461,13 @@ class InFlightTracker:
 
     def _charge(self, key: Hashable, work: Work, choice: Choice, now: float) -> None:
         account = self._accounts[choice.backend]
-        entry = _Charge(work, choice.hit_tokens, now)
-        account.entries[key] = entry
-        if not account.prefill_tokens:
+        alone = len(account.entries) == account.decode_batch
+        if alone:
             account.computing_since = now
+        entry = account.entries[key] = _Charge(work, choice.hit_tokens, now, alone)
         self._add_prefill(account, entry.missing)
         if work.infer_type == "decode":
+            entry.answering = True
             self._begin_decode(account, entry)
         account.num_tokens += work.tokens
         self._where[key] = choice.backend
@@ -441,13 +481,18 @@ class InFlightTracker:
     def first_byte(self, key: Hashable, now: float = 0.0) -> None:
         """Note the first byte of an answer: its prefill is done."""
         account, entry = self._find(key)
-        if account and entry and not entry.answering:
-            self._predict_without(account, entry, now, exact=entry.work.stream)
-            self._add_prefill(account, -entry.missing)
+        if account is None or entry is None or entry.answering:
+            return
+        self._pass_time([account.member.backend], now)
+        entry.answering = True
+        if not entry.computed:
+            self._learn_speed(entry, now - entry.since)
+            self._compute_next(account, entry, now, exact=entry.work.stream)
             self._begin_decode(account, entry)
 
     def _begin_decode(self, account: _Account, entry: _Charge) -> None:
-        entry.answering = True
+        self._add_prefill(account, -entry.missing)
+        entry.computed = True
         account.decode_tokens += entry.work.tokens
         account.decode_batch += 1
 
@@ -462,12 +507,15 @@ class InFlightTracker:
         account, entry = self._find(key)
         if account is None or entry is None:
             return
-        if self.routing.predict_prefill and entry is _next(account):
-            self._predict_without(account, entry, now, exact=False)
+        self._pass_time([account.member.backend], now)
+        if entry is _next(account):
+            if prompt_tokens:
+                self._learn_speed(entry, now - entry.since)
+            self._compute_next(account, entry, now, exact=False)
         del account.entries[key], self._where[key]
         account.ended += account.heard is not None and entry.since <= account.heard
         account.num_tokens -= entry.work.tokens
-        if entry.answering:
+        if entry.computed:
             account.decode_tokens -= entry.work.tokens
             account.decode_batch -= 1
         else:
@@ -536,7 +584,9 @@ class InFlightTracker:
 
 def _next(account: _Account) -> _Charge | None:
     """The first of the prompts that a replica has to compute."""
-    return next((entry for entry in account.entries.values() if entry.uncomputed), None)
+    if len(account.entries) == account.decode_batch:
+        return None
+    return next(entry for entry in account.entries.values() if not entry.computed)
 
 
 def _beside(account: _Account, profile: Profile) -> float:

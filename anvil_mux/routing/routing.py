@@ -47,7 +47,7 @@ class Work(NamedTuple):
     size: int = 0
     """Bytes of its input; 0: not known."""
     stream: bool = False
-    """Whether the first byte of its answer says that its prefill is done."""
+    """Whether the first byte of its answer comes when its prefill is done, and not with its end."""
     owner: str = ""
     """The only replica that has what it refers to: it goes there if it can, whatever the policy says."""
 
@@ -64,7 +64,7 @@ class Replica(NamedTuple):
     failure_domain: str = ""
     num_requests: int = 0
     num_waiting_requests: int = 0
-    """Requests of which no byte of an answer has come."""
+    """Requests whose prompts it still has to compute, as far as is known."""
     prefill_tokens: int = 0
     """Input of the waiting requests that is not in its cache."""
     decode_tokens: int = 0
@@ -184,7 +184,7 @@ def num_requests(work: Work, replica: Replica) -> float:
 
 
 def num_waiting_requests(work: Work, replica: Replica) -> float:
-    """Requests at the replica of which no byte of the answer has come."""
+    """Requests at the replica whose prompts it still has to compute, as far as is known."""
     return replica.num_waiting_requests
 
 

@@ -477,7 +477,9 @@ def _behind(model: Model, now: float) -> list[float]:
     """How long each request has waited that waits behind others at a replica, or for a place at any."""
     assert model.replicas is not None
     in_flight = model.replicas.in_flight
-    behind = [now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.behind(slot.name)]
+    behind = [
+        now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.behind(slot.name, now)
+    ]
     if model.queue.tickets:
         behind += [now - each.since for each in model.queue if not model.needed(each.work.owner)]
     return behind

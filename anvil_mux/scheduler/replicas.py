@@ -103,7 +103,7 @@ class Replicas:
 
     def take_back(self, ready: list[Slot], idle: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
         """Take back the requests that wait behind others and would be better off at ``idle``."""
-        return self._uncharged(self.in_flight.better_off(idle.name, _like(idle, ready)), now)
+        return self._uncharged(self.in_flight.better_off(idle.name, _like(idle, ready), now), now)
 
     def take_from(self, ready: list[Slot], silent: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
         """Take back the requests that wait at a stale replica and may go to another."""

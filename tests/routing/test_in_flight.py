@@ -143,9 +143,9 @@ def streams(made: InFlightTracker, *sizes: int, backend: str = "a") -> None:
 def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_as_many() -> None:
     made = in_flight()
     streams(made, 1000, 1001, 1002, 1003, 1004)
-    assert made.better_off("b", NAMES) == [1004, 1003]
+    assert made.better_off("b", NAMES, 0.0) == [1004, 1003]
     streams(made, 900, 901, backend="b")
-    assert made.better_off("b", NAMES) == [1004]
+    assert made.better_off("b", NAMES, 0.0) == [1004]
 
 
 def test_a_request_stays_where_the_policy_would_send_it_again() -> None:
@@ -154,7 +154,7 @@ def test_a_request_stays_where_the_policy_would_send_it_again() -> None:
     made.first_byte("first")
     chosen(made, 1, Work(100), among=("a",))
     chosen(made, 2, LONG._replace(stream=True), among=("a",))
-    assert made.better_off("b", NAMES) == []  # all of it is cached here
+    assert made.better_off("b", NAMES, 0.0) == []  # all of it is cached here
 
 
 def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back() -> None:
@@ -162,7 +162,7 @@ def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back() -> N
     streams(made, 1000, 1001)
     made.first_byte(1001)
     chosen(made, "whole", Work(5000), among=("a",))
-    assert made.better_off("b", NAMES) == []
+    assert made.better_off("b", NAMES, 0.0) == []
 
 
 def test_what_is_cached_is_bounded_by_what_the_engine_holds() -> None:
@@ -198,14 +198,17 @@ def test_counts_are_never_negative_and_nothing_is_left_of_any_history() -> None:
         made = in_flight(rng.choice(list(pipeline.shipped())))
         for key in range(150):
             chain = rng.choice([(1, 2, 3, 4), (1, 2, 7), ()])
-            work = Work(rng.randrange(4000), chain, session=rng.choice(["", "s", "t"]))
-            made.choose(key, work, rng.sample(NAMES, rng.randrange(1, 4)))
+            session, stream = rng.choice(["", "s", "t"]), rng.choice([True, False])
+            work = Work(rng.randrange(4000), chain, session=session, stream=stream)
+            made.choose(key, work, rng.sample(NAMES, rng.randrange(1, 4)), now=key)
             for _ in range(rng.randrange(3)):
-                fact = rng.choice([made.first_byte, made.ended, made.ended])
-                fact(rng.randrange(150))
+                if rng.random() < 0.3:
+                    made.first_byte(rng.randrange(150), key)
+                else:
+                    made.ended(rng.randrange(150), prompt_tokens=rng.choice([None, 1000]), now=key)
             if rng.random() < 0.05:
                 made.forget(rng.choice(NAMES))
-            for held in made.view(work, NAMES):
+            for held in made.view(work, NAMES, now=key + rng.random()):
                 counts = held[6:12]
                 assert all(isinstance(count, int) and count >= 0 for count in counts)
                 assert held.num_requests == held.num_waiting_requests + held.decode_batch
@@ -309,6 +312,102 @@ def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
     room(made)
     told(made, lambda hit: hit + 50_000, times=5)
     assert room(made) == 8192
+
+
+# Prefill of answers that are not streamed
+
+
+def taught(*, streamed: bool = True, **settings: object) -> InFlightTracker:
+    """A tracker that has seen a prompt of 1,000 tokens take two seconds, at the replica c."""
+    members = [Member(name, **settings) for name in NAMES]  # type: ignore[arg-type]
+    made = InFlightTracker(pipeline.build("least_prefill_work"), members)
+    made.choose("teacher", Work(1000, stream=streamed), ("c",), now=0.0)
+    if streamed:
+        made.first_byte("teacher", 2.0)
+    made.ended("teacher", prompt_tokens=1000, now=2.0)
+    return made
+
+
+def waits(made: InFlightTracker, *moments: float) -> list[tuple[int, int, int]]:
+    """What the replica a has to compute at each of the moments, of how many requests, and what it answers."""
+    seen = [made.view(SHORT, ("a",), now=now)[0] for now in moments]
+    return [(one.prefill_tokens, one.num_waiting_requests, one.decode_tokens) for one in seen]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_what_is_not_streamed_counts_as_prefill_for_as_long_as_that_takes_by_the_learned_speed(
+    streamed: bool,
+) -> None:
+    made = taught(streamed=streamed)
+    for key, tokens in enumerate((1000, 500)):
+        made.choose(key, Work(tokens), ("a",), now=10.0)
+    assert waits(made, 11.9, 12.0) == [(1500, 2, 0), (500, 1, 1000)]
+    assert made.behind("a", 12.0) == []
+    assert waits(made, 12.9, 13.0) == [(500, 1, 1000), (0, 0, 1500)]
+    made.first_byte(0, 20.0)
+    made.ended(0, prompt_tokens=1000, now=20.0)
+    assert waits(made, 20.0) == [(0, 0, 500)]
+    made.ended(1, now=20.0)
+    assert waits(made, 20.0) == [(0, 0, 0)]
+
+
+def test_while_no_speed_is_known_it_counts_until_its_end() -> None:
+    made = in_flight()
+    made.choose(1, Work(1000), ("a",), now=0.0)
+    assert waits(made, 1000.0) == [(1000, 1, 0)]
+
+
+def test_a_profile_says_more_than_what_was_learned() -> None:
+    made = taught(profile=RATE)
+    made.choose(1, Work(1000), ("a",), now=10.0)
+    assert waits(made, 10.9, 11.0) == [(1000, 1, 0), (0, 0, 1000)]
+
+
+def test_prompts_are_computed_in_their_order_and_a_stream_says_when_its_own_is_over() -> None:
+    made = taught()
+    made.choose("stream", Work(1000, stream=True), ("a",), now=10.0)
+    made.choose("whole", Work(1000), ("a",), now=10.0)
+    assert waits(made, 13.0) == [(2000, 2, 0)]
+    made.first_byte("stream", 13.0)  # late: the other one is begun only now, and an engine takes longer
+    assert waits(made, 15.5, 15.6) == [(1000, 1, 1000), (0, 0, 2000)]
+
+
+def test_an_answer_that_is_not_streamed_teaches_only_what_is_faster_than_was_thought() -> None:
+    for seconds, after in ((9.0, 12.0), (1.0, 11.48)):
+        made = taught()
+        made.choose("whole", Work(1000), ("b",), now=0.0)
+        made.ended("whole", prompt_tokens=1000, now=seconds)
+        made.choose("next", Work(1000), ("a",), now=10.0)
+        assert waits(made, after - 0.01, after) == [(1000, 1, 0), (0, 0, 1000)]
+
+
+def test_what_never_reached_an_engine_or_waited_for_another_prompt_teaches_no_speed() -> None:
+    made = in_flight()
+    made.choose("refused", Work(1000), ("a",), now=0.0)
+    made.ended("refused", now=0.01)
+    for key in ("first", "second"):
+        made.choose(key, Work(1000, stream=True), ("b",), now=0.0)
+    made.first_byte("second", 1.0)
+    made.choose("next", Work(1000), ("a",), now=10.0)
+    assert waits(made, 1000.0) == [(1000, 1, 0)]
+
+
+def test_the_prefill_of_a_request_in_two_stages_counts_until_it_answers() -> None:
+    made = taught()
+    made.choose(1, Work(1000, infer_type="prefill"), ("a",), now=10.0)
+    assert waits(made, 100.0) == [(1000, 1, 0)]
+
+
+def test_what_is_taken_for_computed_is_sent_anew_all_the_same_if_its_engine_is_silent() -> None:
+    made = InFlightTracker(pipeline.build("load_balance"), [Member(name) for name in "ab"], full=True)
+    for name in "ab":
+        made.observe(name, EngineLoad(0, 0), 0.0)
+    made.choose("teacher", Work(1000, stream=True), ("b",), now=0.0)
+    made.first_byte("teacher", 1.0)
+    made.choose("whole", Work(1000), ("a",), now=0.0)
+    made.observe("b", EngineLoad(0, 0), 100.0)
+    assert waits(made, 100.0) == [(0, 0, 1000)]
+    assert made.left_waiting("a", ("a", "b"), 100.0) == ["whole"]
 
 
 # Prefill that is predicted
