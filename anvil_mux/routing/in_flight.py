@@ -168,7 +168,6 @@ class InFlightTracker:
         self._full = full
         self._accounts = {member.backend: _Account(member) for member in members}
         self._where: dict[Hashable, str] = {}
-        self._prefill_tokens = 0  # of all accounts
         self._kv_tokens = KV_TOKENS  # of those caches of which nobody says
         self._memory = RoutingMemory(replicas=len(self._accounts))
         self.bytes_per_token = BYTES_PER_TOKEN
@@ -232,7 +231,6 @@ class InFlightTracker:
         """Take over the reports of all other anvil-mux; a replica without one has nothing of theirs."""
         for name, account in self._accounts.items():
             reports = told.get(name, ())
-            self._prefill_tokens -= account.others.prefill_tokens
             account.others = Report(
                 sum([each.num_requests for each in reports]),
                 sum([each.num_waiting_requests for each in reports]),
@@ -240,7 +238,6 @@ class InFlightTracker:
                 sum([each.decode_tokens for each in reports]),
                 sum([each.num_tokens for each in reports]),
             )
-            self._prefill_tokens += account.others.prefill_tokens
             for report in reports:
                 at = now - report.age_seconds
                 if report.load and (account.load is None or account.heard is None or at > account.heard):
@@ -309,7 +306,6 @@ class InFlightTracker:
             profile=member.profile,
             heat=self._memory.heat(name),
             usual_tokens=self._memory.usual_tokens,
-            fleet_prefill_tokens=self._prefill_tokens,
         )
 
     def _uncomputed(self, account: _Account, now: float) -> int:
@@ -465,7 +461,7 @@ class InFlightTracker:
         if alone:
             account.computing_since = now
         entry = account.entries[key] = _Charge(work, choice.hit_tokens, now, alone)
-        self._add_prefill(account, entry.missing)
+        account.prefill_tokens += entry.missing
         if work.infer_type == "decode":
             entry.answering = True
             self._begin_decode(account, entry)
@@ -473,10 +469,6 @@ class InFlightTracker:
         self._where[key] = choice.backend
         if work.blocks:
             self.prefixes.use(choice.backend, work.blocks, account.kv_tokens // work.block_tokens)
-
-    def _add_prefill(self, account: _Account, tokens: int) -> None:
-        account.prefill_tokens += tokens
-        self._prefill_tokens += tokens
 
     def first_byte(self, key: Hashable, now: float = 0.0) -> None:
         """Note the first byte of an answer: its prefill is done."""
@@ -491,7 +483,7 @@ class InFlightTracker:
             self._begin_decode(account, entry)
 
     def _begin_decode(self, account: _Account, entry: _Charge) -> None:
-        self._add_prefill(account, -entry.missing)
+        account.prefill_tokens -= entry.missing
         entry.computed = True
         account.decode_tokens += entry.work.tokens
         account.decode_batch += 1
@@ -519,7 +511,7 @@ class InFlightTracker:
             account.decode_tokens -= entry.work.tokens
             account.decode_batch -= 1
         else:
-            self._add_prefill(account, -entry.missing)
+            account.prefill_tokens -= entry.missing
         if prompt_tokens:
             self._measure(entry.work, prompt_tokens)
         if cached_tokens is not None and entry.work.infer_type != "decode":
@@ -567,7 +559,6 @@ class InFlightTracker:
         account = self._accounts[backend]
         for key in account.entries:
             del self._where[key]
-        self._prefill_tokens -= account.prefill_tokens + account.others.prefill_tokens
         self._accounts[backend] = _Account(
             account.member, kv_tokens=account.member.kv_tokens or self._kv_tokens
         )

@@ -87,8 +87,6 @@ class Replica(NamedTuple):
     """The part of the latest requests that it had, times the number of replicas."""
     usual_tokens: float = 0.0
     """The mean of the latest requests' input that was not cached where they went; 0: not known."""
-    fleet_prefill_tokens: int = 0
-    """The ``prefill_tokens`` of all replicas of the model together."""
 
 
 class Choice(NamedTuple):
@@ -263,17 +261,12 @@ def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
     return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
 
 
-def delay(
-    work: Work, replica: Replica, *, burden: float = 0.2, crowd: float = 2.0, fullness: float = 2.0
-) -> float:
+def delay(work: Work, replica: Replica, *, burden: float = 0.2, fullness: float = 2.0) -> float:
     """Input tokens to compute if the replica got this request, weighted by how much that delays others."""
     missing = max(work.tokens - replica.hit_tokens, 0)
     # A large request is a burden to those who follow it: most where most requests go.
     size = missing / replica.usual_tokens if replica.usual_tokens else 1.0
     others = 1.0 + burden * replica.heat * size
-    if not replica.fleet_prefill_tokens:
-        # Nobody waits, and a common beginning would draw everybody to the replica that has it.
-        others *= 1.0 + crowd * replica.heat
     full = 1.0 + fullness * replica.decode_tokens / (replica.kv_tokens or KV_TOKENS)
     return (replica.prefill_tokens + missing) * others * full
 

@@ -29,7 +29,7 @@ def chosen(made: InFlightTracker, key: object, work: Work = LONG, among: tuple[s
 
 def state(made: InFlightTracker, work: Work = LONG) -> dict[str, Replica]:
     """What they have to do, without what went before."""
-    forgotten = {"heat": 1.0, "usual_tokens": 0.0, "fleet_prefill_tokens": 0}
+    forgotten = {"heat": 1.0, "usual_tokens": 0.0}
     return {replica.backend: replica._replace(**forgotten) for replica in made.view(work, NAMES)}
 
 
@@ -78,18 +78,6 @@ def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately() -> None:
     for key in range(3, 1000):
         chosen(made, key, SHORT)
     assert round(made.view(SHORT, NAMES)[2].usual_tokens, 3) == 100
-
-
-def test_what_all_replicas_have_to_compute_is_the_sum_of_each() -> None:
-    made = in_flight()
-    for key, among in enumerate(("a", "b", "b")):
-        chosen(made, key, SHORT, among=(among,))
-    assert {replica.fleet_prefill_tokens for replica in made.view(SHORT, NAMES)} == {300}
-    made.first_byte(1)
-    made.forget("a")
-    assert made.view(SHORT, NAMES)[0].fleet_prefill_tokens == 100
-    made.ended(2)
-    assert made.view(SHORT, NAMES)[0].fleet_prefill_tokens == 0
 
 
 def test_the_choice_of_the_documentation() -> None:
@@ -600,20 +588,20 @@ def test_what_is_in_flight_goes_on_when_the_members_are_others() -> None:
     went_on, new = after.view(LONG, ("a", "d"))
     assert (went_on.num_requests, went_on.num_waiting_requests, went_on.hit_tokens) == (2, 1, 2048)
     assert (new.num_requests, new.hit_tokens) == (0, 0)
-    assert went_on.fleet_prefill_tokens == went_on.prefill_tokens == 0  # all of it is in the cache
+    assert went_on.prefill_tokens == 0  # all of it is in the cache
     chosen(after, 3, SHORT, among=("a",))
     for key in range(4):
         after.first_byte(key)
         after.ended(key)
     went_on, _ = after.view(SHORT, ("a", "d"))
-    assert (went_on.num_requests, went_on.num_tokens, went_on.fleet_prefill_tokens) == (0, 0, 0)
+    assert (went_on.num_requests, went_on.num_tokens, went_on.prefill_tokens) == (0, 0, 0)
 
 
 def test_what_waits_at_a_replica_weighs_on_it_still() -> None:
     made = in_flight()
     chosen(made, 1, SHORT, among=("a",))
     after = went_on_with(made, Member("a", kv_tokens=4096), Member("d"))
-    assert after.view(SHORT, ("a",))[0].fleet_prefill_tokens == 100
+    assert after.view(SHORT, ("a",))[0].prefill_tokens == 100
     assert chosen(after, 2, SHORT, among=("a", "d")) == "d"
     for key in range(3, 9):
         chosen(after, key, Work(2048, (key, 100 + key, 200 + key, 300 + key)), among=("a",))

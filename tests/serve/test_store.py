@@ -215,7 +215,6 @@ def test_what_others_have_counts_like_our_own_until_they_are_gone() -> None:
     seen = ours.view(WORK, ["a"])[0]
     assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (2, 1, 1)
     assert (seen.prefill_tokens, seen.decode_tokens, seen.num_tokens) == (4000, 500, 4500)
-    assert seen.fleet_prefill_tokens == 4000
     assert (choice := ours.choose("y", WORK, ["a", "b"]))
     assert choice.backend == "b"
     ours.hear({}, 1.0)

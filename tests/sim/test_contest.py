@@ -50,15 +50,6 @@ def test_the_default_has_the_shortest_wait(trace: str, sessions: int) -> None:
     assert all(default <= mean_ttft(policy, every) for policy in rivals)
 
 
-def test_a_common_beginning_does_not_draw_all_light_load_to_one_replica() -> None:
-    every = fields("claude_code_le64k", 30, seeds=4)
-
-    def balance(policy: str) -> float:
-        return fmean(run(field, policy).latencies.request_balance for field in every)
-
-    assert balance("least_delay") < balance("least_prefill_work") / 3
-
-
 def test_every_policy_gets_the_same_requests_and_answers_all_of_them() -> None:
     [field] = fields("claude_code_le64k", 20)
     for policy in contest.choose_policies("all"):
