@@ -410,6 +410,15 @@ def test_an_answer_may_go_where_prompts_wait_if_nobody_else_keeps_its_time() -> 
     assert stage("decode", either("slow", decode_batch=5), late) == "late"
 
 
+def test_an_answer_goes_where_no_prompt_holds_up_its_tokens_if_that_keeps_its_time() -> None:
+    free = either("free", decode_batch=1, hit_tokens=1000)
+    slow = free._replace(backend="slow", decode_batch=5)
+    computing = either("computing", decode_batch=2, hit_tokens=1000, prefill_tokens=100)  # 69 ms
+    assert stage("decode", computing, free) == "free"
+    assert stage("decode", computing, slow) == "computing"
+    assert stage("decode", computing._replace(prefill_tokens=10), free) == "computing"
+
+
 def test_prompts_go_to_those_that_answer_nothing() -> None:
     quick, busy = either("quick"), either("busy", decode_batch=1)
     assert stage("prefill", busy, quick) == "quick"
