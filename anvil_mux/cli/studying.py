@@ -130,6 +130,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "(docs/routing-measured.md)",
     )
     add(
+        "--known",
+        action="store_true",
+        help="with --routing: let the router know true token counts and cache sizes, and stream every answer",
+    )
+    add(
         "--engine-profile",
         type=_engine_profile,
         metavar="FILE",
@@ -253,7 +258,7 @@ def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
         given.refuse("--check is for what --log names; simulations are always checked")
     if given.model and not given.files:
         given.refuse("--model is for a compose file: it names its models")
-    for name in ("replicas", "sessions", "engine", "slo", "csv"):
+    for name in ("replicas", "sessions", "engine", "known", "slo", "csv"):
         if getattr(given, name):
             given.refuse(f"--{name.replace('_', '-')} is for --routing")
 
@@ -310,7 +315,8 @@ def _scenarios(given: argparse.Namespace) -> Iterator[contest.Scenario]:
     if profile:
         engine = profiled.fitted(profile, engine)
     replicas, sessions = given.replicas or 8, given.sessions or ()
-    return contest.draw(given.trace, sessions, range(given.seeds), replicas, engine, profile=profile)
+    seeds, known = range(given.seeds), given.known
+    return contest.draw(given.trace, sessions, seeds, replicas, engine, profile=profile, known=known)
 
 
 def _blame(runs: Iterable[study.StudyRun]) -> int:

@@ -39,15 +39,17 @@ def read(model: str, body: bytes | bytearray, bytes_per_token: float, session: s
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        return Work(tokens=round(len(body) / bytes_per_token), session=session, size=len(body))
+        return sized(Work(session=session, size=len(body)), bytes_per_token)
     prompt = b"\n".join(_prompt(document))
-    return Work(
-        tokens=round(len(prompt) / bytes_per_token),
-        blocks=tuple(_chain(_root(model, document), prompt)),
-        block_tokens=max(round(BLOCK_BYTES / bytes_per_token), 1),
-        session=session or _session(document),
-        size=len(prompt),
-    )
+    blocks = tuple(_chain(_root(model, document), prompt))
+    work = Work(blocks=blocks, session=session or _session(document), size=len(prompt))
+    return sized(work, bytes_per_token)
+
+
+def sized(work: Work, bytes_per_token: float) -> Work:
+    """The request with its bytes taken for tokens of that length."""
+    block_tokens = max(round(BLOCK_BYTES / bytes_per_token), 1)
+    return work._replace(tokens=round(work.size / bytes_per_token), block_tokens=block_tokens)
 
 
 def _prompt(document: dict[str, Any]) -> Iterator[bytes]:

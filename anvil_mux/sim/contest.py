@@ -3,22 +3,30 @@
 A ``Scenario`` is a set of requests and the replicas that they meet; it is fixed before any policy runs, so
 the policies compare request by request. The router is the program's own: its in-flight tracker, prefixes and
 pipelines, in virtual time; only the engines are a model (fleet.py), and so are all latencies that come out.
+
+It knows what serving knows: of a request the bytes, which are read as the relay reads them and taken for as
+many tokens as answers teach; of caches what it learns; of an answer that is not streamed only its end; and of
+requests that wait behind others, which of them to take back when a replica has nothing left.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import math
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import Any, TextIO
+from zlib import crc32
 
 from anvil_mux.config.config import DEFAULT_ROUTING
 from anvil_mux.config.profile import Profile
 from anvil_mux.errors import MuxError
-from anvil_mux.routing import pipeline
+from anvil_mux.routing import pipeline, prefix
 from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
 from anvil_mux.sim import objectives, profiled, prompts
@@ -27,8 +35,10 @@ from anvil_mux.sim.fleet import PromptOutcome, SimulatedEngine, simulate
 from anvil_mux.sim.objectives import Attainment, Objectives
 from anvil_mux.sim.prompts import Prompt, Trace
 
-ROUTER_BLOCK_TOKENS = 512
-"""The block size of the router; an engine's blocks are as small as the trace has them."""
+KNOWN_BLOCK_TOKENS = 512
+"""The block size of a router that knows true tokens; engines have blocks as small as those of the trace."""
+TOKEN_BYTES = 2.8, 4.4
+"""The length of a token: that of each block of a trace is drawn between these."""
 WHOLE = "neutral"
 """The infer type of all simulated replicas."""
 CLASSES = {"warm": 5_000, "med": 20_000, "heavy": 50_000, "heavy_plus": math.inf}
@@ -53,6 +63,42 @@ class Scenario:
     engine: SimulatedEngine
     profile: Profile | None = None
     """The profile of its engines that every policy may use; None: those that need one get what fits."""
+    known: bool = False
+    """Whether the router knows true tokens and the sizes of caches, and every answer is streamed."""
+
+    @cached_property
+    def works(self) -> Mapping[Prompt, Work]:
+        """The requests as the router reads them, before it knows how long a token is."""
+        if self.known:
+            return {prompt: self._known(prompt) for prompt in self.prompts}
+        draw = random.Random(f"{self.trace} {self.seed} streams")
+        works = {}
+        for prompt in self.prompts:
+            message = {"role": "user", "content": _text(prompt, self.block_tokens)}
+            body = json.dumps({"model": self.trace, "messages": [message]}).encode()
+            work = prefix.read(self.trace, body, prefix.BYTES_PER_TOKEN, prompt.session)
+            works[prompt] = work._replace(stream=draw.random() < self.engine.streamed)
+        return works
+
+    def _known(self, prompt: Prompt) -> Work:
+        every = max(KNOWN_BLOCK_TOKENS // self.block_tokens, 1)
+        blocks = prompt.blocks[every - 1 :: every]
+        return Work(prompt.tokens, blocks, self.block_tokens * every, prompt.session, stream=True)
+
+
+def _text(prompt: Prompt, block_tokens: int) -> str:
+    """A text of a prompt's length that begins like those of all prompts with the same first blocks."""
+    rest = prompt.tokens - len(prompt.blocks) * block_tokens
+    passages = [_passage(str(block), block_tokens) for block in prompt.blocks]
+    return "".join([*passages, _passage(f"{prompt.session} {prompt.at}", rest)])
+
+
+@lru_cache(1 << 16)
+def _passage(name: str, tokens: int) -> str:
+    """A text of so many tokens that no other name has."""
+    least, most = TOKEN_BYTES
+    size = round(tokens * (least + (most - least) * crc32(name.encode()) / 2**32))
+    return (f"{name} " * (size // len(name) + 1))[:size]
 
 
 @dataclass(frozen=True)
@@ -96,6 +142,7 @@ class Result:
             "seed": field.seed,
             "sessions": field.sessions,
             "replicas": field.replicas,
+            "known": field.known,
         }
         kept = self.attainment._asdict() if self.attainment else {}
         return {**named, **run, **asdict(self.latencies), **kept, "classes": classes(self.answers)}
@@ -107,27 +154,46 @@ class InFlightRouter:
     def __init__(self, policy: str, field: Scenario, own: Mapping[str, object] | None = None) -> None:
         names = [f"replica-{number}" for number in range(field.replicas)]
         made = pipeline.build(policy, own)
-        profile = field.profile or (
-            profiled.measured(field.engine) if "profile" in made.needs(WHOLE) else None
-        )
-        members = [Member(name, kv_tokens=field.engine.kv_tokens, profile=profile) for name in names]
+        needs = made.needs(WHOLE)
+        profile = field.profile or (profiled.measured(field.engine) if "profile" in needs else None)
+        kv_tokens = field.engine.kv_tokens if field.known or "kv_tokens" in needs else None
+        members = [Member(name, kv_tokens=kv_tokens, profile=profile) for name in names]
         self._in_flight = InFlightTracker(made, members)
         self._names = names
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._every = max(ROUTER_BLOCK_TOKENS // field.block_tokens, 1)
-        self._block_tokens = field.block_tokens * self._every
+        self._field = field
+        self._moved: set[int] = set()
+        self._streams: set[int] = set()
 
     def choose(self, key: int, prompt: Prompt, now: float) -> int | None:
-        blocks = prompt.blocks[self._every - 1 :: self._every]
-        work = Work(prompt.tokens, blocks, self._block_tokens, prompt.session, stream=True)
+        work = self._field.works[prompt]
+        if work.stream:
+            self._streams.add(key)
+        if not self._field.known:
+            work = prefix.sized(work, self._in_flight.bytes_per_token)
+        if key in self._moved:  # once is enough
+            work = work._replace(stream=False)
         choice = self._in_flight.choose(key, work, self._names, now=now)
         return self._numbers[choice.backend] if choice else None
 
     def first_byte(self, key: int, now: float) -> None:
-        self._in_flight.first_byte(key, now)
+        if key in self._streams:
+            self._in_flight.first_byte(key, now)
 
-    def ended(self, key: int, now: float, cached_tokens: int) -> None:
-        self._in_flight.ended(key, now=now)
+    def ended(self, key: int, now: float, outcome: PromptOutcome) -> None:
+        share = self._field.engine.reports_cached
+        reports = int((outcome.replica + 1) * share) > int(outcome.replica * share)
+        cached = outcome.cached_tokens if reports and not self._field.known else None
+        tokens = None if self._field.known else outcome.prompt.tokens
+        self._in_flight.ended(key, cached_tokens=cached, prompt_tokens=tokens, now=now)
+
+    def take_back(self, idle: int, now: float) -> Sequence[int]:
+        found = self._in_flight.better_off(self._names[idle], self._names, now)
+        keys = [key for key in found if isinstance(key, int)]
+        for key in keys:
+            self._in_flight.ended(key, now=now)
+        self._moved.update(keys)
+        return keys
 
 
 # What to run
@@ -173,6 +239,8 @@ def draw(
     replicas: int,
     engine: SimulatedEngine,
     profile: Profile | None = None,
+    *,
+    known: bool = False,
 ) -> Iterator[Scenario]:
     """A scenario for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
     for name in traces:
@@ -189,6 +257,7 @@ def draw(
                     replicas=replicas,
                     engine=engine,
                     profile=profile,
+                    known=known,
                 )
 
 

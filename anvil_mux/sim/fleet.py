@@ -12,6 +12,7 @@ until the first answer is complete, and a request that comes before then wakes i
 it falls into.
 
 The router is asked when a request arrives, and told of its first byte and of its end, as the relay would.
+When a replica has nothing left, it may take back requests that wait elsewhere, and is asked for them again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Router(Protocol):
 
     def choose(self, key: int, prompt: Prompt, now: float) -> int | None: ...
     def first_byte(self, key: int, now: float) -> None: ...
-    def ended(self, key: int, now: float, cached_tokens: int) -> None: ...
+    def ended(self, key: int, now: float, outcome: PromptOutcome) -> None: ...
+    def take_back(self, idle: int, now: float) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class SimulatedEngine:
     """The most tokens that a step computes."""
     max_running: int = 256
     kv_tokens: int = 281_600
+    streamed: float = 0.8
+    """The share of answers that are streamed."""
+    reports_cached: float = 0.5
+    """The share of replicas whose answers say how much of the input was cached."""
 
     def prefill_seconds(self, computed: int, tokens: int) -> float:
         """Seconds for the next ``tokens`` of a prompt of which ``computed`` are there, without the step
@@ -171,6 +177,7 @@ class _PlacedPrompt:
         "cached",
         "computed",
         "first_byte",
+        "gone",
         "key",
         "pinned",
         "private",
@@ -188,6 +195,8 @@ class _PlacedPrompt:
         self.pinned: list[int] = []
         self.private = 0
         self.replica = 0
+        self.gone = False
+        """Whether it was taken back."""
 
 
 class _SimulatedReplica:
@@ -257,6 +266,16 @@ class _SimulatedReplica:
                 self._context -= job.prompt.tokens + job.prompt.output
             self.blocks.release(job.pinned, job.private)
         return first, done
+
+    def drop(self, job: _PlacedPrompt) -> None:
+        """Give up a request that has no first token yet."""
+        job.gone = True
+        if job in self.waiting:
+            self.waiting.remove(job)
+        elif job in self._prefilling:
+            self._prefilling.remove(job)
+            self._parts = [part for part in self._parts if part[0] is not job]
+            self.blocks.release(job.pinned, job.private)
 
     def _start_answer(self, job: _PlacedPrompt, done: list[_PlacedPrompt]) -> None:
         fresh = self.blocks.share(job.prompt.blocks[len(job.pinned) :])
@@ -334,6 +353,7 @@ class _Fleet:
         self._order = count()
         self._keys = count()
         self._rest: dict[str, deque[Prompt]] = {}
+        self._placed: dict[int, _PlacedPrompt] = {}
         self._answers: list[tuple[int, PromptOutcome]] = []
 
     def run(self, prompts: Iterable[Prompt]) -> list[PromptOutcome]:
@@ -363,18 +383,23 @@ class _Fleet:
         heappush(self._heap, (moment, next(self._order), call, argument))
 
     def _arrive(self, now: float, prompt: Prompt) -> None:
-        job = _PlacedPrompt(next(self._keys), prompt, now)
-        choice = self._router.choose(job.key, prompt, now)
+        self._place(now, _PlacedPrompt(next(self._keys), prompt, now))
+
+    def _place(self, now: float, job: _PlacedPrompt) -> None:
+        choice = self._router.choose(job.key, job.prompt, now)
         if choice is None:
             job.replica, job.first_byte = REFUSED, math.inf
             self._note(math.inf, job)
-            self._follow(now, prompt.session)
+            self._follow(now, job.prompt.session)
             return
         job.replica = choice
-        ingress = self._engine.ingress_seconds + prompt.tokens * self._engine.ingress_token_seconds
+        self._placed[job.key] = job
+        ingress = self._engine.ingress_seconds + job.prompt.tokens * self._engine.ingress_token_seconds
         self._at(now + ingress, self._come, job)
 
     def _come(self, now: float, job: _PlacedPrompt) -> None:
+        if job.gone:
+            return
         replica = self._replicas[job.replica]
         replica.waiting.append(job)
         end = replica.cut_short(now) if replica.busy else replica.begin_step(now)
@@ -398,12 +423,17 @@ class _Fleet:
         self._schedule(which, replica.begin_step(now))
 
     def _finish(self, now: float, job: _PlacedPrompt) -> None:
-        self._router.ended(job.key, now, job.cached)
-        self._note(now, job)
+        del self._placed[job.key]
+        self._router.ended(job.key, now, self._note(now, job))
+        if all(other.replica != job.replica for other in self._placed.values()):
+            for key in self._router.take_back(job.replica, now):
+                moved = self._placed.pop(key)
+                self._replicas[moved.replica].drop(moved)
+                self._place(now, _PlacedPrompt(key, moved.prompt, moved.arrived))
         self._follow(now, job.prompt.session)
 
-    def _note(self, finished: float, job: _PlacedPrompt) -> None:
-        answer = PromptOutcome(
+    def _note(self, finished: float, job: _PlacedPrompt) -> PromptOutcome:
+        outcome = PromptOutcome(
             prompt=job.prompt,
             replica=job.replica,
             arrived=job.arrived,
@@ -411,7 +441,8 @@ class _Fleet:
             finished=finished,
             cached_tokens=job.cached,
         )
-        self._answers.append((job.key, answer))
+        self._answers.append((job.key, outcome))
+        return outcome
 
     def _follow(self, now: float, session: str) -> None:
         """Have the next request of a session come."""

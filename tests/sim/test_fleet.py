@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from anvil_mux.sim.fleet import Blocks, PromptTooLarge, SimulatedEngine, simulate
+from anvil_mux.sim.fleet import Blocks, PromptOutcome, PromptTooLarge, SimulatedEngine, simulate
 from anvil_mux.sim.prompts import Prompt
 
 PLAIN = SimulatedEngine(
@@ -41,10 +41,13 @@ class Told:
         assert key not in self.first
         self.first[key] = now
 
-    def ended(self, key: int, now: float, cached_tokens: int) -> None:
+    def ended(self, key: int, now: float, outcome: PromptOutcome) -> None:
         assert key in self.first
         assert key not in self.over
-        self.over[key] = now, cached_tokens
+        self.over[key] = now, outcome.cached_tokens
+
+    def take_back(self, idle: int, now: float) -> Sequence[int]:
+        return ()
 
 
 def times(
@@ -227,6 +230,44 @@ def test_a_turn_of_a_session_waits_for_the_answer_before_it() -> None:
     prompts = [Prompt(0.0, 10, 11, (), "a"), Prompt(3.0, 10, 1, (), "a"), Prompt(50.0, 10, 1, (), "a")]
     answers = simulate(prompts, Told(0), 1, 10, PLAIN)
     assert [answer.arrived for answer in answers] == [0.0, pytest.approx(11.1), 50.0]
+
+
+class TakesBack(Told):
+    """Sends a session to the second replica, all else to the first, and one request there when it is idle."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__(0, 1)
+        self.key = key
+        self.moved = -1
+
+    def choose(self, key: int, prompt: Prompt, now: float) -> int:
+        super().choose(key, prompt, now)
+        return int(prompt.session != "" or key == self.moved)
+
+    def take_back(self, idle: int, now: float) -> Sequence[int]:
+        if idle == 0 or self.moved >= 0:
+            return ()
+        self.moved = self.key
+        return (self.key,)
+
+
+@pytest.mark.parametrize(
+    ("key", "ingress", "third", "expected"),
+    [
+        (2, 0.0, 0.5, [(0, 6.0), (1, 1.1), (1, 3.1), (0, 38.0)]),  # it waits
+        (0, 0.0, 0.5, [(1, 7.1), (1, 1.1), (0, 4.0), (0, 38.0)]),  # it is computed; its step ends
+        (2, 0.5, 1.3, [(0, 6.5), (1, 1.6), (1, 4.1), (0, 38.5)]),  # it is on its way
+    ],
+)
+def test_a_request_that_is_taken_back_is_served_elsewhere_and_holds_nothing_where_it_was(
+    key: int, ingress: float, third: float, expected: list[tuple[int, float]]
+) -> None:
+    engine = SimulatedEngine(**{**vars(PLAIN), "ingress_seconds": ingress})
+    prompts = [Prompt(0.0, 300, 1), Prompt(0.0, 10, 1, (), "s"), Prompt(third, 100, 1), Prompt(20.0, 900, 1)]
+    answers = simulate(prompts, TakesBack(key), 2, 10, engine)
+    assert [answer.replica for answer in answers] == [replica for replica, _ in expected]
+    assert [answer.first_byte for answer in answers] == pytest.approx([first for _, first in expected])
+    assert answers[key].arrived == prompts[key].at
 
 
 def crowd(seed: int, count: int = 200) -> list[Prompt]:
