@@ -304,7 +304,8 @@ class InFlightTracker:
             else min(blocks * work.block_tokens, work.tokens),
             kv_tokens=member.kv_tokens or 0,
             profile=member.profile,
-            heat=self._memory.heat(name),
+            cache_tokens=account.kv_tokens,
+            share=self._memory.share(name),
             usual_tokens=self._memory.usual_tokens,
         )
 

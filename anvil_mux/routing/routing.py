@@ -83,8 +83,10 @@ class Replica(NamedTuple):
     """How full its cache is, by its engine's figures; None: not reported."""
     unreported_tokens: int = 0
     """Tokens of requests that were sent to it after those figures, without what is in ``prefill_tokens``."""
-    heat: float = 1.0
-    """The part of the latest requests that it had, times the number of replicas."""
+    cache_tokens: int = KV_TOKENS
+    """How many its cache is thought to hold."""
+    share: float = 1.0
+    """The part of the latest requests that it had."""
     usual_tokens: float = 0.0
     """The mean of the latest requests' input that was not cached where they went; 0: not known."""
 
@@ -119,16 +121,17 @@ class RoutingMemory:
     """Session -> the backend that had its last request; the longest silent first."""
     replicas: int = 1
     usual_tokens: float = 0.0
-    heats: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Backend -> (its heat, after the choice of this number)."""
+    shares: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Backend -> (its share of the latest choices, after the choice of this number)."""
 
-    def heat(self, backend: str) -> float:
-        heat, choices = self.heats.get(backend, (1.0, 0))
-        return heat * (1.0 - 1.0 / (HORIZON * self.replicas)) ** (self.choices - choices)
+    def share(self, backend: str) -> float:
+        share, choices = self.shares.get(backend, (1.0 / self.replicas, 0))
+        return share * (1.0 - 1.0 / (HORIZON * self.replicas)) ** (self.choices - choices)
 
     def note(self, work: Work, choice: Choice) -> None:
         self.choices += 1
-        self.heats[choice.backend] = self.heat(choice.backend) + 1.0 / HORIZON, self.choices
+        share = self.share(choice.backend) + 1.0 / (HORIZON * self.replicas)
+        self.shares[choice.backend] = share, self.choices
         if work.infer_type != "decode":  # a decode stage computes nothing of it
             missing = max(work.tokens - choice.hit_tokens, 0)
             self.usual_tokens += (missing - self.usual_tokens) / min(self.choices, HORIZON * self.replicas)
@@ -143,7 +146,7 @@ class RoutingMemory:
     def forget(self, backend: str) -> None:
         """Forget the sessions of a replica whose cache is gone."""
         self.owners = {session: owner for session, owner in self.owners.items() if owner != backend}
-        self.heats[backend] = 1.0, self.choices
+        self.shares[backend] = 1.0 / self.replicas, self.choices
 
     def draw(self, below: int, nth: int = 0) -> int:
         """A number from 0 on that looks random (splitmix64)."""
@@ -261,14 +264,13 @@ def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
     return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
 
 
-def delay(work: Work, replica: Replica, *, burden: float = 0.2, fullness: float = 2.0) -> float:
+def delay(work: Work, replica: Replica) -> float:
     """Input tokens to compute if the replica got this request, weighted by how much that delays others."""
     missing = max(work.tokens - replica.hit_tokens, 0)
-    # A large request is a burden to those who follow it: most where most requests go.
+    # Those who follow it there wait longer the larger it is, and all for room where answers fill the cache.
     size = missing / replica.usual_tokens if replica.usual_tokens else 1.0
-    others = 1.0 + burden * replica.heat * size
-    full = 1.0 + fullness * replica.decode_tokens / (replica.kv_tokens or KV_TOKENS)
-    return (replica.prefill_tokens + missing) * others * full
+    full = replica.decode_tokens / replica.cache_tokens
+    return (replica.prefill_tokens + missing) * (1.0 + replica.share * size) * (1.0 + full)
 
 
 def bucket(work: Work, replica: Replica, *, of: Metric, size: float = 512.0) -> float:

@@ -28,8 +28,8 @@ def chosen(made: InFlightTracker, key: object, work: Work = LONG, among: tuple[s
 
 
 def state(made: InFlightTracker, work: Work = LONG) -> dict[str, Replica]:
-    """What they have to do, without what went before."""
-    forgotten = {"heat": 1.0, "usual_tokens": 0.0}
+    """What they have to do, without what is learned and what went before."""
+    forgotten = {"cache_tokens": Replica("").cache_tokens, "share": 1.0, "usual_tokens": 0.0}
     return {replica.backend: replica._replace(**forgotten) for replica in made.view(work, NAMES)}
 
 
@@ -60,14 +60,22 @@ def test_only_what_is_not_cached_counts_as_prefill() -> None:
     assert state(made)["a"].prefill_tokens == 2048 + 552
 
 
-def test_heat_is_the_part_of_the_latest_requests_times_the_replicas() -> None:
+def test_the_share_of_a_replica_is_its_part_of_the_latest_requests() -> None:
     made = in_flight()
-    assert [replica.heat for replica in made.view(SHORT, NAMES)] == [1.0, 1.0, 1.0]
+    assert [round(replica.share, 6) for replica in made.view(SHORT, NAMES)] == [0.333333] * 3
     for key in range(1000):
         chosen(made, key, SHORT, among=("a",))
-    assert [round(replica.heat, 6) for replica in made.view(SHORT, NAMES)] == [3.0, 0.0, 0.0]
+    assert [round(replica.share, 6) for replica in made.view(SHORT, NAMES)] == [1.0, 0.0, 0.0]
     made.forget("a")
-    assert made.view(SHORT, NAMES)[0].heat == 1.0
+    assert round(made.view(SHORT, NAMES)[0].share, 6) == 0.333333
+
+
+def test_a_replica_has_the_cache_that_is_learned_where_nothing_is_said_of_it() -> None:
+    made = in_flight()
+    room(made)
+    told(made, lambda hit: hit + 50_000)
+    assert made.view(SHORT, NAMES)[1].cache_tokens == 131_072 + 50_000
+    assert in_flight(kv_tokens=8192).view(SHORT, NAMES)[1].cache_tokens == 8192
 
 
 def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately() -> None:

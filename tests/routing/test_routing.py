@@ -56,7 +56,7 @@ def order(policy: str, work: Work = WORK) -> list[str]:
         ("num_requests", ["idle", "cold", "warm", "busy"]),
         ("num_tokens", ["idle", "warm", "busy", "cold"]),
         ("least_prefill_work", ["warm", "idle", "cold", "busy"]),  # 600, 1000, 1000, 4000
-        ("least_delay", ["warm", "idle", "cold", "busy"]),  # 764, 1200, 2848, 5386
+        ("least_delay", ["warm", "idle", "cold", "busy"]),  # 1237, 2000, 3373, 8488
         ("least_prefill_work_kappa", ["warm", "idle", "cold", "busy"]),  # 606, 1000, 1225, 4080
         ("lmetric", ["idle", "cold", "warm", "busy"]),  # 0, 1000, 1200, 16000
         ("lmetric_plus_one", ["idle", "warm", "cold", "busy"]),  # 1000, 1800, 2000, 20000
@@ -221,16 +221,15 @@ def delays(*replicas: Replica, tokens: int = 1000) -> list[float]:
 
 def test_delay_counts_those_who_follow_a_large_request_to_a_replica_that_many_go_to() -> None:
     at_work = Replica("a", prefill_tokens=500, usual_tokens=250.0)
-    calm, hot = at_work._replace(heat=0.5), at_work._replace(heat=3.0)
-    assert delays(calm, hot) == [1500 * (1 + 0.2 * 0.5 * 4), 1500 * (1 + 0.2 * 3.0 * 4)]
+    calm, hot = at_work._replace(share=0.125), at_work._replace(share=0.75)
+    assert delays(calm, hot) == [1500 * (1 + 0.125 * 4), 1500 * (1 + 0.75 * 4)]
     assert delays(calm, hot, tokens=0) == [500, 500]  # who computes nothing delays nobody
 
 
 def test_delay_grows_with_the_answers_that_fill_the_cache() -> None:
-    free = Replica("a", heat=0.0)
-    half = free._replace(decode_tokens=50_000, kv_tokens=100_000)
-    unknown = free._replace(decode_tokens=routing.KV_TOKENS // 2)
-    assert delays(free, half, unknown) == [1000, 2000, 2000]
+    free = Replica("a", share=0.0)
+    half = free._replace(decode_tokens=50_000, cache_tokens=100_000)
+    assert delays(free, half) == [1000, 1500]
 
 
 def test_the_scale_of_tokens_does_not_matter_to_delay() -> None:
@@ -241,12 +240,12 @@ def test_the_scale_of_tokens_does_not_matter_to_delay() -> None:
             prefill_tokens=draw.randrange(5000),
             hit_tokens=draw.randrange(1000),
             decode_tokens=draw.randrange(50_000),
-            kv_tokens=100_000,
-            heat=draw.uniform(0, 8),
+            cache_tokens=100_000,
+            share=draw.uniform(0, 1),
             usual_tokens=draw.uniform(1, 2000),
         )
-        scaled = {name: getattr(replica, name) * 7 for name in
-                  ("prefill_tokens", "hit_tokens", "decode_tokens", "kv_tokens", "usual_tokens")}  # fmt: skip
+        counts = ("prefill_tokens", "hit_tokens", "decode_tokens", "cache_tokens", "usual_tokens")
+        scaled = {name: getattr(replica, name) * 7 for name in counts}
         [small] = delays(replica)
         [large] = delays(replica._replace(**scaled), tokens=7000)
         assert large == pytest.approx(7 * small)
