@@ -145,7 +145,7 @@ class House:
         """Load all models at once; one that takes too long, on a busy machine, is asked for again."""
 
         def asked(model: str) -> tuple[int, dict[str, str], str]:
-            return seen(lambda: self.running.chat(model), lambda answer: answer[0] != 503)
+            return seen(lambda: self.running.chat(model), lambda answer: answer[0] not in (503, 504))
 
         with ThreadPoolExecutor(len(MODELS)) as pool:
             for status, _, text in pool.map(asked, MODELS):
