@@ -135,8 +135,8 @@ def at_once(backend: Backend) -> int:
 def _number(service: Service, words: tuple[str, ...]) -> int:
     """The number that stands after one of these options, or in such a variable; 0: in none."""
     environment = dict(service.environment)
-    found = [*_flags(service.command, words), *map(environment.get, words)]
-    return next((int(each) for each in found if each and each.isdecimal()), 0)
+    values = [*_flags(service.command, words), *map(environment.get, words)]
+    return next((int(value) for value in values if value and value.isdecimal()), 0)
 
 
 def names_told(service: Service) -> frozenset[str]:

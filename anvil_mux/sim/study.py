@@ -197,19 +197,19 @@ def _case(made: Workload, name: str, config: Config | None, called: ModelNames, 
 
 def read_batching(text: str) -> dict[str, float]:
     """The fields of ``AssumedBatching`` in ``slower_each=0.1,at_once=4``, or a part of it; or ValueError."""
-    given: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
+    settings: dict[str, float] = {}
+    for setting in text.split(","):
+        name, _, value = setting.partition("=")
         least = {"slower_each": 0.0, "at_once": 1.0}.get(name)
         if least is None:
             raise ValueError(f"unknown part {name!r}; known: {', '.join(AssumedBatching._fields)}")
         try:
-            given[name] = float(value)
+            settings[name] = float(value)
         except ValueError:
             raise ValueError(f"{name} must be a number, not {value!r}") from None
-        if not given[name] >= least:
+        if not settings[name] >= least:
             raise ValueError(f"{name} must be at least {least:g}, not {value}")
-    return given
+    return settings
 
 
 # Running it
