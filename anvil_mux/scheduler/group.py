@@ -174,7 +174,7 @@ class GpuGroup:
             self.admission.fill_places(model, now)
         if replicas and not slot.holders and slot.state == "ready":
             self.admission.take_back(slot, now)
-        is_sooner = slot.state == "draining" and self.swaps.hurry(slot, now)
+        is_sooner = slot.state == "draining" and self.swaps.bound_anew(slot, now)
         if model.unload_when_idle and self.requested.unload_when_idle(model, now):
             return True
         leases = len(slot.holders)

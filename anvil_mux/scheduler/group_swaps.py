@@ -105,20 +105,18 @@ class GroupSwaps:
         since, last = queue.since, next(reversed(victim.holders.values()))
         return max(since + seconds - now, 0.0) if last <= since else seconds
 
-    def hurry(self, victim: Slot, now: float) -> bool:
+    def bound_anew(self, victim: Slot, now: float) -> bool:
         """Bound a drain anew, now that an answer has ended; whether it ends earlier for that."""
         swap = next((each for each in self._state.swaps if victim in each.victims), None)
-        until = now + self._bound(victim, swap, now) if swap else FOREVER
-        if until >= victim.drain_until:
-            return False
-        victim.drain_until = until
-        self._state.changed()
-        return True
+        return swap is not None and self._end_by(victim, now + self._bound(victim, swap, now))
 
     def hasten(self, slot: Slot, now: float) -> bool:
         """Bound a drain as one that people ask for; whether that ends it earlier."""
         until = now + self._state.timeouts.drain_timeout
-        if slot.state != "draining" or slot.drain_until <= until:
+        return slot.state == "draining" and self._end_by(slot, until)
+
+    def _end_by(self, slot: Slot, until: float) -> bool:
+        if slot.drain_until <= until:
             return False
         slot.drain_until = until
         self._state.changed()
