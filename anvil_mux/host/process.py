@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import re
 import secrets
 import select
@@ -30,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +48,10 @@ OURS = "ANVIL_"
 MARK = f"{OURS}MUX_RUN"
 PLACE = re.compile(r"\$(?:\{(HOST|PORT)\}|(HOST|PORT)\b)")
 """The words of a command that stand for the address and the port at which the service is to listen."""
+KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT, LAST_PORT = 49152, 65535
+"""The ports that no service is registered for (RFC 6335)."""
+PORT_TRIES = 100
 PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
 """How engines say that they cannot have their port."""
 KILL_TIMEOUT = 10.0
@@ -106,6 +112,7 @@ class ProcessRuntime:
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
+        self._claims: dict[str, socket.socket] = {}  # of the chosen ports of runs
         self._up: dict[str, Record] = {}  # the runs that `watch` answers for
         self._problem = ""  # why the last record could not be written
 
@@ -118,7 +125,8 @@ class ProcessRuntime:
             return record.url
         self.stop(backend)
         self._log_file(backend.name).unlink(missing_ok=True)  # should it not come to a run, none is shown
-        port = _claim_port(backend, self._address)
+        port, claim = _claim_port(backend, self._address)
+        self._hold(backend.name, claim)
         intent = Record(
             pid=0,
             started=0,
@@ -152,11 +160,21 @@ class ProcessRuntime:
 
     def _end(self, backend: Backend, grace: float) -> None:
         self._answer_for(backend.name, None)
+        self._hold(backend.name, None)
         record = self._record(backend.name)
         if record is not None:
             _end_run(record, grace)
             self._reap(backend.name)
             self._drop_record(backend.name)
+
+    def _hold(self, name: str, claim: socket.socket | None) -> None:
+        """Hold the claim to the port of a run, in place of the one before."""
+        with self._lock:
+            before = self._claims.pop(name, None)
+            if claim is not None:
+                self._claims[name] = claim
+        if before is not None:
+            before.close()
 
     def pause(self, backend: Backend) -> None:
         if not _signal(self._record(backend.name), signal.SIGSTOP):
@@ -279,10 +297,13 @@ class ProcessRuntime:
         self._closed.set()
         self._wake()
         with self._lock:
-            children = list(self._children.values())
+            children, claims = list(self._children.values()), list(self._claims.values())
             self._children.clear()
+            self._claims.clear()
         for child in children:
             child.leave()
+        for claim in claims:
+            claim.close()
         self._starter.close()
 
     # Deaths
@@ -456,23 +477,59 @@ class ProcessRuntime:
         self._problem = ""
 
 
-def _claim_port(backend: Backend, address: str) -> int:
-    """The backend's port after making sure that nobody has it, or one that the kernel chose."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _claim_port(backend: Backend, address: str) -> tuple[int, socket.socket | None]:
+    """The backend's port after making sure that nobody has it, or else a free one with a claim to it.
+
+    Until an engine listens at its port anybody may take it, and whoever answers there for a model of the same
+    name would be taken for the engine. So the port is one that the kernel gives to nobody, where there are
+    such, and that no other anvil-mux has chosen: a claim is a socket with a name that only one can have.
+    """
+    for wanted in _ports() if backend.port is None else [backend.port]:
         try:
-            probe.bind((address, backend.port or 0))
+            port = _tried(address, wanted)
+            return port, None if backend.port else _claim(port)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise LoadError(
                     f"service {backend.name} cannot listen at {address}: that is no address of this machine"
                 ) from None
-            raise LoadError(
-                f"service {backend.name} cannot have port {backend.port} ({error.strerror}): "
-                "another program has it; leave the port out to get a free one in $PORT"
-            ) from None
-        port: int = probe.getsockname()[1]
-        return port
+            why = error.strerror
+    if backend.port is None:
+        raise LoadError(f"service {backend.name} finds no free port ({why})")
+    raise LoadError(
+        f"service {backend.name} cannot have port {backend.port} ({why}): "
+        "another program has it; leave the port out to get a free one in $PORT"
+    )
+
+
+def _ports() -> Iterator[int]:
+    """Ports to choose from; 0 stands for one that the kernel chooses."""
+    try:
+        kernels_last = int(KERNELS_PORTS.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        kernels_last = LAST_PORT
+    others = range(max(FIRST_PORT, kernels_last + 1), LAST_PORT + 1)
+    yield from random.sample(others, min(len(others), PORT_TRIES))
+    yield from repeat(0, PORT_TRIES)
+
+
+def _tried(address: str, port: int) -> int:
+    """The port if nobody has it; OSError."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, port))
+        return int(probe.getsockname()[1])
+
+
+def _claim(port: int) -> socket.socket:
+    """A claim to a port, for as long as it is open; OSError if there is one."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0anvil-mux-port-{port}")
+    except OSError:
+        claim.close()
+        raise
+    return claim
 
 
 def _described(backend: Backend, address: str) -> dict[str, str]:

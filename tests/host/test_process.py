@@ -225,6 +225,17 @@ def test_an_engine_that_says_that_its_chosen_port_is_taken_has_lost_it(house: Ho
     assert runtime.lost_its_port(backend) == lost
 
 
+def test_two_programs_choose_no_port_twice_though_no_engine_listens_yet(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(process, "FIRST_PORT", process.LAST_PORT)
+    monkeypatch.setattr(process, "KERNELS_PORTS", tmp_path / "range")
+    (tmp_path / "range").write_text("32768\t60999\n")
+    first, second = shell(FOREVER, "a"), shell(FOREVER, "b")
+    programs = [house.runtime(first), house.runtime(second)]
+    assert programs[0].start(first) != programs[1].start(second)
+
+
 def test_a_declared_port_is_not_exchanged_for_another(house: House):
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
