@@ -284,8 +284,8 @@ SETTINGS: dict[str, Setting] = {
     "queue_timeout": _live(MOMENTS, "The longest time a request waits for its model.", logged=True),
     "max_wait": _live(
         settings.SECONDS_OR_AUTO,
-        "The longest time a policy may hold a queue back before its swap begins. auto: 60 s; where it takes "
-        "longer to load every waiting model once, twice that time (see design.md).",
+        "The longest time a policy may hold a queue back before its swap begins. auto: twice the "
+        "time that it takes to load every waiting model once, but at least 60 s (see design.md).",
         logged=True,
         page="policies.md",
     ),

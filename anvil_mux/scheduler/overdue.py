@@ -2,10 +2,10 @@
 
 The bound is ``max_wait``, or less where a load would come too late for ``queue_timeout`` then. With ``auto``
 it follows the load. A round is what it takes to load all models that wait for the same GPUs now, one after
-the other, and this one last. Where that is ``LEAST_SECONDS`` at most, so is the bound. Else it is two rounds:
-one in which all could be served oldest first, and one more, of ``CHOICE_SECONDS`` at most, for the answers in
-between, which nobody knows beforehand, and for the policy to choose in. A bound shorter than what a round
-really takes makes every queue overdue before its turn comes, and then each policy serves them oldest first.
+the other, and this one last. The bound is two rounds: one in which all could be served oldest first, and one
+more, of ``CHOICE_SECONDS`` at most, for the answers in between, which nobody knows beforehand, and for the
+policy to choose in; and ``LEAST_SECONDS`` at least. A bound shorter than what a round really takes makes
+every queue overdue before its turn comes, and then each policy serves them oldest first.
 
 Before an overdue queue only older ones are served, and these waited when it began: one more round
 (docs/design.md has the proof). Where ``queue_timeout`` leaves less time than that the bound is as much
@@ -27,7 +27,7 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 
 LEAST_SECONDS = 60.0
-"""The bound where few models wait: where a round takes no longer than that."""
+"""The least bound: that of a queue whose round takes half as long, or less."""
 CHOICE_SECONDS = 150.0
 """The most by which a bound is longer than a round."""
 
@@ -88,8 +88,7 @@ def most_seconds(settings: ModelSettings, one: float) -> float:
     """The bound of a queue whose round takes the seconds of ``one``, if there is time enough."""
     if not settings.follows_load:
         return settings.max_wait
-    rounds = one + min(one, CHOICE_SECONDS) if one > LEAST_SECONDS else LEAST_SECONDS
-    return min(settings.max_wait, rounds)
+    return min(settings.max_wait, max(one + min(one, CHOICE_SECONDS), LEAST_SECONDS))
 
 
 def bound_seconds(settings: ModelSettings, one: float, latest: float) -> float:

@@ -53,6 +53,8 @@ class Queue(NamedTuple):
     max_wait: float = FOREVER
     """Seconds after ``oldest`` at which the swap begins whatever the policy says."""
     priority: int = 0
+    rate: float = 0.0
+    """Arrivals per second, of late."""
 
     @property
     def swap_seconds(self) -> float:
@@ -368,6 +370,7 @@ class Adaptive:
       counts the loads and evictions alone, and the turn is the number of whole answers next to that. A queue
       is complete when it has been quiet for longer than arrivals at random are: of ``n`` that came within
       ``span`` seconds, nobody follows for another ``t`` with probability ``(span / (span + t)) ** (n - 1)``.
+      One or two requests are complete where the rates say that no model concerned has more clients.
     * An idle model is evicted once enough requests wait. If a queue grows by ``l`` requests a second, and
       that of the model that goes by ``r`` once it is gone, the fewest request-seconds are lost when the
       queue has ``S * sqrt(l * r)`` requests at its model's arrival: the square root rule of lot sizes
@@ -444,19 +447,16 @@ class _Turn:
             ends = used + PAUSES * max(idle, SHORTEST_PAUSE)
             if not held and now < ends < quiet:
                 quiet = ends
-            if growth >= rate:
-                clients = FOREVER
-            else:
-                clients = max(clients, rate / (rate - growth))
-                if held or now < ends:
-                    often = (held or 1) / (idle + (answer or 1.0))
-                    asked.append(((1.0 - growth / rate) * often, max(now - since, 0.0)))
+            clients = max(clients, _clients(rate, growth))
+            if growth < rate and (held or now < ends):
+                often = (held or 1) / (idle + (answer or 1.0))
+                asked.append(((1.0 - growth / rate) * often, max(now - since, 0.0)))
         service = service or 1.0
         waiting, growth, oldest, complete = 0, 0.0, FOREVER, -FOREVER
         for each in seen.queues:
             waiting += each.waiting
             growth += each.growth
-            complete = max(complete, _complete(each))
+            complete = max(complete, _complete(each, clients))
             if each.evicts == queue.evicts:
                 oldest = min(oldest, each.oldest)
         growth = max(growth, 1e-6)
@@ -484,12 +484,21 @@ class _Turn:
             self.over = min(self.over, max(complete, begun + answers * (service + pause) - ahead))
 
 
-def _complete(queue: Queue) -> float:
-    """The moment at which all clients of a queue are believed to be in it, if nobody else comes."""
+def _complete(queue: Queue, others: float) -> float:
+    """The moment at which all clients of a queue are believed to be in it, if nobody else comes.
+
+    ``others``: the clients of the model that answers.
+    """
     if queue.waiting < FEW:
-        return FOREVER
+        most = max(others, _clients(queue.rate, queue.growth))
+        return queue.newest if most < queue.waiting + 0.5 else FOREVER
     span = queue.newest - queue.oldest
     return queue.newest + span * (math.pow(RARE, -1 / (queue.waiting - 1)) - 1)
+
+
+def _clients(rate: float, growth: float) -> float:
+    """How many clients these rates are of: of ``n`` all but one may join a queue."""
+    return max(rate / (rate - growth), 1.0) if growth < rate else FOREVER
 
 
 FEW = 3

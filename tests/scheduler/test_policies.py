@@ -409,7 +409,20 @@ def test_all_clients_wait_once_nobody_has_joined_for_longer_than_at_random(waiti
     assert (1.0 / (1.0 + quiet)) ** (waiting - 1) == pytest.approx(RARE)
 
 
-def test_of_few_who_wait_it_is_not_known_whether_they_are_all():
+@pytest.mark.parametrize(
+    ("clients", "others", "waiting", "all_wait"),
+    [(1, 1, 1, True), (2, 2, 2, True), (2, 2, 1, False), (2, 3, 2, False), (math.inf, 1, 1, False)],
+)
+def test_one_or_two_who_wait_are_all_if_the_rates_say_that_no_model_has_more_clients(
+    clients, others, waiting, all_wait
+):
+    line = replace(THERE, waiting=waiting, oldest=9.0, newest=9.0, rate=0.4, growth=0.4 * (1 - 1 / clients))
+    busy = replace(SERVING, growth=1 - 1 / others)
+    whole_answers = 9.0 + 6 * 2.5 - 2.0 / 2 / 2
+    assert turn_over(busy, line) == pytest.approx(whole_answers if all_wait else 9.0 + lost(line, 9.0))
+
+
+def test_of_few_who_wait_it_is_not_known_whether_they_are_all_while_no_rate_is_known():
     line = replace(THERE, waiting=FEW - 1, oldest=9.0, newest=9.0)
     assert turn_over(SERVING, line) == pytest.approx(9.0 + lost(line, 9.0))
 
