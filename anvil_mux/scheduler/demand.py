@@ -18,7 +18,7 @@ MEMORY_SECONDS = 60.0
 FIRST_SECONDS = 6.0
 """The first arrival counts as one in so many seconds."""
 QUEUES_KEPT = 0.8
-"""The weight of all earlier queues when another has ended."""
+"""The weight of all earlier queues, and the share of their length, when another has ended."""
 TRUST_SECONDS = 5.0
 """Seconds of queues after which they count as much as the rate of all arrivals."""
 TRUST_ARRIVALS = 4.0
@@ -41,6 +41,7 @@ class Demand:
         "_overlaps",
         "_queue_seconds",
         "_weight",
+        "longest",
         "overlapping",
         "pause_seconds",
         "service_seconds",
@@ -52,6 +53,8 @@ class Demand:
         self._joined = self._queue_seconds = 0.0
         self._overlaps = self._busy_seconds = 0.0  # arrivals while others were answered, and how long
         self._busy_since = inf
+        self.longest = 0.0
+        """How many requests the longest of its queues had, of late; 0: it had none."""
         self.overlapping = 0
         """Requests that came since the model was last idle, while others were answered."""
         self.pause_seconds = 0.0
@@ -75,6 +78,7 @@ class Demand:
 
     def admitted(self, count: int, seconds: float) -> None:
         """A queue of ``count`` was admitted, so many seconds after the first of it came."""
+        self.longest = max(float(count), QUEUES_KEPT * self.longest)
         self._joined = QUEUES_KEPT * self._joined + count - 1
         self._queue_seconds = QUEUES_KEPT * self._queue_seconds + seconds
 

@@ -53,8 +53,8 @@ class Queue(NamedTuple):
     max_wait: float = FOREVER
     """Seconds after ``oldest`` at which the swap begins whatever the policy says."""
     priority: int = 0
-    rate: float = 0.0
-    """Arrivals per second, of late."""
+    longest: float = 0.0
+    """How many requests the longest of its queues had, of late; 0: it had none."""
 
     @property
     def swap_seconds(self) -> float:
@@ -368,9 +368,10 @@ class Adaptive:
     * Once nobody else comes to the queue, all its clients are in it. Those of the model that answers are
       taken to be alike: they join its queue while it drains, so that a drain costs them nothing. Then ``S``
       counts the loads and evictions alone, and the turn is the number of whole answers next to that. A queue
-      is complete when it has been quiet for longer than arrivals at random are: of ``n`` that came within
-      ``span`` seconds, nobody follows for another ``t`` with probability ``(span / (span + t)) ** (n - 1)``.
-      One or two requests are complete where the rates say that no model concerned has more clients.
+      is complete when it is as long as its model's queues were of late, and has been quiet for longer than
+      arrivals at random are: of ``n`` that came within ``span`` seconds, nobody follows for another ``t``
+      with probability ``(span / (span + t)) ** (n - 1)``. The silence of one or two tells nothing: they are
+      complete unless queues were longer, or the model that answers has more clients.
     * An idle model is evicted once enough requests wait. If a queue grows by ``l`` requests a second, and
       that of the model that goes by ``r`` once it is gone, the fewest request-seconds are lost when the
       queue has ``S * sqrt(l * r)`` requests at its model's arrival: the square root rule of lot sizes
@@ -447,7 +448,7 @@ class _Turn:
             ends = used + PAUSES * max(idle, SHORTEST_PAUSE)
             if not held and now < ends < quiet:
                 quiet = ends
-            clients = max(clients, _clients(rate, growth))
+            clients = max(clients, rate / (rate - growth) if growth < rate else FOREVER)
             if growth < rate and (held or now < ends):
                 often = (held or 1) / (idle + (answer or 1.0))
                 asked.append(((1.0 - growth / rate) * often, max(now - since, 0.0)))
@@ -489,16 +490,12 @@ def _complete(queue: Queue, others: float) -> float:
 
     ``others``: the clients of the model that answers.
     """
+    if queue.waiting < queue.longest:
+        return FOREVER
     if queue.waiting < FEW:
-        most = max(others, _clients(queue.rate, queue.growth))
-        return queue.newest if most < queue.waiting + 0.5 else FOREVER
+        return queue.newest if queue.longest and others < queue.waiting + 0.5 else FOREVER
     span = queue.newest - queue.oldest
     return queue.newest + span * (math.pow(RARE, -1 / (queue.waiting - 1)) - 1)
-
-
-def _clients(rate: float, growth: float) -> float:
-    """How many clients these rates are of: of ``n`` all but one may join a queue."""
-    return max(rate / (rate - growth), 1.0) if growth < rate else FOREVER
 
 
 FEW = 3

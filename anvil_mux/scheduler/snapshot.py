@@ -128,7 +128,7 @@ def _queue(model: Model, found: Plan, now: float, most: float) -> Queue:
     if tickets:
         count, oldest, newest = len(tickets), next(iter(tickets)).since, next(reversed(tickets)).since
         most = model.queue.bound
-    rate, growth = demand.rates(now, count, now - oldest)
+    _, growth = demand.rates(now, count, now - oldest)
     return Queue(
         model.name,
         count,
@@ -142,7 +142,7 @@ def _queue(model: Model, found: Plan, now: float, most: float) -> Queue:
         demand.service_seconds,
         most,
         model.priority,
-        rate,
+        demand.longest,
     )
 
 

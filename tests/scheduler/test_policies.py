@@ -410,21 +410,28 @@ def test_all_clients_wait_once_nobody_has_joined_for_longer_than_at_random(waiti
 
 
 @pytest.mark.parametrize(
-    ("clients", "others", "waiting", "all_wait"),
-    [(1, 1, 1, True), (2, 2, 2, True), (2, 2, 1, False), (2, 3, 2, False), (math.inf, 1, 1, False)],
+    ("longest", "others", "waiting", "all_wait"),
+    [
+        (1.0, 1, 1, True),
+        (2.0, 2, 2, True),
+        (1.6, 2, 2, True),
+        (2.0, 2, 1, False),
+        (2.0, 3, 2, False),
+        (0.0, 1, 1, False),
+    ],
 )
-def test_one_or_two_who_wait_are_all_if_the_rates_say_that_no_model_has_more_clients(
-    clients, others, waiting, all_wait
+def test_one_or_two_who_wait_are_all_if_no_queue_was_longer_and_the_model_that_answers_has_no_more_clients(
+    longest, others, waiting, all_wait
 ):
-    line = replace(THERE, waiting=waiting, oldest=9.0, newest=9.0, rate=0.4, growth=0.4 * (1 - 1 / clients))
+    line = replace(THERE, waiting=waiting, oldest=9.0, newest=9.0, longest=longest)
     busy = replace(SERVING, growth=1 - 1 / others)
     whole_answers = 9.0 + 6 * 2.5 - 2.0 / 2 / 2
     assert turn_over(busy, line) == pytest.approx(whole_answers if all_wait else 9.0 + lost(line, 9.0))
 
 
-def test_of_few_who_wait_it_is_not_known_whether_they_are_all_while_no_rate_is_known():
-    line = replace(THERE, waiting=FEW - 1, oldest=9.0, newest=9.0)
-    assert turn_over(SERVING, line) == pytest.approx(9.0 + lost(line, 9.0))
+def test_not_all_wait_while_queues_were_longer_before():
+    line = replace(THERE, waiting=4, oldest=8.9, newest=9.0, longest=4.1)
+    assert turn_over(SERVING, line) == pytest.approx(8.9 + lost(line, 8.9))
 
 
 def test_adaptive_serves_the_queue_first_that_is_oldest_once_a_turn_is_over():
