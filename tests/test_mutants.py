@@ -303,18 +303,8 @@ HOST_MUTANTS = {
     ),
     "what is found on a host that is back is left as it was": (
         "scheduler",
-        "(group.host_facts, group.host_facts.free(record, now))",
+        "(group.host_facts, group.host_facts.free(now))",
         "(group.host_facts, [])",
-    ),
-    "a gang is lost with its first host only": (
-        "placement",
-        "GangHosts(hosts) if backend.more else hosts[0]",
-        "hosts[0]",
-    ),
-    "a gang gives up its gpus with the first of its hosts that is back": (
-        "host_facts",
-        "if not any(p.is_cut_off for p in s.host.parts if p is not host)]",
-        "]",
     ),
     "more backends of a model are loaded than may be": (
         "residents",

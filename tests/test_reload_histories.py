@@ -707,10 +707,7 @@ def wild_history(seed, hosts=("",)):
         settings = {key: value for key, value in SETTINGS.items() if draw.random() < 0.25}
         settings = stays_or_comes_back(draw_stay, settings)
         host = draw_host.choice(hosts)
-        more = (
-            [(each, (gpu,)) for each in hosts if each != host][:1] if gpu and draw_host.random() < 0.2 else ()
-        )
-        return one(name, *([gpu] if gpu else []), model=model, host=host, more=tuple(more), **settings)
+        return one(name, *([gpu] if gpu else []), model=model, host=host, **settings)
 
     def configured(before):
         goes_on = {each.name: each for each in before if draw.random() < 0.6}
@@ -943,13 +940,13 @@ def audit(layout):
     groups = layout.groups
     assert layout.of_backend == {name: group for group in groups for name in group.slots}
     assert layout.by_name == {group.name: group for group in groups}
-    assert set(layout.records) == {host for group in groups for host in group.hosts}
+    assert set(layout.records) == {group.host for group in groups}
     gpus = [gpu for group in groups for gpu in {g for slot in group.slots.values() for g in slot.holds}]
     assert len(gpus) == len(set(gpus))
     for host in layout.hosts:
-        here = [group for group in groups if any(each.name == host for each in group.hosts)]
+        here = [group for group in groups if group.host.name == host]
         assert layout.on_host(host) == sorted(here, key=BY_NAME)
-        names = {slot.name for group in here for slot in group.slots.values() if host in slot.backend.hosts}
+        names = {slot.name for group in here for slot in group.slots.values() if slot.backend.host == host}
         assert layout.memories[host]._slots.keys() == names
     assert layout.models.keys() == {name for group in groups for name in group.state.models}
     for name, model in layout.models.items():
@@ -1006,9 +1003,7 @@ def audit_state(layout, state):
     assert state.bounded == [model for model in state.models.values() if model.bounded]
     assert all(slot.holds.keys() == set(slot.backend.gpu_names) for slot in slots)
     assert state.placement.active == dict.fromkeys(slot for slot in slots if slot.state != "stopped")
-    assert [host.name for host in state.hosts] == sorted(
-        {h for s in slots for h in s.backend.hosts}
-    ) or not slots
+    assert all(slot.backend.host == state.host.name for slot in slots)
 
 
 # What a backend is told in place

@@ -137,12 +137,6 @@ class Backend:
     """Ids of the GPUs that it needs, all of them; empty: it needs none and is never evicted for another."""
     host: str = ""
     """The host that it runs on, as are its GPUs; "": the one that anvil-mux runs on."""
-    more: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """The other hosts of a gang, each with the ids of the GPUs that it needs there beside those of ``host``.
-
-    A gang is one engine over the GPUs of several hosts (vLLM's --nnodes), started and stopped as one. The
-    scheduler knows it; no host can run it yet.
-    """
     vram: int | None = None
     """Bytes that it holds on each of its GPUs; None: it needs them whole."""
     vram_measured: bool = False
@@ -228,19 +222,7 @@ class Backend:
     @property
     def gpu_names(self) -> tuple[str, ...]:
         """The names that its GPUs have among those of all hosts."""
-        if self.more:
-            return tuple([name for host in self.hosts for name in self.gpu_names_on(host)])
         return tuple([gpu_name(self.host, id) for id in self.gpus]) if self.host else self.gpus
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """All hosts on which it has GPUs, or its only one."""
-        return (self.host, *(host for host, _ in self.more))
-
-    def gpu_names_on(self, host: str) -> list[str]:
-        """The names of its GPUs on one of its hosts."""
-        parts = ((self.host, self.gpus), *self.more)
-        return [gpu_name(host, id) for name, ids in parts if name == host for id in ids]
 
     @property
     def service_name(self) -> str:

@@ -60,8 +60,21 @@ def _read_gpu(id: str, about: Any) -> Gpu:
 
 def _read_used_gpus(value: Any) -> str | tuple[str, ...] | list[tuple[str, ...]]:
     if isinstance(value, list) and any(isinstance(each, list) for each in value):
-        return [settings.NAMES.read(each) for each in value]
-    return service.ALL if value == service.ALL else settings.NAMES.read(value)
+        return [_read_gpu_ids(each) for each in value]
+    return service.ALL if value == service.ALL else _read_gpu_ids(value)
+
+
+def _read_gpu_ids(value: Any) -> tuple[str, ...]:
+    """The ids of GPUs of one host, which are without its name."""
+    ids: tuple[str, ...] = settings.NAMES.read(value)
+    named = [id.partition("/")[0] for id in ids if "/" in id]
+    if hosts := [name for name in dict.fromkeys(named) if HOST_NAME.fullmatch(name)]:
+        text = (
+            f"asks for GPUs of {' and '.join(hosts)}: an engine runs on one host, which `hosts` names, "
+            "and here are the ids of its GPUs alone"
+        )
+        raise settings.unfit(text, '["0"]')
+    return ids
 
 
 def _read_machines(value: Any) -> dict[str, DeclaredMachine]:

@@ -101,7 +101,6 @@ class LocalHost:
         detached: bool = False,
         described: Inventory | None = None,
     ) -> None:
-        _refuse_gangs(config)
         self._config = config
         self._address = address
         self._described = described
@@ -153,7 +152,6 @@ class LocalHost:
         before = self._config
         changed, known = replaced(before, config), {backend.name for backend in before.backends}
         added = [backend.name for backend in config.backends if backend.name not in known]
-        _refuse_gangs(config)
         _refuse_missing_images(config, [*changed, *added])
         self.runtime.reconfigure(config)
         self._served.add(config.backends)
@@ -310,12 +308,6 @@ def _memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
-
-
-def _refuse_gangs(config: HostConfig) -> None:
-    """Raise ConfigError if a backend needs GPUs of other hosts as well."""
-    if gangs := [backend for backend in config.backends if backend.more]:
-        raise ConfigError([f"{each.name}: a backend over several hosts cannot be run yet" for each in gangs])
 
 
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:

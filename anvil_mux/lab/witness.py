@@ -120,7 +120,7 @@ class Witness:
         return [each for each in self.backends.values() if each.backend.model == model]
 
     def on_host(self, host: str) -> list[str]:
-        return [name for name, each in self.backends.items() if host in each.backend.hosts]
+        return [name for name, each in self.backends.items() if each.backend.host == host]
 
     def waiting_for(self, model: str) -> list[int]:
         return [number for number, ticket in self.waiting.items() if ticket.model == model]
@@ -145,8 +145,8 @@ class Witness:
         return [held, flags, list(self.unseen), self._others, self._is_paused, len(self.cut)]
 
     def _is(self, what: str, record: _Holding) -> bool:
-        """Whether a host of a backend is lost, away or drained."""
-        return not self._flags[what].keys().isdisjoint(record.backend.hosts)
+        """Whether the host of a backend is lost, gone, away or drained."""
+        return record.backend.host in self._flags[what]
 
     def _is_cleared(self, record: _Holding) -> bool:
         return self._is_paused or self._is("drained", record)
@@ -187,7 +187,7 @@ class Witness:
             yield from [("looked_at", name), ("up", name)]
             yield from [("standby", name)] if levels[0] != "stop" else []
         yield from self._orders()
-        for host in dict.fromkeys(host for each in self._config.backends for host in each.hosts):
+        for host in dict.fromkeys(each.host for each in self._config.backends):
             yield from self._host_facts(host)
 
     def _orders(self) -> Iterator[Fact]:
@@ -365,11 +365,11 @@ class Witness:
         self.claim(is_one, "3", f"ticket {ticket.id} has ended, and is not either leased or failed")
 
     def _see_step(self, step: Step, now: float) -> None:
-        record, flags = self.backends[step.backend], self._flags
+        record = self.backends[step.backend]
         what = f"{type(step).__name__} of {step.backend}, which is {record.state}"
         before, after = _STEPS[type(step)]
         self.claim(record.state in before, "1", what)
-        out_of_reach = self._is("lost", record) and flags["gone"].keys().isdisjoint(record.backend.hosts)
+        out_of_reach = self._is("lost", record) and not self._is("gone", record)
         self.claim(not out_of_reach, "10", f"{what}: its host is lost")
         self.claim(not self._is("away", record), "10", f"{what}: its host is away")
         unseen = [name for name in self._tied([step.backend]) if name in self.unseen]
@@ -454,7 +454,7 @@ class Witness:
         has_room = all(
             not self._others.get(gpu) and self._fits(gpu, own, record) for gpu, own in there.items()
         )
-        has_room = has_room and all(self._has_memory(record, host) for host in backend.hosts)
+        has_room = has_room and self._has_memory(record)
         return has_room and there.keys().isdisjoint(self._reserved(backend.model, now))
 
     def _cools_until(self, record: _Holding) -> float:
@@ -465,7 +465,8 @@ class Witness:
         drains = {each.drain.target for each in self.backends.values() if each.drain and each.drain.target}
         return (drains | self._situation.begun) - {other_than}
 
-    def _has_memory(self, record: _Holding, host: str) -> bool:
+    def _has_memory(self, record: _Holding) -> bool:
+        host = record.backend.host
         budget = self._config.memory_of(host)
         comes = self._swaps_to(record.backend.model)
         others = [self.backends[name] for name in self.on_host(host) if self.backends[name] is not record]

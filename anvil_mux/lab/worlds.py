@@ -263,26 +263,6 @@ def _worlds() -> Iterator[SmallWorld]:
         _up("a"),
         frozenset(("lost", "gone", "away", "unload", "pin")),
     )
-    gang = _on("h1", "g", "0", more=(("h2", ("0",)),), ram=6)
-    yield SmallWorld(
-        "gang",
-        _config(
-            gang,
-            _on("h1", "a", "0", ram=6),
-            _on("h2", "b", "0", ram=6),
-            memory_of_hosts={"h1": 10, "h2": 10},
-            max_wait=20.0,
-        ),
-        _up("a", "b"),
-        frozenset(("lost", "gone", "drained")),
-    )
-    idle, busy = _on("h1", "a", "1", ram=6), _on("h2", "b", "1", ram=6)
-    yield SmallWorld(
-        "gang without memory",
-        _config(gang, idle, busy, memory_of_hosts={"h1": 10, "h2": 10}, max_wait=20.0),
-        _up("a", "b"),
-        frozenset(("abandon", "pass")),
-    )
     outside = "anvil_mux.lab.worlds:"
     yield SmallWorld(
         "a policy with mistakes",

@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple
 
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.scheduler.memories import SharedMemories
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.planner import worth
 from anvil_mux.scheduler.slot import Slot
@@ -28,22 +27,15 @@ class Draft(NamedTuple):
     before: Sequence[GroupState] = ()
     """The states of the groups that it goes on from."""
 
-    @property
-    def hosts(self) -> list[str]:
-        """The hosts of its GPUs, by name."""
-        return sorted({host for each in self.backends for host in each.hosts}) or [self.host]
-
 
 def build_state(draft: Draft, common: Common) -> GroupState:
     """The state of a GPU group that is new, with what was under way in those that it goes on from."""
-    names = draft.hosts
-    memories = [common.memories[name] for name in names]
     state = GroupState(
         name=draft.name,
         common=common,
         placement=Placement((), (), lambda: common.settings.eviction, common.hosts),
-        hosts=tuple([common.hosts[name] for name in names]),
-        memory=memories[0] if len(memories) == 1 else SharedMemories(memories),
+        host=common.hosts[draft.host],
+        memory=common.memories[draft.host],
     )
     for each in draft.before:
         state.settled += each.settled

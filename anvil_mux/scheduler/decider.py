@@ -70,7 +70,7 @@ class Decider:
             return Wait(FOREVER)
         if self._state.is_out_of_reach:
             return self._swaps.advance(now) or Wait(FOREVER)
-        self._upkeep.clear_hosts(now)
+        self._upkeep.clear_host(now)
         if self._state.bounded:
             self._upkeep.give_up_surplus(now)
         while True:
@@ -177,8 +177,8 @@ class Decider:
         """Serve the oldest overdue queue, or fail it; the GPUs of those that must wait on become ``busy``."""
         state = self._state
 
-        def call(slot: Slot, missing: Mapping[str, int]) -> bool:
-            return state.memory.call(slot, missing, state.slots.values(), now)
+        def call(slot: Slot, short: int) -> bool:
+            return state.memory.call(slot, short, state.slots.values(), now)
 
         for model in models:
             if model.queue.overdue_at > now:
@@ -215,7 +215,7 @@ class Decider:
     def _is_unwanted(self, swap: SwapInProgress) -> bool:
         """Whether a swap loads a backend that no request waits for any more."""
         slot = swap.target
-        if slot is None or slot.state != "loading" or swap.cancel or not swap.is_steered:
+        if slot is None or slot.state != "loading" or swap.cancel:
             return False
         if swap.preload and swap.cause.kind != "home":
             return False
@@ -307,7 +307,6 @@ class Decider:
 
     def _unload(self, model: Model, cause: Cause, now: float) -> bool:
         slots = [slot for slot in self._state.own(model) if slot.state == "ready" and not slot.pinned]
-        slots = [slot for slot in slots if slot.host.is_steered]
         for slot in slots:
             self._swaps.evict(slot, now, cause, severs=POLICY)
         return bool(slots)

@@ -22,7 +22,7 @@ class Candidate:
 
     backend: str
     holds: Mapping[str, int]
-    """GPU id -> bytes."""
+    """GPU id -> bytes; where host memory is short, those alone, as ``host memory``."""
     leases: int
     last_used: float
     priority: int = 0

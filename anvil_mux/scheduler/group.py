@@ -1,11 +1,10 @@
 """One GPU group's state machine: facts in, next step out.
 
-A GPU group is a set of GPUs of one host, tied together by some backend that needs several of them; only a
-gang, which needs GPUs of several hosts, ties those. A model may have backends in several GPU groups, of one
-host or of several: they share its queue, which stands in one of them at a time (layout.py). A ``GpuGroup``
-takes facts, and answers one question, ``next_step(now)``, which is asked until it answers ``Wait``. It
-performs nothing: whoever drives the scheduler performs the steps and reports how they ended. It has no lock,
-no clock and no I/O; calls must not overlap.
+A GPU group is a set of GPUs of one host, tied together by some backend that needs several of them. A model
+may have backends in several GPU groups, of one host or of several: they share its queue, which stands in one
+of them at a time (layout.py). A ``GpuGroup`` takes facts, and answers one question, ``next_step(now)``, which
+is asked until it answers ``Wait``. It performs nothing: whoever drives the scheduler performs the steps and
+reports how they ended. It has no lock, no clock and no I/O; calls must not overlap.
 
 The arrival of a request and the end of a lease are here. All other facts are told to its parts, which share
 one ``GroupState`` (state.py):
@@ -44,10 +43,9 @@ Invariants:
     A request under which backends ended twice is refused: it may be what ends them.
  9. A load that can never fit, at all or beside what is pinned, is refused before anything is drained. A
     pinned model drains for no other. A load is also refused that has no room now beside all that cannot be
-    evicted: what is pinned, what is in standby and could not be stopped, what is on a lost host.
+    evicted: what is pinned, and what is in standby and could not be stopped.
 10. The leases of a lost host are severed, and nothing is begun there: its backends may still run and hold
-    their GPUs until the host is back and they are adopted, or until it is declared gone by hand. A gang is
-    lost if any of its hosts is, and keeps its GPUs on all of them until each is back or gone.
+    their GPUs until the host is back and they are adopted, or until it is declared gone by hand.
 11. While it is not known of some backend whether it runs already (``expect``), nothing is begun.
 
 A backend that the configuration has no longer, or not as it is (``retire``), is leaving: it gets no new
@@ -84,7 +82,7 @@ class GpuGroup:
 
     def __init__(self, state: GroupState, groups_of: Mapping[str, Sequence[GpuGroup]]) -> None:
         """``groups_of``: model -> the GPU groups that have backends of it."""
-        self.state, self.name, self.hosts, self.slots = state, state.name, state.hosts, state.slots
+        self.state, self.name, self.host, self.slots = state, state.name, state.host, state.slots
         self._models = state.models
         self.admission = Admission(state)
         self.moves = Moves(state, self.admission)

@@ -128,7 +128,8 @@ class GroupSwaps:
         """The next step of the swaps under way."""
         for swap in tuple(self._state.swaps):
             # Nothing is evicted on a host that is away, but a load may begin elsewhere.
-            step = self._go_on(swap, now) if swap.is_steered else self._go_elsewhere(swap, now)
+            is_steered = self._state.host.is_steered
+            step = self._go_on(swap, now) if is_steered else self._go_elsewhere(swap, now)
             if step:
                 return step
         return None
@@ -273,20 +274,10 @@ class GroupSwaps:
             if victim.state == "draining":
                 self.reprieve(victim, now)
 
-    def end_lost(self, now: float) -> list[Slot]:
-        """End the swaps of which a backend's host is lost, without a further step there.
-
-        Returns their victims on other hosts that only drained.
-        """
-        spared = []
+    def end_lost(self) -> None:
+        """End all swaps without a further step: the host is lost."""
         for swap in tuple(self._state.swaps):
-            slots = [*swap.victims, swap.target] if swap.target else swap.victims
-            if not slots or any(slot.host.is_lost for slot in slots):
-                self._end(swap)
-                left = [victim for victim in swap.victims if not victim.host.is_lost]
-                spared += [victim for victim in left if victim.state == "draining"]
-                self._wait_for(swap, [victim for victim in left if victim.state == "evicting"], now)
-        return spared
+            self._end(swap)
 
     def call_off(self, swap: SwapInProgress, now: float) -> None:
         """End a swap whose target is not wanted any more. Victims that are being evicted are waited for."""

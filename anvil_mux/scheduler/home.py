@@ -66,7 +66,7 @@ def _return(state: GroupState, slot: Slot, now: float) -> _Return:
 def _may_return(state: GroupState, slot: Slot) -> bool:
     if slot.state not in ("stopped", "standby") or slot.coming or slot.leaving:
         return False
-    if slot.failed_starts or slot.unloaded or not (slot.host.takes_loads and slot.host.is_steered):
+    if slot.failed_starts or slot.unloaded or not slot.host.takes_loads:
         return False
     return may_come(state.models[slot.model], slot)
 

@@ -3,10 +3,6 @@
 The record of a host says whether it is lost. Its backends keep the states that they had meanwhile: they may
 still run. When the host is back each backend is what it was found to be, whatever its state was. One that was
 found and may not stay is stuck until it is stopped.
-
-A gang has several hosts, and is lost with the first of them. It is as it was, on all of them, until each is
-back or declared gone. Then it goes on if it was found on each that was lost; else what is left of it is
-stopped, once for all its hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.causes import ADOPTED, Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.group_swaps import GroupSwaps
-from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.outcomes import Outcomes
@@ -38,7 +33,7 @@ class FoundBackend:
 
 
 class HostFacts:
-    """The facts about the hosts of one GPU group."""
+    """The facts about the host of one GPU group."""
 
     def __init__(
         self, state: GroupState, admission: Admission, moves: Moves, swaps: GroupSwaps, outcomes: Outcomes
@@ -49,25 +44,20 @@ class HostFacts:
         self._swaps = swaps
         self._outcomes = outcomes
 
-    def on(self, host: HostRecord) -> list[Slot]:
-        """The backends of one host."""
-        return [slot for slot in self._state.slots.values() if host in slot.host.parts]
-
-    def lost(self, host: HostRecord, now: float) -> None:
+    def lost(self, now: float) -> None:
         """Sever all leases and end all swaps there; the queues go elsewhere, or fail."""
-        state, cause, slots = self._state, Cause("host_lost", host=host.name), self.on(host)
+        state = self._state
+        cause = Cause("host_lost", host=state.host.name)
         state.changed()
-        state.unseen.difference_update([slot.name for slot in slots])
+        state.unseen.clear()
         state.ready = [slot for slot in state.ready if slot.serves]
-        spared = self._swaps.end_lost(now)
-        for slot in slots:
+        self._swaps.end_lost()
+        for slot in state.slots.values():
             state.taken_back += self._moves.sever(slot, now, cause)
             if replicas := state.models[slot.model].replicas:
                 replicas.in_flight.forget(slot.name)
         for model in state.models.values():
             self._leave(model, now)
-        for victim in spared:
-            self._swaps.reprieve(victim, now)
         self._admission.fail_refused(now)
 
     def _leave(self, model: Model, now: float) -> None:
@@ -78,55 +68,29 @@ class HostFacts:
             model.queue.left = now
             self._admission.fill_places(model, now)  # requests that needed one of these go elsewhere
 
-    def back(
-        self, host: HostRecord, now: float, found: Mapping[str, FoundBackend], held: Collection[Slot]
-    ) -> None:
+    def back(self, now: float, found: Mapping[str, FoundBackend], held: Collection[Slot]) -> None:
         """Give each backend the state in which it was found: first those that run, then those in standby.
 
         ``held``: those that held something before, of which nothing is counted any more (``free``).
         """
-        self._state.changed()
-        cause = Cause("not_found", host=host.name)
+        state = self._state
+        state.changed()
+        cause = Cause("not_found", host=state.host.name)
         for slot in sorted(
-            self.on(host), key=lambda slot: slot.name in found and found[slot.name].level != ""
+            state.slots.values(), key=lambda slot: slot.name in found and found[slot.name].level != ""
         ):
-            if isinstance(slot.host, GangHosts):
-                self._rejoin(slot, slot.host, host, now, found.get(slot.name), was_held=slot in held)
-            elif slot.name in found:
-                self._take_over(slot, found[slot.name], host, now)
+            if slot.name in found:
+                self._take_over(slot, found[slot.name], now)
             elif slot in held:
-                self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+                state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
 
-    def _rejoin(
-        self,
-        slot: Slot,
-        hosts: GangHosts,
-        back: HostRecord,
-        now: float,
-        found: FoundBackend | None,
-        *,
-        was_held: bool,
-    ) -> None:
-        """Take over a gang of which a host is ``back``, or stop what is left of it, once all hosts are."""
-        hosts.is_incomplete |= found is None or found.level != ""
-        if hosts.is_cut_off:
+    def _take_over(self, slot: Slot, found: FoundBackend, now: float) -> None:
+        """Adopt a backend, or have it stopped if it may not stay; until then it holds its GPUs."""
+        if not slot.leaving and self._adopt(slot, found, now):
             return
-        if found and not hosts.is_incomplete:
-            self._take_over(slot, found, back, now)
-        elif found or was_held:
-            gone = [host.name for host in hosts.parts if host.is_gone]
-            cause = Cause("host_gone", host=gone[0]) if gone else Cause("unfit", host=back.name)
-            self._stop(slot, now, cause)
-        hosts.is_incomplete = hosts.is_lost
-
-    def _take_over(self, slot: Slot, found: FoundBackend, host: HostRecord, now: float) -> None:
-        if slot.leaving or not self._adopt(slot, found, now):
-            self._stop(slot, now, Cause("unfit", host=host.name))
-
-    def _stop(self, slot: Slot, now: float, cause: Cause) -> None:
-        """Have a backend stopped that may not stay; until then it holds its GPUs."""
         self._moves.enter(slot, "unfit", now)
         slot.error, slot.retry_at = "it was found running, and cannot stay", now
+        cause = Cause("unfit", host=self._state.host.name)
         self._state.emit(Event(now, "stuck", slot.model, slot.name, cause=cause))
 
     def _adopt(self, slot: Slot, found: FoundBackend, now: float) -> bool:
@@ -140,39 +104,26 @@ class HostFacts:
             slot, now, found.level, found.residual, host_bytes=found.host_bytes, cause=ADOPTED
         )
 
-    def cleared(self, host: HostRecord, now: float, *, cleared: bool) -> None:
-        """Have all go that is on a host (upkeep.py), or stay: it was drained, or paused, or is no longer."""
+    def cleared(self, now: float, *, cleared: bool) -> None:
+        """Have all go that is on the host (upkeep.py), or stay: it was drained or paused, or is no longer."""
         state = self._state
         state.changed()
-        if not cleared and not host.is_lost:
+        if not cleared and not state.host.is_lost:
             self._swaps.reprieve_all(now)
-            for slot in [slot for slot in self.on(host) if slot.host.takes_loads]:
+            for slot in state.slots.values() if state.host.takes_loads else ():
                 if slot.state == "standby" and not slot.failed_stops and not slot.leaving:
                     slot.next_level = ""
         self._admission.fail_refused(now)
 
-    def gone(self, host: HostRecord, now: float) -> None:
-        """Declare that nothing runs there: its backends hold nothing any more, and none is loaded.
+    def gone(self, now: float) -> None:
+        """Declare that nothing runs there: its backends hold nothing any more, and none is loaded."""
+        cause = Cause("host_gone", host=self._state.host.name)
+        for slot in self.free(now):
+            self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
 
-        What is left of a gang on hosts that can be reached is stopped.
-        """
-        cause = Cause("host_gone", host=host.name)
-        for slot in self.free(host, now):
-            if all(part.is_lost for part in slot.host.parts):
-                self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
-            else:
-                self._stop(slot, now, cause)
-        for slot in self.on(host):
-            if isinstance(slot.host, GangHosts):
-                slot.host.is_incomplete = True
-
-    def free(self, host: HostRecord, now: float) -> list[Slot]:
-        """Stop counting what backends of a host hold, and return those that held something.
-
-        Not those of a gang that has another host of which it is not known what runs there.
-        """
-        known = [s for s in self.on(host) if not any(p.is_cut_off for p in s.host.parts if p is not host)]
-        held = [slot for slot in known if slot.state != "stopped"]
+    def free(self, now: float) -> list[Slot]:
+        """Stop counting what the backends hold, and return those that held something."""
+        held = [slot for slot in self._state.slots.values() if slot.state != "stopped"]
         for slot in held:
             self._moves.enter(slot, "gone", now)
             slot.note_gone(now)

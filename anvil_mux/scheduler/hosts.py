@@ -1,4 +1,4 @@
-"""One host, as the scheduler knows it, and the hosts of a gang: a backend with GPUs of several."""
+"""One host, as the scheduler knows it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ class HostRecord:
     """The pause of all hosts."""
 
     @property
-    def parts(self) -> tuple[HostRecord, ...]:
-        """The host itself, as the only one of its backends."""
-        return (self,)
-
-    @property
     def is_cleared(self) -> bool:
         """Whether nothing stays or is loaded there: it was drained by hand, or anvil-mux is paused."""
         return self.is_drained or self.pause.is_on
@@ -59,60 +54,3 @@ class HostRecord:
     def is_steered(self) -> bool:
         """Whether steps may be begun there; what was declared gone needs none."""
         return not (self.is_away or (self.is_lost and not self.is_gone))
-
-
-class GangHosts:
-    """The hosts of a gang: for its slot what a ``HostRecord`` is for others. It is lost if any of them is."""
-
-    __slots__ = ("is_incomplete", "parts")
-
-    def __init__(self, parts: tuple[HostRecord, ...]) -> None:
-        self.parts = parts
-        self.is_incomplete = False
-        """Whether a part of the gang was not found on a host that was lost, or was declared gone with it."""
-
-    @property
-    def name(self) -> str:
-        """The name of its first host."""
-        return self.parts[0].name
-
-    @property
-    def is_lost(self) -> bool:
-        return any(host.is_lost for host in self.parts)
-
-    @property
-    def since(self) -> float:
-        """When the first of those that are lost was lost."""
-        return min([host.since for host in self.parts if host.is_lost], default=-math.inf)
-
-    @property
-    def is_away(self) -> bool:
-        return any(host.is_away for host in self.parts)
-
-    @property
-    def is_drained(self) -> bool:
-        return any(host.is_drained for host in self.parts)
-
-    @property
-    def pause(self) -> Pause:
-        return self.parts[0].pause
-
-    @property
-    def is_cleared(self) -> bool:
-        return any(host.is_cleared for host in self.parts)
-
-    @property
-    def takes_loads(self) -> bool:
-        return all(host.takes_loads for host in self.parts)
-
-    @property
-    def is_awaited(self) -> bool:
-        return all(host.is_awaited for host in self.parts)
-
-    @property
-    def is_cut_off(self) -> bool:
-        return any(host.is_cut_off for host in self.parts)
-
-    @property
-    def is_steered(self) -> bool:
-        return all(host.is_steered for host in self.parts)

@@ -136,9 +136,8 @@ class Index:
     def _note_hosts(self, gone: Collection[GpuGroup], new: Sequence[GpuGroup]) -> None:
         of_new: dict[str, list[GpuGroup]] = {}
         for group in new:
-            for host in group.hosts:
-                of_new.setdefault(host.name, []).append(group)
-        for host in dict.fromkeys(host for group in (*gone, *new) for host in group.hosts):
+            of_new.setdefault(group.host.name, []).append(group)
+        for host in dict.fromkeys(group.host for group in (*gone, *new)):
             kept = [group for group in self.by_host.get(host.name, ()) if group not in gone]
             self.by_host[host.name] = sorted([*kept, *of_new.get(host.name, ())], key=BY_NAME)
             self.records[host.name] = host

@@ -199,7 +199,7 @@ class Layout:
     def _set_budget(self, host: str, budget: int | None) -> None:
         if host not in self.hosts:
             self.hosts[host] = HostRecord(host, pause=self.pause)
-            self.memories[host] = HostMemory(None, self._common.footprints, host)
+            self.memories[host] = HostMemory(None, self._common.footprints)
         self.memories[host].budget = budget
 
     def _set_models(self, models: Iterable[str], *, rerouted: bool = False) -> None:
@@ -282,7 +282,7 @@ class Layout:
     def _before(self, backend: Backend) -> list[GpuGroup]:
         """The group in which a backend is until now, if there is one on its host."""
         group = self.of_backend.get(backend.name)
-        return [group] if group and any(host.name == backend.host for host in group.hosts) else []
+        return [group] if group and group.host.name == backend.host else []
 
     def renew(self, group: GpuGroup) -> Exchanged:
         """Have a group do without a slot that was left for good, or with another of the same backend."""
@@ -292,7 +292,7 @@ class Layout:
             staying.get(name) or (wanted.get(name) and self._description(name)) for name in group.slots
         ]
         here = [each for each in members if each]
-        draft = Draft(group.name, group.hosts[0].name, here, [group.state])
+        draft = Draft(group.name, group.host.name, here, [group.state])
         exchange = self._exchange([draft], [group])
         if not here or group_name(here) != group.name:
             self._misnamed.update(dict.fromkeys(exchange.made))
@@ -340,11 +340,7 @@ class Layout:
     def _filled(self, draft: Draft) -> GpuGroup:
         """The group of a draft: the one that it goes on from, if that need not be another."""
         group = self.by_name.get(draft.name)
-        if not (
-            group
-            and list(draft.before) == [group.state]
-            and draft.hosts == [host.name for host in group.hosts]
-        ):
+        if not (group and list(draft.before) == [group.state] and draft.host == group.host.name):
             group = GpuGroup(build_state(draft, self._common), self.groups_of)
         fill(group.state, draft)
         settings = self._common.settings
@@ -356,6 +352,5 @@ class Layout:
     def _forget(self, group: GpuGroup, backend: str) -> None:
         """Forget that a backend was in a group, as far as it is there no longer."""
         slot = self.slot(backend)
-        for host in group.hosts:
-            if slot is None or host.name not in slot.backend.hosts:
-                self.memories[host.name].leave(backend)
+        if slot is None or slot.backend.host != group.host.name:
+            self.memories[group.host.name].leave(backend)

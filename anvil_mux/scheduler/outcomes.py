@@ -208,16 +208,13 @@ class Outcomes:
             slot.next_level = "stop"
             self._swaps.begin(None, [slot], now, Cause("silent"))
 
-    def memory_seen(self, held: Mapping[str, int], host: str = "") -> bool:
-        """Other processes hold so many bytes, by GPU, on a host; whether that is news.
+    def memory_seen(self, held: Mapping[str, int]) -> bool:
+        """Other processes hold so many bytes, by GPU; whether that is news.
 
         It is not believed while a backend is loaded or evicted: its processes may be taken for others.
         """
         state = self._state
         moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in state.slots.values())
-        if len(state.hosts) > 1:
-            before = state.placement.others.items()
-            held = {gpu: amount for gpu, amount in before if state.host_of(gpu).name != host} | dict(held)
         if moving or held == state.placement.others:
             return False
         state.placement.others = held

@@ -1,8 +1,8 @@
 """GPU memory: what backends hold, what is missing to load one, and which victims make room for it.
 
-The arithmetic of a GPU group. Its GPUs are those of one host, or of several that a gang ties, and have the
-names that they have among the GPUs of all hosts. Memory is counted in bytes per GPU; a GPU of unknown size
-counts as one unit that every backend needs whole, and a backend without declared ``vram`` needs every GPU so.
+The arithmetic of a GPU group. Its GPUs have the names that they have among the GPUs of all hosts. Memory is
+counted in bytes per GPU; a GPU of unknown size counts as one unit that every backend needs whole, and a
+backend without declared ``vram`` needs every GPU so.
 Of such a backend it may be known what it held when it last left: beside it other processes may hold no more
 than the rest of the GPU, so that nobody is evicted for a load that cannot succeed.
 Nothing here changes a state.
@@ -17,8 +17,11 @@ from anvil_mux.config.config import Backend, Gpu, gpu_name
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler import eviction as whom
 from anvil_mux.scheduler.causes import mistake
-from anvil_mux.scheduler.hosts import GangHosts, HostRecord
+from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.slot import HOLDING, STAYING, Slot
+
+HOST_MEMORY = "host memory"
+"""The name that host memory has among GPUs where an eviction chooses who frees it."""
 
 
 class Placement:
@@ -86,8 +89,7 @@ class Placement:
             whole = self.capacity.setdefault(gpu, 1)
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
         if slot is None:
-            hosts = tuple([self._hosts.get(name) or HostRecord(name) for name in backend.hosts])
-            slot = Slot(backend, holds, host=GangHosts(hosts) if backend.more else hosts[0])
+            slot = Slot(backend, holds, host=self._hosts.get(backend.host) or HostRecord(backend.host))
             self._share(slot)
             return slot
         if slot.backend.ram != backend.ram:
@@ -180,17 +182,17 @@ class Placement:
 
     def sparing_host(
         self,
-        short: Mapping[str, int],
+        short: int,
         but: Collection[Slot],
         busy: set[str],
         staying: Set[str] = frozenset(),
         loss: Callable[[Slot], float] = lambda _: 0.0,
         waiting: Callable[[Slot], float] = lambda _: 0.0,
     ) -> list[Slot] | None:
-        """The residents, ``but`` some, to evict so that ``short`` bytes (by host) of memory become free."""
+        """The residents, ``but`` some, to evict so that ``short`` bytes of the host's memory become free."""
         slots = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
-        frees = [(slot, dict.fromkeys(slot.backend.hosts, slot.ram)) for slot in slots]
-        return self._choose(frees, short, loss, waiting)
+        frees = [(slot, {HOST_MEMORY: slot.ram}) for slot in slots]
+        return self._choose(frees, {HOST_MEMORY: short}, loss, waiting)
 
     def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Slot]:
         return (
@@ -325,7 +327,7 @@ def _is_pinned(slot: Slot) -> bool:
 def _is_irremovable(slot: Slot) -> bool:
     """Whether a backend cannot be evicted for any other, as things are."""
     could_not_be_stopped = slot.state == "standby" and bool(slot.failed_stops)
-    return _is_pinned(slot) or could_not_be_stopped or slot.host.is_cut_off
+    return _is_pinned(slot) or could_not_be_stopped
 
 
 def gpu_groups(
@@ -333,8 +335,8 @@ def gpu_groups(
 ) -> list[tuple[str, list[Backend]]]:
     """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
-    GPUs are tied by a backend that needs several of them; those of several hosts only by a gang. ``before``:
-    the GPU groups that a backend goes on from; backends that go on from the same one stay together.
+    GPUs are tied by a backend that needs several of them. ``before``: the GPU groups that a backend goes on
+    from; backends that go on from the same one stay together.
     """
     groups: dict[int, tuple[set[str], list[Backend]]] = {}  # by the place of the last backend
     of_tie: dict[str, int] = {}

@@ -52,7 +52,7 @@ def waiting(state: GroupState) -> list[Model]:
 
     None while anvil-mux is paused: nothing is loaded for them before its end.
     """
-    if state.hosts[0].pause.is_on:
+    if state.host.pause.is_on:
         return []
     models = [model for model in state.models.values() if model.queue.tickets]
     if models and state.routed:
@@ -107,10 +107,9 @@ def victims(
     """
     lost, queued = partial(loss, state, now), partial(waiting_at, state)
     found = state.placement.victims(target, busy, staying, loss=lost, without=without, waiting=queued)
-    if found is None or state.memory.short(target, [*found, *without]) <= 0:
+    if found is None or (short := state.memory.short(target, [*found, *without])) <= 0:
         return found
-    missing = state.memory.missing(target, [*found, *without])
-    more = state.placement.sparing_host(missing, found, busy, staying, loss=lost, waiting=queued)
+    more = state.placement.sparing_host(short, found, busy, staying, loss=lost, waiting=queued)
     return None if more is None else found + more
 
 
@@ -194,7 +193,7 @@ def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupStat
     """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
     if len(states) == 1:
         return states[0]
-    return min(states, key=lambda state: (wait_seconds(state, model, now), state.hosts[0].name, state.name))
+    return min(states, key=lambda state: (wait_seconds(state, model, now), state.host.name, state.name))
 
 
 def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float) -> Slot | None:
@@ -238,7 +237,7 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
     slots = [
         slot
         for slot in state.own(model)
-        if slot.backend.infer_type == target.backend.infer_type and not slot.coming and slot.host.is_steered
+        if slot.backend.infer_type == target.backend.infer_type and not slot.coming
     ]
     if not slots:
         return []
@@ -280,7 +279,7 @@ def takeover(state: GroupState, model: Model, kept: Set[str], now: float) -> Tak
     Never that for an overdue queue, nor GPUs that are ``kept`` for one. Nobody goes for it as well who drains
     without a bound.
     """
-    for swap in state.steered_swaps:
+    for swap in state.swaps:
         if not _yields(state, swap, model, now):
             continue
         for slot in state.loadable(model, now):

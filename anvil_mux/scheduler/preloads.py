@@ -32,7 +32,7 @@ def next_preload(state: GroupState, now: float) -> Preload | None:
     So are those of a model of which enough are resident; while they are coming, the others are kept.
     """
     for slot in tuple(state.preloads):
-        if not (slot.host.takes_loads and slot.host.is_steered):
+        if not slot.host.takes_loads:
             continue
         model = state.models[slot.model]
         if not may_come(model, slot) and model.is_coming:

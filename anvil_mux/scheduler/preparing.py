@@ -108,10 +108,10 @@ def prepare(before: Config, config: Config) -> Prepared:
     )
 
 
-def _where(backends: Mapping[str, Backend], name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
+def _where(backends: Mapping[str, Backend], name: str) -> tuple[str, str, tuple[str, ...]] | None:
     """The model and the place of a backend, if there is one of that name."""
     each = backends.get(name)
-    return (each.model, each.hosts, each.gpu_names) if each else None
+    return (each.model, each.host, each.gpu_names) if each else None
 
 
 def _differ(before: Config, config: Config, fields: Iterable[str]) -> bool:
@@ -128,8 +128,8 @@ def _by_name(backends: Iterable[Backend]) -> dict[str, Backend]:
 
 
 def _budgets(before: Config, config: Config) -> dict[str, int | None]:
-    known = {host for each in before.backends for host in each.hosts}
-    hosts = dict.fromkeys(("", *(host for each in config.backends for host in each.hosts)))
+    known = {each.host for each in before.backends}
+    hosts = dict.fromkeys(("", *(each.host for each in config.backends)))
     budgets = {host: config.memory_of(host) for host in hosts}
     return {
         host: budget

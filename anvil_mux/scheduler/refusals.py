@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from anvil_mux.config.settings import gib
 from anvil_mux.errors import (
@@ -34,7 +34,7 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
     if model.slots[0].backend.url:
         return None  # nothing of ours is in the way of a server elsewhere
-    pause = state.hosts[0].pause
+    pause = state.host.pause
     if pause.refuses:
         return pause.error(now)
     first: MuxError | None = None
@@ -42,8 +42,7 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     for each in state.states_of(model):
         own = each.own(model)
         able = [slot for slot in own if slot.host.is_awaited]
-        for slot in own if len(able) < len(own) else ():
-            away.update({host: None for host in slot.host.parts if not host.is_awaited})
+        away.update({slot.host: None for slot in own if not slot.host.is_awaited})
         if not able:
             continue
         error = all_obstacles(each, able, now)
@@ -95,10 +94,6 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
 
 def _no_room_beside(others: Sequence[Slot], slot: Slot, now: float) -> MuxError | None:
     """The error for a backend beside others that cannot be evicted now, and are not all pinned."""
-    for other in others:
-        if other.host.is_cut_off:
-            whys = ", ".join([_why_away(host, now) for host in other.host.parts if host.is_lost])
-            return HostUnavailable(f"{other.name} holds a GPU of {slot.name}, and {whys}.")
     asleep = [other for other in others if other.state == "standby"]
     return _stuck(min(asleep, key=lambda other: other.retry_at), slot, now) if asleep else None
 
@@ -111,16 +106,14 @@ def _stuck(other: Slot, slot: Slot, now: float) -> Stuck:
 
 
 def lack_of_memory(
-    state: GroupState, model: Model, busy: set[str], call: Callable[[Slot, Mapping[str, int]], bool]
+    state: GroupState, model: Model, busy: set[str], call: Callable[[Slot, int], bool]
 ) -> MuxError | None:
     """Why an overdue queue is not served: the memory is held by others than this GPU group's backends.
 
-    ``call``: asks other GPU groups to free so much host memory (bytes by host) for a backend; None if they
-    will.
+    ``call``: asks other GPU groups to free so many bytes of host memory for a backend; None if they will.
     """
     may_go = ("ready", "draining", "evicting")
     others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
-    others = [slot for slot in others if not slot.host.is_cut_off]
     first: MuxError | None = None
     for slot in [slot for slot in state.own(model) if slot.host.is_awaited and slot.state != "stuck"]:
         if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
@@ -133,13 +126,13 @@ def lack_of_memory(
 
 
 def _lack_of(
-    state: GroupState, slot: Slot, others: Sequence[Slot], call: Callable[[Slot, Mapping[str, int]], bool]
+    state: GroupState, slot: Slot, others: Sequence[Slot], call: Callable[[Slot, int], bool]
 ) -> MuxError | None:
     """The same for one backend; ``others``: those of its GPU group that could make room for it."""
     if lack := state.placement.others_before(slot):
         return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
     short = state.memory.short(slot, others)
-    if short > 0 and not call(slot, state.memory.missing(slot, others)):
+    if short > 0 and not call(slot, short):
         who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
         return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
     return None
@@ -158,7 +151,7 @@ def no_room_to_wait(model: Model, waiting: int, most: int) -> Overloaded | None:
 
 def not_resident(state: GroupState, model: str, now: float) -> MuxError:
     """The error of a request that may force no swap: its model is not there, or nothing is."""
-    pause = state.hosts[0].pause
+    pause = state.host.pause
     if pause.refuses:
         return pause.error(now)
     return NothingResident(f"{model} is not loaded, and this request does not allow a swap (swap: never).")

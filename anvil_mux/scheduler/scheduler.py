@@ -215,7 +215,7 @@ class Scheduler:
         named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
         record = self.layout.hosts.get(host)
         there = [] if record is None or record.is_lost else self.layout.on_host(host)
-        return self._settling.settle([each for each in there if each.outcomes.memory_seen(named, host)], now)
+        return self._settling.settle([each for each in there if each.outcomes.memory_seen(named)], now)
 
     # Facts about hosts
 
@@ -245,8 +245,8 @@ class Scheduler:
         self._emit(Event(now, "host_lost", "", cause=Cause("host_lost", host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
-            self._settling.forget_steps([slot.name for slot in group.host_facts.on(record)])
-            group.host_facts.lost(record, now)
+            self._settling.forget_steps(group.slots)
+            group.host_facts.lost(now)
         return self._settling.settle(groups, now)
 
     def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
@@ -258,12 +258,12 @@ class Scheduler:
         if record is None or not record.is_lost:
             return NOTHING
         groups = self.layout.on_host(host)
-        held = [(group.host_facts, group.host_facts.free(record, now)) for group in groups]
+        held = [(group.host_facts, group.host_facts.free(now)) for group in groups]
         record.is_lost, record.is_gone = False, False
         self._emit(Event(now, "host_back", "", cause=Cause("host_back", host=host)))
         for facts, slots in held:
             self._settling.forget_steps([slot.name for slot in slots])
-            facts.back(record, now, found, slots)
+            facts.back(now, found, slots)
         return self._settling.settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:
@@ -274,7 +274,7 @@ class Scheduler:
         record.is_gone = True
         groups = self.layout.on_host(host)
         for group in groups:
-            group.host_facts.gone(record, now)
+            group.host_facts.gone(now)
         return self._settling.settle(groups, now)
 
     # Facts from people
@@ -289,7 +289,7 @@ class Scheduler:
         self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
-            group.host_facts.cleared(record, now, cleared=drained)
+            group.host_facts.cleared(now, cleared=drained)
         return self._settling.settle(groups, now)
 
     def paused(self, now: float, until: float = FOREVER) -> Effects:
@@ -314,8 +314,7 @@ class Scheduler:
     def _clear(self, now: float, *, cleared: bool) -> Effects:
         """Have all go that is on any host, or stay."""
         for group in self.layout.groups:
-            for host in group.hosts:
-                group.host_facts.cleared(host, now, cleared=cleared)
+            group.host_facts.cleared(now, cleared=cleared)
         return self._settling.settle(self.layout.groups, now)
 
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:

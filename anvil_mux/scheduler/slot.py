@@ -23,7 +23,7 @@ from typing import Any
 from anvil_mux.config.config import Backend, gpu_name
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.events import TRANSITIONS
-from anvil_mux.scheduler.hosts import GangHosts, HostRecord
+from anvil_mux.scheduler.hosts import HostRecord
 
 HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
 """States in which a backend's GPUs are its own."""
@@ -107,7 +107,7 @@ class Slot:
     load_seconds: float | None = None
     keep_alive: float | None = None
     """The idle seconds for which a request asked that it stays, since its load; None: none did."""
-    host: HostRecord | GangHosts = field(default_factory=HostRecord)
+    host: HostRecord = field(default_factory=HostRecord)
     name: str = field(init=False)
     model: str = field(init=False)
 
@@ -159,11 +159,8 @@ class Slot:
         return self.state == "ready" and (bool(self.backend.url) or self.host.takes_loads)
 
     def named(self, amounts: Mapping[str, int]) -> dict[str, int]:
-        """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts.
-
-        Those of a gang have these names already.
-        """
-        host = "" if self.backend.more else self.host.name
+        """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts."""
+        host = self.host.name
         return {gpu_name(host, id): amount for id, amount in amounts.items()} if host else dict(amounts)
 
     @property

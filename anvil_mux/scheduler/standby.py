@@ -17,7 +17,7 @@ before anything is drained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from anvil_mux.config.config import Backend
@@ -71,11 +71,7 @@ def demoted_at(slot: Slot) -> float | None:
 class HostMemory:
     """The memory of one host, and how much each backend there keeps of it. Its GPU groups share it."""
 
-    def __init__(
-        self, budget: int | None = None, footprints: Footprints | None = None, name: str = ""
-    ) -> None:
-        self.name = name
-        """The name of the host."""
+    def __init__(self, budget: int | None = None, footprints: Footprints | None = None) -> None:
         self._footprints = footprints or Footprints()
         self.budget = budget
         """Bytes that all engines may have; None: it is not bounded."""
@@ -83,11 +79,6 @@ class HostMemory:
         """How often a share of it changed: then all GPU groups of the host are to be asked again."""
         self._slots: dict[str, tuple[Slot, Worth]] = {}
         self._called: dict[str, str] = {}  # backend -> the model of another GPU group for which it is evicted
-
-    @property
-    def parts(self) -> tuple[HostMemory, ...]:
-        """The memory itself, as the only one of its GPU groups: see memories.py."""
-        return (self,)
 
     def changed(self) -> None:
         """Note that a share of it changed."""
@@ -114,10 +105,6 @@ class HostMemory:
         slots = [slot for slot, _ in self._slots.values()]
         return sum([each.ram if each.state in HOLDING or each.coming else each.host_bytes for each in slots])
 
-    def missing(self, target: Slot, leaving: Collection[Slot] = ()) -> dict[str, int]:
-        """The same, by host."""
-        return {self.name: self.short(target, leaving)}
-
     def never_fits(self, target: Slot) -> str:
         """Why ``target`` could not run even alone; "" if it could."""
         need = target.least_ram  # what it has pinned since then goes with a stop
@@ -130,40 +117,32 @@ class HostMemory:
         amounts = [(name, _insists_on(slot)) for name, (slot, _) in self._slots.items() if slot is not but]
         return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
 
-    def call(self, target: Slot, missing: Mapping[str, int], own: Collection[Slot], now: float) -> bool:
+    def call(self, target: Slot, short: int, own: Collection[Slot], now: float) -> bool:
         """Have idle residents of other GPU groups evicted for ``target``; False if that frees too little.
 
-        ``missing``: see there; ``own``: the slots of its GPU group. Backends that are being evicted already
-        are waited for.
+        ``short``: the bytes that are to become free; ``own``: the slots of its GPU group. Backends that are
+        being evicted already are waited for. The GPU groups of the others are asked again if that is news to
+        any.
         """
-        idle = self.idle_for(missing[self.name], own, now)
-        if idle is not None:
-            self.have_evicted(idle, target.model)
-        return idle is not None
-
-    def idle_for(self, short: int, own: Collection[Slot], now: float) -> list[str] | None:
-        """The idle residents of other GPU groups that hold the bytes that are ``short``; None: too few do."""
         idle = []
         for slot, worth in self._slots.values():
             if slot in own:
                 continue
             if slot.state in ("draining", "evicting"):
-                short -= 0 if slot.host.is_cut_off else slot.ram
+                short -= slot.ram
             elif slot.ram and _is_idle(slot, now):
                 idle.append((worth(slot, now), slot.name, slot.ram))
-        found = []
+        called = {}
         for _, name, ram in sorted(idle):
             if short > 0:
-                found.append(name)
+                called[name] = target.model
                 short -= ram
-        return None if short > 0 else found
-
-    def have_evicted(self, backends: Iterable[str], model: str) -> None:
-        """Have residents evicted for a model; their GPU groups are asked again if that is news to any."""
-        called = dict.fromkeys(backends, model)
+        if short > 0:
+            return False
         if not called.items() <= self._called.items():
             self._called |= called
             self.changes += 1
+        return True
 
     def answer(self, slot: Slot, now: float) -> str:
         """The model for which a resident is to be evicted; "" for none, and if it is not idle any more."""

@@ -19,7 +19,6 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import Eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.memories import SharedMemories
 from anvil_mux.scheduler.model import Model, ModelSettings, ready_slots
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.policies import Policy, Stay
@@ -27,7 +26,7 @@ from anvil_mux.scheduler.residents import may_come
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
-from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
+from anvil_mux.scheduler.swap import SwapInProgress
 
 LISTED = attrgetter("ttl", "min_residency", "home", "drain_timeout")
 """The settings of a backend that goes on by which GPU groups have lists of some of theirs."""
@@ -102,9 +101,9 @@ class GroupState:
     name: str
     common: Common
     placement: Placement
-    hosts: tuple[HostRecord, ...]
-    """The host of its GPUs; several, by name, where a gang ties GPUs of several."""
-    memory: HostMemory | SharedMemories
+    host: HostRecord
+    """The host of its GPUs."""
+    memory: HostMemory
     models: dict[str, Model] = field(default_factory=dict)
     """The models that have backends here. GPU groups that have backends of the same model share it."""
     own_slots: dict[str, list[Slot]] = field(default_factory=dict)
@@ -212,37 +211,12 @@ class GroupState:
 
     @property
     def is_out_of_reach(self) -> bool:
-        """Whether no step may be begun here: its host, or each of its hosts, is lost or away."""
-        first = self.hosts[0]
-        if not (first.is_lost or first.is_away):
-            return False
-        return all(host.is_lost or host.is_away for host in self.hosts)
-
-    @property
-    def steered_swaps(self) -> tuple[SwapInProgress, ...]:
-        """The swaps under way that can go on: all, unless a host of their backends is lost or away."""
-        if len(self.hosts) == 1:
-            return tuple(self.swaps)
-        return tuple([swap for swap in self.swaps if swap.is_steered])
-
-    def host_of(self, gpu: str) -> HostRecord:
-        """The host of a GPU."""
-        if len(self.hosts) == 1:
-            return self.hosts[0]
-        backends = [slot.backend for slot in self.slots.values()]
-        owns = (h for h in self.hosts for b in backends if gpu in b.gpu_names_on(h.name))
-        return next(owns)
+        """Whether no step may be begun here: its host is lost or away."""
+        return self.host.is_lost or self.host.is_away
 
     def busy_gpus(self, but: Collection[SwapInProgress] = ()) -> set[str]:
-        """The GPUs on which no swap can begin: they are in one, ``but`` for some, or cannot be steered."""
-        busy = set[str]()
-        if self.swaps:
-            busy = busy_gpus([swap for swap in self.swaps if swap not in but] if but else self.swaps)
-        if len(self.hosts) > 1:
-            far = [host.name for host in self.hosts if not host.is_steered]
-            slots = self.slots.values() if far else ()
-            busy |= {gpu for slot in slots for name in far for gpu in slot.backend.gpu_names_on(name)}
-        return busy
+        """The GPUs on which no swap can begin: they are in one, ``but`` for some."""
+        return {gpu for swap in self.swaps if swap not in but for gpu in swap.gpus()}
 
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""

@@ -15,7 +15,7 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.drains import RunningAnswer, answers
 from anvil_mux.scheduler.footprint import to_declare
 from anvil_mux.scheduler.home import comes_back_at
-from anvil_mux.scheduler.hosts import GangHosts, HostRecord
+from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.pause import Pause
 from anvil_mux.scheduler.policies import FOREVER
@@ -91,7 +91,7 @@ class BackendState:
     vram_to_declare: str = ""
     """The size to write down as its ``vram``, as it was measured, so that others may be loaded beside it."""
     host: HostState | None = None
-    """The host that it runs on, of a gang the first; None: the one that anvil-mux runs on."""
+    """The host that it runs on; None: the one that anvil-mux runs on."""
     ttl: float | None = None
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: it never is."""
     kept_prompts: KeptPrompts | None = None
@@ -312,7 +312,7 @@ def _backend_state(
     )
 
 
-def host_state(host: HostRecord | GangHosts, now: float) -> HostState | None:
+def host_state(host: HostRecord, now: float) -> HostState | None:
     """One host; None: the one that anvil-mux runs on."""
     if not host.name:
         return None
@@ -352,5 +352,5 @@ def _gpu_state(state: GroupState, gpu: Gpu, now: float) -> GpuState:
         reserve=gpu.reserve,
         residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),
         reserved_for=promises(state.swaps).get(gpu.name, ()),
-        host=host_state(state.host_of(gpu.name), now),
+        host=host_state(state.host, now),
     )

@@ -51,23 +51,12 @@ class SwapInProgress:
         """The models of all its victims."""
         return (*self.gone, *(victim.model for victim in self.victims))
 
-    @property
-    def is_steered(self) -> bool:
-        """Whether steps may be begun on its target and its victims."""
-        slots = (*self.victims, self.target) if self.target else self.victims
-        return all(slot.host.is_steered for slot in slots)
-
     def seen(self, target: Slot) -> Swapping:
         """The swap to ``target`` as a policy is shown it."""
         moving = ("draining", "evicting", *LOADING)
         slots = [slot for slot in (*self.victims, target) if slot.state in moving]
         state, since = (slots[0].state, slots[0].since) if slots else ("evicting", self.emptied)
         return Swapping(target.model, self.evicts, state, since)
-
-
-def busy_gpus(swaps: Iterable[SwapInProgress]) -> set[str]:
-    """The GPUs that are in some swap."""
-    return {gpu for swap in swaps for gpu in swap.gpus()}
 
 
 def coming(swaps: Iterable[SwapInProgress]) -> tuple[str, ...]:

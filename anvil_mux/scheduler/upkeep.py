@@ -41,8 +41,6 @@ class Upkeep:
         for slot in self._state.slots.values():
             if now < slot.retry_at or (slot.state != "stuck" and slot.next_level != "stop"):
                 continue
-            if not slot.host.is_steered:
-                continue
             if slot.state == "stuck":
                 return self._moves.evict(slot, now, Cause("retry_stuck"))
             if may_be_stopped(self._state, slot):
@@ -53,21 +51,17 @@ class Upkeep:
     def _why_stopped(self, slot: Slot) -> Cause:
         if slot.leaving:
             return Cause(slot.leaving)
-        cleared = [host for host in slot.host.parts if host.is_cleared]
-        return _why_cleared(cleared[0]) if cleared else UNLOADED
+        return _why_cleared(slot.host) if slot.host.is_cleared else UNLOADED
 
     def _demote_next(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
         state = self._state
-        for memory in state.memory.parts if state.memory.budget is not None else ():
-            found = memory.yields(now) if memory.budget is not None else None
-            if found is not None and found is state.slots.get(found.name):
-                return self._moves.demote(found, now, Cause("host_memory_short"), to=memory.lower(found))
+        found = state.memory.yields(now)
+        if found is not None and found is state.slots.get(found.name):
+            return self._moves.demote(found, now, Cause("host_memory_short"), to=state.memory.lower(found))
         for slot in state.sleepers:
             until = demoted_at(slot)
             if until is None or until > now or slot.coming or state.models[slot.model].queue.tickets:
-                continue
-            if not slot.host.is_steered:
                 continue
             if DESCENTS.get((slot.level, to := below(slot, may_wake=self._is_calm(slot)))):
                 slot.next_level = to
@@ -84,20 +78,16 @@ class Upkeep:
             return False
         return state.fits(slot) and state.memory.has_room(slot)
 
-    def clear_hosts(self, now: float) -> None:
-        """Have all go that is on a drained host, or on its way there; what is in standby is stopped.
+    def clear_host(self, now: float) -> None:
+        """Have all go that is on the host, or on its way there, if it was drained; standby is stopped, too.
 
         While anvil-mux is paused, so are all hosts.
         """
-        for host in self._state.hosts:
-            if host.is_cleared:
-                self._clear(host, now)
-
-    def _clear(self, host: HostRecord, now: float) -> None:
+        host = self._state.host
+        if not host.is_cleared:
+            return
         cause = _why_cleared(host)
-        all_slots = self._state.slots.values()
-        there = [slot for slot in all_slots if host in slot.host.parts and not slot.backend.url]
-        slots = [slot for slot in there if slot.host.is_steered]
+        slots = [slot for slot in self._state.slots.values() if not slot.backend.url]
         for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
             self._swaps.give_up(slot, now, cause)  # that makes victims ready which only drained
         for slot in slots:
@@ -111,8 +101,6 @@ class Upkeep:
         """Give up backends here of models of which more are resident or coming than may be."""
         for model in self._state.bounded:
             while (slot := surplus(model)) and slot is self._state.slots.get(slot.name):
-                if not slot.host.is_steered:
-                    break
                 self._swaps.give_up(slot, now, Cause("surplus"))
                 if slot.state == "loading":
                     break  # it counts until its load is being cancelled, which is the next step
@@ -120,7 +108,7 @@ class Upkeep:
     def evict_idle(self, now: float) -> bool:
         """Begin to evict idle residents; whether there were any."""
         idlers = self._state.idlers
-        idle = [slot for slot in idlers if slot.idle_until <= now < FOREVER and slot.host.is_steered]
+        idle = [slot for slot in idlers if slot.idle_until <= now < FOREVER]
         for slot in idle:
             self._swaps.evict(slot, now, Cause("idle", seconds=slot.ttl or 0.0))
         for slot in self._state.ready if self._state.memory.budget is not None else ():

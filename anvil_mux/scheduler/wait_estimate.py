@@ -67,8 +67,8 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
     found = awaited(state, model, now)
     if found.refusal:
         return WaitEstimate(model.name, "refused", None, None, found.refusal.message)
-    if state.hosts[0].pause.is_on:
-        return _paused(state.hosts[0].pause, model.name, now)
+    if state.host.pause.is_on:
+        return _paused(state.host.pause, model.name, now)
     if found.target and found.state:
         if found.decision:
             return _planned(found.state, model.name, found, now)

@@ -522,9 +522,9 @@ _TICKET_ENDS = ("leased", "failed", "gone")
 def _groups(config: Config) -> list[set[str]]:
     """The backends that may wait for each other: of one GPU group, or of one host whose memory is bounded."""
     found = [{backend.name for backend in group} for _, group in gpu_groups(config.backends)]
-    for host in {host for backend in config.backends for host in backend.hosts}:
+    for host in {backend.host for backend in config.backends}:
         if config.memory_of(host) is not None:
-            own = {backend.name for backend in config.backends if host in backend.hosts}
+            own = {backend.name for backend in config.backends if backend.host == host}
             found = [group for group in found if not group <= own] + [own]
     return found
 
@@ -565,17 +565,15 @@ class _Checker:
         self._limited = {s.model for s in self._slots.values() if s.backend.concurrency}
         self._calm_until = 0.0  # before it no queue is overdue
         self._groups = _groups(config)
-        self._hosts = {backend.name: frozenset(backend.hosts) for backend in config.backends}
+        self._host = {backend.name: backend.host for backend in config.backends}
         self._of_model = _by(self._slots.values(), lambda slot: [slot.model])
         self._of_gpu = _by(self._slots.values(), lambda slot: slot.holds)
-        self._on_host = _by(self._slots.values(), lambda slot: slot.backend.hosts)
+        self._on_host = _by(self._slots.values(), lambda slot: [slot.backend.host])
         self._lost: set[str] = set()
         self._drained: set[str] = set()
         self._away: set[str] = set()
         self._unfound: set[str] = set()
         """Backends of a host that is back of which nothing was said yet."""
-        self._gone: set[str] = set()
-        """Gangs of which a host was declared gone: what is left of them is stopped, although it is lost."""
 
     def read(self, event: Event) -> None:
         self._claim(event.at >= self._then.at, event, "time goes backwards")
@@ -613,7 +611,6 @@ class _Checker:
     def _judge_host(self, event: Event) -> None:
         host = event.cause.host if event.cause else ""
         self._away.discard(host)
-        self._gone.difference_update(self._on_host.get(host, ()))
         if event.kind == "host_lost":
             self._claim(host not in self._lost, event, f"{host} was lost already")
             self._lost.add(host)
@@ -663,8 +660,8 @@ class _Checker:
         return (name for host in hosts for name in self._on_host.get(host, ()))
 
     def _is_lost(self, backend: str) -> bool:
-        """Whether its host is lost; of a gang, any of them."""
-        return not self._lost.isdisjoint(self._hosts[backend])
+        """Whether its host is lost."""
+        return self._host[backend] in self._lost
 
     def _judge_end(self, event: Event) -> None:
         self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
@@ -701,7 +698,7 @@ class _Checker:
             for name in self._of_model.get(model, ())
             if backend in ("", name)
             and self._backends[name].state == "ready"
-            and self._hosts[name].isdisjoint(self._deserted)
+            and self._host[name] not in self._deserted
         ]
         free = [name for name in ready if self._is_free(name)]
         stages = [self._takers(ready, stage) for stage in STAGES]
@@ -733,9 +730,9 @@ class _Checker:
             if event.kind == "evicting" and backend.target:
                 self._judge_begin(backend.target, event)
         if event.kind == "loading":
-            hosts = self._hosts[event.backend]
-            self._claim(hosts.isdisjoint(self._cleared), event, "its host is drained or paused")
-            self._claim(hosts.isdisjoint(self._away), event, "its host is away")
+            host = self._host[event.backend]
+            self._claim(host not in self._cleared, event, "its host is drained or paused")
+            self._claim(host not in self._away, event, "its host is away")
             self._judge_load(event)
         elif event.kind == "ready":
             self._admitting = event.model
@@ -749,7 +746,7 @@ class _Checker:
         elif event.kind == "demoting" and event.target:
             self._judge_begin(event.target, event)
         elif event.kind == "cancelling":
-            goes_elsewhere = not self._cleared.isdisjoint(self._hosts[event.backend])
+            goes_elsewhere = self._host[event.backend] in self._cleared
             waited_for = self._queues[event.model].tickets and not goes_elsewhere
             self._claim(not waited_for, event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
@@ -764,10 +761,7 @@ class _Checker:
     def _judge_move_of_host(self, event: Event) -> None:
         """The GPUs of a lost host are held by what may still run there, and nobody hears of it."""
         gone = event.cause is not None and event.cause.kind == "host_gone"
-        if gone and event.kind == "stuck":
-            self._gone.add(event.backend)
-        may_move = gone or (event.backend in self._gone and event.kind != "loading")
-        self._claim(may_move or not self._is_lost(event.backend), event, "its host is lost")
+        self._claim(gone or not self._is_lost(event.backend), event, "its host is lost")
 
     def _drain_timeout(self, event: Event) -> float:
         """How long a backend may drain: its own time, unless people ask for that."""
@@ -793,9 +787,8 @@ class _Checker:
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
         most, others = self._slots[event.backend].backend.most, self._others_like(event.backend)
         self._claim(most is None or others < most, event, f"{others} of its model are resident or loading")
-        for host in self._hosts[event.backend]:
-            if (budget := self._config.memory_of(host)) is None:
-                continue
+        host = self._host[event.backend]
+        if (budget := self._config.memory_of(host)) is not None:
             there = self._on_host[host]
             runs = [n for n in there if n == event.backend or self._backends[n].state in HOLDING]
             ram = sum(self._slots[name].least_ram for name in runs)
@@ -808,7 +801,7 @@ class _Checker:
         return sum(
             self._slots[name].backend.infer_type == this.infer_type
             and self._backends[name].state in ("ready", "loading")
-            and self._hosts[name].isdisjoint(self._deserted)
+            and self._host[name] not in self._deserted
             for name in names
         )
 
@@ -863,7 +856,6 @@ class _Checker:
                 continue
             groups = [g for g in self._groups if any(self._slots[name].model == model for name in g)]
             away = self._lost | self._drained
-            there = [n for group in groups for n in group if n in self._gone or not self._is_lost(n)]
-            there = [name for name in there if not self._hosts[name] <= away]
+            there = [name for group in groups for name in group if self._host[name] not in away]
             still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in there)
             self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

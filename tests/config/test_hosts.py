@@ -216,6 +216,8 @@ def test_each_stage_of_a_model_has_its_own_most(tmp_path: Path) -> None:
         ("hosts: any", "scale: 2", "services.m: is scaled, and has x-anvil.hosts: say with most how many"),
         ("gpu_count: 1", "deploy: {replicas: 2}", "services.m: is scaled, and has x-anvil.gpu_count"),
         ("hosts: a, gpus: [['0']]", "", "services.m: is scaled, and has x-anvil.hosts"),
+        ("gpus: [a/0, b/0]", "", "gpus: asks for GPUs of a and b: an engine runs on one host, which `hosts`"),
+        ("gpus: [['0'], [a/1]]", "", "services.m.x-anvil.gpus: asks for GPUs of a: an engine runs on one"),
         ("hosts: b", "network_mode: 'service:x'", "services.m.network_mode: shares what only the host"),
     ],
 )

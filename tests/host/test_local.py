@@ -13,7 +13,7 @@ import pytest
 from anvil_mux import clock
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.prompt_cache import mounts_of_process
-from anvil_mux.errors import Cancelled, ConfigError
+from anvil_mux.errors import Cancelled
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.page_cache import CachedFile
 from anvil_mux.host.prompt_files import PromptFiles
@@ -177,15 +177,6 @@ def test_the_inventory_is_plain(host: LocalHost) -> None:
     assert inventory.memory
     assert "stop" in inventory.standby_levels
     assert plain(CONFIG)
-
-
-def test_a_backend_that_needs_gpus_of_another_host_too_is_refused(host: LocalHost) -> None:
-    gang = dataclasses.replace(A, gpus=("0",), more=(("h", ("0",)),))
-    config = dataclasses.replace(CONFIG, backends=(gang,))
-    with pytest.raises(ConfigError, match="a: a backend over several hosts cannot be run yet"):
-        host.reconfigure(config)
-    with pytest.raises(ConfigError, match="cannot be run yet"):
-        LocalHost(config)
 
 
 def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: LocalHost) -> None:

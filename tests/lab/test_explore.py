@@ -62,7 +62,6 @@ FOUND = [
     ("a policy with mistakes", "anvil_mux.lab.worlds:Undecided", ()),
     ("an eviction with mistakes", "eager", (("request", "l"),)),
     ("host memory", "adaptive", (("request", "b"), ("time",))),
-    ("gang without memory", "adaptive", (("request", "g"), ("request", "b"))),
     ("one GPU", "eager", (("request", "c"), ("evicted", "a"), ("load_cancelled", "c"))),
     ("replicas", "eager", (("request", "x"), ("request", "m"), ("died", "z"))),
     ("paused, they wait", "adaptive", (("pause", "100"), ("request", "b"), ("time",))),

@@ -270,7 +270,7 @@ def test_the_keep_alive_of_another_does_not_keep_it_away():
 def test_nobody_is_evicted_for_it_where_other_programs_leave_less_than_it_held():
     driver = Driver(HOME, GUEST, gpus=(Gpu("0", vram=24),), home_after=20.0).with_resident("guest")
     driver.core.slots["home"].held_last = {"0": 20}
-    driver.core.memory_seen({"0": 6}, 1.0)
+    driver.core.memory_seen({"0": 6})
     assert driver.steps(100.0) == []
-    driver.core.memory_seen({"0": 3}, 101.0)
+    driver.core.memory_seen({"0": 3})
     assert driver.steps(101.0) == ["evict guest"]

@@ -374,7 +374,7 @@ def test_one_that_goes_to_another_host_holds_its_gpus_where_it_was_until_it_has_
     assert fleet.step(Evict, "a") == Evict("a", "stop", (), 2)
     left = fleet.core.evicted(Evict("a", "stop", (), 2), 5.0)
     assert fleet.take(left) == ["load a"]
-    assert [(group.name, group.hosts[0].name) for group in fleet.core.layout.groups] == [("h/0", "h")]
+    assert [(group.name, group.host.name) for group in fleet.core.layout.groups] == [("h/0", "h")]
     assert fleet.core.layout.slot("a").backend.host == "h"
     fleet.loaded("a", 6.0)
     assert waiting.backend == "a"

@@ -8,7 +8,6 @@ from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.memories import SharedMemories
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
@@ -525,12 +524,12 @@ def test_who_was_asked_to_go_and_is_used_again_stays_and_the_line_is_asked_again
     slots = {each.name: Slot(each, {each.gpus[0]: 1}, state="ready", loaded=0.0) for each in (a, b)}
     for slot in slots.values():
         host.join(slot, lambda slot, now: 0.0)
-    assert host.call(slots["b"], {"": 2}, [slots["b"]], 1.0)
+    assert host.call(slots["b"], 2, [slots["b"]], 1.0)
     slots["a"].holders["a request"] = 1.0
     changes = host.changes
     assert host.answer(slots["a"], 1.0) == ""
     assert host.changes > changes
-    assert not host.call(slots["b"], {"": 2}, [slots["b"]], 1.0)
+    assert not host.call(slots["b"], 2, [slots["b"]], 1.0)
 
 
 def a_short_host(monkeypatch):
@@ -568,24 +567,6 @@ def test_who_was_to_go_for_a_queue_that_is_gone_stays(monkeypatch):
     house.core.abandoned(ticket, 25.0)
     assert names(house.core.looked_at("other", 30.0).steps) == []
     assert house.core.layout.slot("a").state == "ready"
-
-
-def test_nobody_goes_on_one_host_of_a_gang_if_there_is_no_room_on_the_other():
-    gang = backend("gang", "0", ram=6, host="h1", more=(("h2", ("0",)),))
-    idle, busy = Slot(backend("a", "1", ram=6, host="h1"), {}), Slot(backend("b", "1", ram=6, host="h2"), {})
-    target = Slot(gang, {})
-    hosts = [HostMemory(10, name="h1"), HostMemory(10, name="h2")]
-    for host, slot in zip(hosts, (idle, busy), strict=True):
-        slot.state, slot.loaded = "ready", 0.0
-        for each in (slot, target):
-            host.join(each, lambda slot, now: 0.0)
-    busy.holders["a request"] = 1.0
-    memory = SharedMemories(hosts)
-    assert not memory.call(target, memory.missing(target), [target], 1.0)
-    assert memory.answer(idle, 1.0) == ""
-    busy.holders.clear()
-    assert memory.call(target, memory.missing(target), [target], 2.0)
-    assert [memory.answer(slot, 2.0) for slot in (idle, busy)] == ["gang", "gang"]
 
 
 def test_of_two_replicas_on_a_host_with_too_little_memory_for_one_the_other_is_loaded():

@@ -63,22 +63,6 @@ FLEETS = {
         one("b", "0", "1", host="h1"),
         one("c", "1", host="h2"),
     ),
-    "gangs": (
-        one("g", "0", host="h1", more=(("h2", ("0",)),)),
-        one("k", "1", host="h2", more=(("", ("0", "1")),), evict_to=("sleep",)),
-        *(one(f"m{host}", "0", model="m", host=host) for host in ("", "h1", "h2")),
-        *(one(f"a{host}", "1", host=host, evict_to=("sleep",)) for host in ("h1", "h2")),
-        one("b", "0", host="h1"),
-        one("c", "1", preload=True),
-    ),
-    "gangs short of host memory": (
-        one("g1", "0", model="g", host="h1", more=(("h2", ("0",)),), ram=6, most=1),
-        one("g", "2", host="", more=(("h2", ("1",)),), ram=5, most=1),
-        *(one(f"m{host}", "0", model="m", host=host, ram=4, evict_to=("sleep",)) for host in ("h1", "h2")),
-        one("a", "1", host="h1", ram=7),
-        one("b", "1", host="h2", ram=3, evict_to=("sleep", "checkpoint")),
-        one("c", "0", ram=5, concurrency=1),
-    ),
 }
 HOSTS = ("", "h1", "h2")
 MEMORY = {"h1": 13, "h2": 12}
@@ -109,7 +93,7 @@ def losses(draw, backends, end):
             now += tick(draw.uniform(0.5, 20.0))
             if draw.random() < 0.1:
                 break
-            yield HostBack(tick(now), host, found(draw, [b for b in backends if host in b.hosts]))
+            yield HostBack(tick(now), host, found(draw, [b for b in backends if b.host == host]))
 
 
 def drains(draw, end):
