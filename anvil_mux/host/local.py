@@ -206,7 +206,7 @@ class LocalHost:
         return rights.warnings(self._config, self.runtime)
 
     def _lacks(self, backend: Backend) -> list[str]:
-        return rights.lacks(backend, self.runtime, contained=self._config.runtime == "compose")
+        return rights.likely_causes(backend, self.runtime, contained=self._config.runtime == "compose")
 
     # Steps
 

@@ -2,18 +2,16 @@
 
 NVIDIA says nowhere which rights the driver's calls need. Known to work are root with all its capabilities,
 and the user whose processes they are. So what is told here is a warning before a checkpoint, and the likely
-cause after one that failed. docs/standby.md has the deployments that lack nothing.
+cause after one that failed. docs/standby.md has the deployments that lack nothing. Nothing is tried: which
+calls a filter of system calls refuses is not to be read anywhere, so it is named only after a failure.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
@@ -31,12 +29,10 @@ DYNAMIC_USERS = range(61184, 65520)
 PAGE = "standby.md#what-a-checkpoint-needs"
 """The page of docs/ about these rights."""
 
-ASK_FOR_PTRACE = """
-import ctypes, errno, sys
-ctypes.CDLL(None, use_errno=True).ptrace(7, 0, None, None)  # "go on", to a process that there cannot be
-sys.exit(ctypes.get_errno() != errno.ESRCH)
-"""
-CHILD_SECONDS = 20.0
+MAY_BE_FILTERED = (
+    "a filter of system calls is on, which may keep ptrace from anvil-mux: `SystemCallFilter=` in its "
+    "systemd unit, with nothing behind it, lifts that (docs/standby.md)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class Rights:
     sees_host: bool
     """Whether process ids mean the host's processes, or those of the machine that runs the containers."""
     filtered: bool = False
-    """Whether a filter of system calls keeps ptrace from it."""
+    """Whether a filter of system calls is on, whatever it refuses."""
 
     @classmethod
     def here(cls, proc: Path = Path("/proc")) -> Rights:
@@ -64,7 +60,7 @@ class Rights:
             traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
             scope=int(scope.read_text()) if scope.exists() else 0,
             sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
-            filtered=status.get("Seccomp", "0").strip() != "0" and not _reaches_ptrace(),
+            filtered=status.get("Seccomp", "0").strip() != "0",
         )
 
     def lacks(self, owners: Collection[ProcessOwner], *, contained: bool) -> list[str]:
@@ -95,11 +91,6 @@ class Rights:
             missing.append(
                 f"kernel.yama.ptrace_scope is {self.scope}, with which {who} may look into other processes: "
                 "set it to 1 (sysctl kernel.yama.ptrace_scope=1; 3 lasts until the next boot)"
-            )
-        if self.filtered:
-            missing.append(
-                "a filter of system calls keeps ptrace from anvil-mux, which the driver may need: "
-                "`SystemCallFilter=` in its unit, with nothing behind it, lifts that (docs/standby.md)"
             )
         return missing
 
@@ -142,13 +133,11 @@ def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights
     return rights.lacks(users, contained=contained)
 
 
-@cache
-def _reaches_ptrace() -> bool:
-    """Whether the kernel answers ptrace; asked by a child, since a filter may end whoever calls it."""
-    command = [sys.executable, "-c", ASK_FOR_PTRACE]
-    with suppress(OSError, subprocess.TimeoutExpired):
-        return not subprocess.run(command, capture_output=True, timeout=CHILD_SECONDS).returncode
-    return True  # it is not known
+def likely_causes(backend: Backend, runtime: Runtime, *, contained: bool) -> list[str]:
+    """List what may have made a checkpoint fail: what is missing for it, else a filter of system calls."""
+    here = Rights.here()
+    missing = lacks(backend, runtime, contained=contained, rights=here)
+    return missing or [MAY_BE_FILTERED] * here.filtered
 
 
 def owners(pids: Iterable[int]) -> set[ProcessOwner]:
