@@ -188,7 +188,8 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     add(
         "--pin",
         action=argparse.BooleanOptionalAction,
-        help="always serve requests on one CPU, or never; by default unless others fill it; engines use all",
+        default=True,
+        help="serve requests on one CPU (default), or on all; engines use all",
     )
     add("--watch", action="store_true", help="reload whenever a configuration file changes")
     add(

@@ -191,11 +191,11 @@ class Pump:
         self,
         silence_timeout: float = 600.0,
         client_timeout: float = 60.0,
-        follow: Callable[[], object] = lambda: None,
+        begin_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self._silence = silence_timeout
         self._unread = client_timeout
-        self._follow = follow
+        self._begin_thread = begin_thread
         self._epoll = select.epoll()
         self._streams: dict[int, PumpedStream] = {}
         """The streams by both descriptors. Their threads add, the pump's thread removes."""
@@ -231,6 +231,7 @@ class Pump:
         self._epoll.close()
 
     def _run(self) -> None:
+        self._begin_thread()
         poll, clock, streams, ended = self._epoll.poll, time.monotonic, self._streams, self._ended
         sweep_at = 0.0
         wake = self._wake
@@ -321,7 +322,6 @@ class Pump:
             self._epoll.register(stream.upstream, UPSTREAM)
 
     def _sweep(self, now: float) -> None:
-        self._follow()
         for stream in set(self._streams.copy().values()):
             if stream.unread:
                 if stream.cut:

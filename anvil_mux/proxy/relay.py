@@ -86,19 +86,19 @@ class Relay:
     """The pool and the pump that all requests share.
 
     ``timeout``: the longest silence of an engine; ``client_timeout``: how long a client may take nothing;
-    ``follow``: moves the thread that calls it to where it is to run.
+    ``begin_thread``: what the pump's thread does first.
     """
 
     def __init__(
         self,
         timeout: float = 600.0,
         client_timeout: float = 60.0,
-        follow: Callable[[], object] = lambda: None,
+        begin_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self.timeout = timeout
         self.client_timeout = client_timeout
         self.pool = Pool()
-        self.pump = Pump(timeout, client_timeout, follow)
+        self.pump = Pump(timeout, client_timeout, begin_thread)
         self.read: dict[Address, float] = {}
         """Engine -> when the thread of a request last read a part of an answer from it."""
 

@@ -2,18 +2,16 @@
 
 A new connection is kept at the front (front.py) until a request's head has come; then a thread (threads.py)
 reads it, has the handler answer it, and waits for a moment for the next one before it gives the connection
-back. With TLS it is kept there until its first byte has come, and the thread does the handshake first. Before
-each request the thread moves to where such threads are to run just then (affinity.py). A connection over the
-limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle connections closed,
-waiting requests refused, running ones finished in time. Until then whoever comes is told that the program
-ends: /readyz by its status, and requests for models with when to try again.
+back. With TLS it is kept there until its first byte has come, and the thread does the handshake first. A
+connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle
+connections closed, waiting requests refused, running ones finished in time. Until then whoever comes is told
+that the program ends: /readyz by its status, and requests for models with when to try again.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -30,7 +28,6 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy import client as limits
-from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.client import BodyMemory, Client
 from anvil_mux.proxy.front import ClientConnection, Front
 from anvil_mux.proxy.handler import Handler
@@ -66,15 +63,18 @@ class Server(ThreadingHTTPServer):
         *,
         max_connections: int = 16384,
         max_bodies: int = 1 << 30,
-        affinity: Affinity | None = None,
+        begin_thread: Callable[[], object] = lambda: None,
         tls: ssl.SSLContext | None = None,
         client_timeout: float = 60.0,
     ) -> None:
-        """``client_timeout``: how long a client may take nothing of what it is sent."""
+        """``begin_thread``: what the accepting thread does first, which begins all others.
+
+        ``client_timeout``: how long a client may take nothing of what it is sent.
+        """
         self.tls = tls
         self.client_timeout = client_timeout
         self.handler = handler
-        self.affinity = affinity or Affinity(CPUs(os.sched_getaffinity(0)), pin=False)
+        self._begin_thread = begin_thread
         self.connections: set[ClientConnection] = set()
         self.busy: set[ClientConnection] = set()
         """Connections within a request. Many threads change such sets, in single atomic operations."""
@@ -101,6 +101,7 @@ class Server(ThreadingHTTPServer):
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each connection inherits it
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
+        self._begin_thread()
         self.front.run(self.socket, poll_interval)
 
     def shutdown(self) -> None:
@@ -119,7 +120,6 @@ class Server(ThreadingHTTPServer):
 
     def look(self) -> None:
         self._pulse = time.monotonic()
-        self.affinity.follow()
 
     def accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -196,7 +196,6 @@ class Server(ThreadingHTTPServer):
                 )
                 client.tls, connection.is_known = None, False
             while True:
-                self.affinity.follow()
                 request = client.next_request()
                 if request is None:
                     returns = True

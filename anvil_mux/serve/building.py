@@ -24,7 +24,7 @@ from anvil_mux.config.settings import gib
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.proxy.affinity import Affinity, CPUs
+from anvil_mux.proxy.affinity import CPUs, one_cpu, run_on
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import Reloads
@@ -105,11 +105,12 @@ class Parts:
 
     def _observe(self, given: Given) -> None:
         """Make the observers, which ask parts that are made after them."""
-        self.affinity = Affinity(CPUs(os.sched_getaffinity(0)), pin=self.options.pin)
+        cpus = one_cpu(os.getpid()) if self.options.pin else CPUs(os.sched_getaffinity(0))
+        self._pin = partial(run_on, cpus)
         self.relay = Relay(
             timeout=self.config.upstream_timeout,
             client_timeout=self.config.client_timeout,
-            follow=self.affinity.follow,
+            begin_thread=self._pin,
         )
         self.metrics = Metrics(
             self.config,
@@ -120,7 +121,6 @@ class Parts:
             round_trips=lambda: self.hosts.round_trips(),
             usage=Usage(state_folder(self.config.project, os.environ) / "usage", self.say),
             circuits=lambda: self._circuits(),
-            cpus=lambda: len(self.affinity.cpus),
         )
         self.feed = Feed()
         self.journal = Journal(
@@ -247,7 +247,7 @@ class Parts:
                 self.mux,
                 max_connections=self.config.max_connections,
                 max_bodies=self.config.max_bodies or 0,
-                affinity=self.affinity,
+                begin_thread=self._pin,
                 tls=tls,
                 client_timeout=self.config.client_timeout,
             )
@@ -270,9 +270,8 @@ class Parts:
 
     def _keep_house(self) -> None:
         """Tidy up and save what was learned, now and then, in the journal's thread."""
+        self._pin()  # it counts what was served
         self.relay.pool.sweep()
-        self.affinity.look(time.monotonic())
-        self.affinity.follow()
         self.metrics.usage.save()
         known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
         self.learned.save(known)

@@ -18,9 +18,8 @@ class Options:
     event_log_size: int = eventlog.SIZE
     """Bytes after which a new file is begun; 0: never."""
     log_format: str = "human"
-    pin: bool | None = None
-    """Whether the threads that serve requests always run on one CPU, or never; None: while it is better
-    (affinity.py)."""
+    pin: bool = True
+    """Whether the threads that serve requests run on one CPU (affinity.py)."""
     insecure: bool = False
     watch: bool = False
     """Whether files are watched, and a change of them is a reload."""

@@ -103,11 +103,6 @@ def of_pause(status: Status) -> Iterator[Metric]:
     yield _gauge("anvil_paused", "1 while anvil-mux is paused.", "", paused)
 
 
-def of_cpus(count: int) -> Iterator[Metric]:
-    text = "CPUs on which the threads that serve requests may run: 1, unless other programs fill it."
-    yield _gauge("anvil_serving_cpus", text, "", {(): float(count)})
-
-
 def of_hosts(status: Status, round_trips: Mapping[str, float]) -> Iterator[Metric]:
     """The hosts beside the one that anvil-mux runs on; ``round_trips``: seconds to each agent and back."""
     lost: Samples = {(host.host,): float(host.is_lost) for host in status.hosts}

@@ -177,9 +177,7 @@ class Metrics:
         round_trips: Callable[[], Mapping[str, float]] = dict,
         usage: Usage | None = None,
         circuits: Callable[[], Mapping[str, str]] = dict,
-        cpus: Callable[[], int] = int,
     ) -> None:
-        """``cpus``: how many CPUs the threads that serve requests may run on."""
         self.usage = usage or Usage()
         self._status = status
         self._costs = costs
@@ -187,7 +185,6 @@ class Metrics:
         self._sight = sight
         self._round_trips = round_trips
         self._circuits = circuits
-        self._cpus = cpus
         self._models: dict[str, str] = {}
         self._routes = _route_labels()
         self._by_model: dict[tuple[str, str], _OfModel] = {}
@@ -501,7 +498,6 @@ class Metrics:
         yield from gauges.of_hosts(status, self._round_trips())
         yield from gauges.of_pause(status)
         yield from gauges.of_circuits(self._circuits())
-        yield from gauges.of_cpus(self._cpus())
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""

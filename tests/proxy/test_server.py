@@ -6,7 +6,6 @@ import errno
 import gzip
 import json
 import math
-import os
 import socket
 import threading
 import time
@@ -22,7 +21,6 @@ from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import BadRequest, LoadError
 from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
 from anvil_mux.proxy import client, front, server, threads
-from anvil_mux.proxy.affinity import CPUs
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
@@ -1128,23 +1126,6 @@ def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
     assert first.header(b"x-request-id") != second.header(b"x-request-id")
     assert connection.get(b"/livez", extra=b"X-Request-ID: mine.1\r\n").header(b"x-request-id") == b"mine.1"
     assert connection.get(b"/livez", extra=b"X-Request-ID: a b\r\n").header(b"x-request-id") != b"a b"
-
-
-# CPUs
-
-
-def test_a_connections_thread_goes_to_where_such_threads_are_to_run(rig: Rig) -> None:
-    one = CPUs({max(os.sched_getaffinity(0))})
-    others = set(threading.enumerate())  # also what is left of earlier connections
-    connection = rig.client()
-    rig.server.affinity.cpus = one
-    for _ in range(2):
-        connection.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.read().status == 200
-    [thread] = [
-        each for each in threading.enumerate() if each.name.startswith("request-") and each not in others
-    ]
-    assert os.sched_getaffinity(thread.native_id or 0) == one
 
 
 def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:
