@@ -47,7 +47,7 @@ from anvil_mux.host.seam import (
 from anvil_mux.host.served import ServiceNote
 from anvil_mux.host.starter import Detached
 from anvil_mux.host.swap import Swapper
-from anvil_mux.host.ways import WAYS, Told
+from anvil_mux.host.ways import Told
 from anvil_mux.host.weights import weights_of
 from anvil_mux.state import state_folder
 
@@ -75,7 +75,7 @@ def inventory(address: str = LOOPBACK) -> Inventory:
 
 
 def _described(gpus: tuple[HostGpu, ...], address: str) -> Inventory:
-    return Inventory(gpus, _memory(), address, standby_levels=tuple(WAYS))
+    return Inventory(gpus, _memory(), address)
 
 
 class LocalHost:

@@ -57,8 +57,6 @@ class Inventory:
     """Bytes of host memory; None where the machine does not tell."""
     address: str = LOOPBACK
     """The address at which its engines are reached."""
-    standby_levels: tuple[str, ...] = ()
-    """The levels that it knows, and ``stop``."""
 
 
 @dataclass(frozen=True, slots=True)

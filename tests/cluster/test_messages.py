@@ -107,7 +107,7 @@ BACKEND = replace(
         (None, None),
         (list[Backend], [BACKEND]),
         (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),), composed="{}")),
-        (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2", ("stop",))),
+        (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),
         (Loaded, Loaded("http://a", "stop")),
         (Evicted, Evicted("stop", {"0": 1}, 2, {"0": 3}, "died", ("log",))),
         (Found, Evicted("stop", {"0": 1})),
@@ -173,7 +173,7 @@ def test_what_is_no_call_field_by_field_is_refused(data):
         (Found, None),
         (list[HostNews], [{"number": 1, "what": {"sight": []}}]),
         (list[Backend], ["m"]),
-        (Inventory, {"gpus": [["0", "GPU-1"]], "memory": 1, "address": "a", "standby_levels": []}),
+        (Inventory, {"gpus": [["0", "GPU-1"]], "memory": 1, "address": "a"}),
         (tuple[str, str], ["a"]),
         (None, 1),
         (str | None, 1),
@@ -218,7 +218,7 @@ LIES = (None, True, -1, 2**80, 0.5, 1e300, "", "x", "\ud800", [], {}, [[]], {"ur
 TRUTHS = [
     (list[Backend], [BACKEND]),
     (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),))),
-    (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2", ("stop",))),
+    (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),
     (Found, Evicted("stop", {"0": 1}, 2, {"0": 3}, "died", ("log",))),
     (StepState, StepState(True, "x")),
     (

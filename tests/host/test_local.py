@@ -175,7 +175,6 @@ def test_the_inventory_is_plain(host: LocalHost) -> None:
     assert isinstance(inventory, Inventory)
     assert plain(inventory)
     assert inventory.memory
-    assert "stop" in inventory.standby_levels
     assert plain(CONFIG)
 
 
