@@ -134,6 +134,19 @@ def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]
                 yield from [f"  | {line}" for line in backend["log"][-most:]]
 
 
+def other_programs(status: StatusJson) -> Iterator[str]:
+    """The programs that are none of ours and hold memory of GPUs, a line for each GPU."""
+    for gpu, about in status["gpus"].items():
+        if others := about.get("others"):
+            yield f"other programs on GPU {gpu}: {named(map(_program, others))}"
+
+
+def _program(about: StatusJson) -> str:
+    place = f", container {about['container'][:12]}" if about["container"] else ""
+    held = "" if about["bytes"] is None else f" {gib(about['bytes'])}"
+    return f"{about['name']} (process {about['pid']}{place}){held}"
+
+
 def hosts_not_here(status: StatusJson) -> Iterator[str]:
     """The hosts that do not take loads now, a line for each, with what is loaded there."""
     for name, host in status.get("hosts", {}).items():
@@ -247,6 +260,7 @@ class TopScreen:
         else:
             rows = [_gpu_row(*pair) for pair in state["gpus"].items()]
             shown += table(("GPU", "STATE", "RESIDENT", "MEMORY", "LOAD", ""), rows)
+            shown += other_programs(state)
         shown += ["", *models_table(state)]
         if state["queued"]:
             rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["queued"]]

@@ -147,6 +147,26 @@ def test_the_uuid_of_a_gpu_of_this_machine_is_its_id(tmp_path: Path) -> None:
     assert any("b has no GPU GPU-x; it has 0, 1" in text for text in found.warnings)
 
 
+UUIDS = {
+    "0": Gpu("0", 24 * GIB),
+    "GPU-15a2-52": Gpu("0", 24 * GIB),
+    "1": Gpu("1", 24 * GIB),
+    "GPU-15b3-77": Gpu("1", 24 * GIB),
+}
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [("GPU-15a", "0"), ("GPU-15b3-77", "1"), ("GPU-15", "GPU-15")]
+)
+def test_a_uuid_may_be_abbreviated_while_it_is_that_of_one_gpu(
+    tmp_path: Path, named: str, expected: str
+) -> None:
+    found = one(tmp_path, "", f"command: [x], environment: {{CUDA_VISIBLE_DEVICES: {named}}}", present=UUIDS)
+    assert places(found) == {"m": f"/{expected}"}
+    unknown = [text for text in found.warnings if "this machine has no GPU GPU-15; it has 0, 1" in text]
+    assert len(unknown) == (expected not in "01")
+
+
 def test_labels_must_all_match(tmp_path: Path) -> None:
     hosts = {"a": machine(zone="x"), "b": machine(zone="x", rack="1"), "c": machine(rack="1")}
     assert places(one(tmp_path, "hosts: {zone: x, rack: 1}", hosts=hosts)).keys() == {"m.b"}
