@@ -119,7 +119,6 @@ class ConfigReader:
             origins=self._origins,
             memory_of_hosts=self._places.memory(),
             composed=self._composed.texts(),
-            absent=self._places.absent,
             **{**self.values, "any_of": any_of_models},
         )
 

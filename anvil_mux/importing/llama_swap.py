@@ -128,7 +128,7 @@ class _SwapFile:
         def note(each: str, text: str) -> None:
             self.note((*key, each) if each else key, text, name)
 
-        model = SwapModel(name, key, filled, common=self.top, note=note)
+        model = SwapModel(name, filled, common=self.top, note=note)
         self.models[name] = model
         if not filled.get("cmd"):
             self._problem(key, "has no cmd")
