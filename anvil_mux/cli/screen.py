@@ -17,6 +17,8 @@ LAST = 8
 """How many events the screen shows."""
 MOST = 5
 """How many things of one kind a line names."""
+LAST_LINES = 5
+"""How many lines of the log of an engine that failed are shown."""
 MOST_HOSTS = 12
 """How many hosts the screen shows, of those that are here and where nothing moves."""
 MOVING = ("loading", "cancelling", "draining", "evicting", "demoting", "stuck")
@@ -124,14 +126,14 @@ def named(names: Iterable[str], between: str = ", ") -> str:
     return between.join(found[:MOST]) + more
 
 
-def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]:
+def last_lines(models: Mapping[str, StatusJson]) -> Iterator[str]:
     """The errors of backends that failed, in full, and the last lines of their engines."""
     for model in models.values():
         for name, backend in model["backends"].items():
             if backend["error"]:
                 yield ""
                 yield f"{name}: {backend['error']}"
-                yield from [f"  | {line}" for line in backend["log"][-most:]]
+                yield from [f"  | {line}" for line in backend["log"][-LAST_LINES:]]
 
 
 def other_programs(status: StatusJson) -> Iterator[str]:

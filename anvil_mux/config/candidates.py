@@ -70,10 +70,6 @@ class Places:
 
     # What there is
 
-    @property
-    def absent(self) -> tuple[str, ...]:
-        return tuple(self._absent)
-
     def address(self, host: str) -> str:
         """The address of a host's engines; "" where it has never been there."""
         return self.cluster[host].address if host in self.cluster else ""
