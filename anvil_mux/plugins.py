@@ -1,33 +1,115 @@
-"""The plug-ins that come with the program, and the loader that has been handed them."""
+"""The configuration in compose files, and whether the policies that they name can be built.
+
+``config`` reads the files. The policies of swapping, eviction and routing stand in packages that need it, so
+they are asked here, and all that is wrong is reported at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import os
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
-from anvil_mux.config import loading
-from anvil_mux.config.config import EITHER, INFER_TYPES
-from anvil_mux.config.plugins import Plugins, RoutingNeeds
-from anvil_mux.config.settings import Problem
+from anvil_mux.config import settings
+from anvil_mux.config.composefile import Compose, run_compose
+from anvil_mux.config.config import DEFAULT_ROUTING, ROUTING_NAME, Config, Gpu, Judge, Machine, default_of
+from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic
+from anvil_mux.config.loading import ConfigReader
+from anvil_mux.config.problems import Problems
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.policies import build_policy
 
-
-def _shipped_routing() -> Mapping[str, RoutingNeeds]:
-    return {name: _needs(pipeline.build(name)) for name in pipeline.shipped()}
+NO_HOSTS: Mapping[str, Machine] = MappingProxyType({})
 
 
-def _read_routing(name: str, written: object) -> tuple[RoutingNeeds, Sequence[Problem]]:
-    made, problems = pipeline.compile(name, written)
-    return _needs(made), problems
+def load(
+    paths: Sequence[Path | str],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    compose: Compose | None = run_compose,
+    present: Mapping[str, Gpu] | None = None,
+    overrides: Mapping[str, object] | None = None,
+    judge: Judge | None = None,
+    hosts: Mapping[str, Machine] = NO_HOSTS,
+) -> Config:
+    """The configuration in these files, or ConfigError with everything that is wrong with it.
+
+    ``present``: the GPUs that this machine has, by index and by UUID, where they can be asked.
+    ``overrides``: keys of ``SETTINGS`` as the command line gave them; None means not given.
+    ``judge``: asked about services that are to be checkpointed; None: the file is not for this machine.
+    ``hosts``: those of the cluster, by name, as they describe themselves.
+    """
+    reader = ConfigReader(
+        paths,
+        environ=environ,
+        compose=compose,
+        present=present or {},
+        overrides=overrides or {},
+        judge=judge,
+        hosts=hosts,
+    )
+    for key, build in (("policy", build_policy), ("eviction", build_eviction)):
+        if key in reader.values:
+            try:
+                build(reader.values[key], reader.values[f"{key}_settings"])
+            except (ValueError, TypeError) as error:
+                reader.problems.of_setting(key, as_diagnostic(error))
+    _check_routing(reader)
+    return reader.config()
 
 
-def _needs(made: Routing) -> RoutingNeeds:
-    return RoutingNeeds({kind: made.needs(kind) for kind in (*INFER_TYPES, EITHER)}, made.mode)
+def _check_routing(reader: ConfigReader) -> None:
+    problems, own = reader.problems, reader.values.get("routing_policies", {})
+    shipped = {name: pipeline.build(name) for name in pipeline.shipped()}
+    policies = {**shipped, **{name: _own(problems, name, each, shipped) for name, each in own.items()}}
+    default = reader.values.get("routing", DEFAULT_ROUTING)
+    if default not in policies:
+        problems.of_setting("routing", _no_policy(default, policies))
+    used = dict.fromkeys(backend.routing or default for backend in reader.backends)
+    for name in [name for name in used if name in policies and policies[name].mode == "full"]:
+        if reader.values.get("routing_mode", default_of(Config, "routing_mode")) != "full":
+            problems.of_setting("routing", _asks_for_full(name, shipped))
+    models: dict[str, tuple[str, str]] = {}
+    for backend in reader.backends:
+        service = ("services", reader.services[backend.name])
+        name = backend.routing or default
+        if backend.routing and name not in policies:
+            problems.add((*service, "x-anvil", "routing"), _no_policy(name, policies))
+        first, other = models.setdefault(backend.model, (backend.name, name))
+        if other != name:
+            text = f"is {name}, but {first}, a replica of the same model, has {other}"
+            problems.add((*service, "x-anvil", "routing"), text, f"routing: {other}")
+        for need in sorted(policies[name].needs(backend.infer_type) if name in policies else ()):
+            if not getattr(backend, need):
+                problems.add(service, f"needs {need}, because routing is {name}", f"{need}: ...")
 
 
-PLUGINS = Plugins(build_policy, build_eviction, _shipped_routing, _read_routing)
-load = partial(loading.load, plugins=PLUGINS)
-"""The configuration in compose files: see config.loading.load."""
+def _own(problems: Problems, name: str, written: object, shipped: Container[str]) -> Routing:
+    """A policy of the file's own, as far as it can be read; its problems are noted."""
+    key = ("x-anvil", "routing", "policies", name)
+    if name in shipped:
+        problems.add(key, "is the name of a policy that is shipped; call it otherwise")
+    if not ROUTING_NAME.fullmatch(str(name)):
+        problems.add(key, "a name may hold letters, digits, . _ + and - only")
+    made, found = pipeline.compile(name, written)
+    for path, text in found:
+        problems.add((*key, *path), text)
+    return made
+
+
+def _no_policy(name: str, policies: Mapping[str, Routing]) -> Diagnostic:
+    text = f"no policy {name}; {settings.nearest(name, policies)}"
+    return Diagnostic(text, value=settings.meant(name, policies))
+
+
+def _asks_for_full(policy: str, shipped: Container[str]) -> str:
+    lite = f"{policy}_lite"
+    other = f", or take {lite}" if lite in shipped else ""
+    write = f"routing: {{default: {policy}, mode: full}}"
+    why = "in the mode lite only what is sent is known"
+    text = f"{policy} goes by what engines report: write {write}{other}; {why}"
+    said = f"{policy} goes by what engines report, for which the mode is to be full{other}"
+    return Diagnostic(text, said=said, write=write)

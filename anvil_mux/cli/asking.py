@@ -24,6 +24,7 @@ from anvil_mux.cli.screen import (
     last_lines,
     models_table,
     named,
+    other_programs,
     pause_line,
 )
 from anvil_mux.errors import ConfigError, MuxError, printable
@@ -108,7 +109,7 @@ def ps(given: argparse.Namespace) -> int:
     if given.json:
         print_json(status)
         return 0
-    for line in [*models_table(status), *last_lines(status["models"])]:
+    for line in [*models_table(status), *other_programs(status), *last_lines(status["models"])]:
         print(line)
     for name, why in (status.get("problems") or {}).items():
         say(f"warning: {name}: {why}")

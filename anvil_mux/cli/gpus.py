@@ -42,20 +42,22 @@ def _shown(gpu: HostGpu) -> str:
 
 
 def vram_to_declare(config: Config, known: Known) -> Iterator[str]:
-    """Yield a hint for each backend without ``vram`` that shares its GPUs, and was measured."""
+    """Yield a hint for each backend that shares its GPUs, was measured, and has no ``vram`` or too little."""
     held = {each.backend: each for each in known.footprints if each.held}
     users = Counter(gpu for backend in config.backends for gpu in backend.gpu_names)
     for backend in config.backends:
         last = held.get(backend.name)
-        if last is None or backend.vram or backend.vram_measured or last.is_outdated(backend.service.digest):
+        if last is None or backend.vram_measured or last.is_outdated(backend.service.digest):
+            continue
+        if (backend.vram or 0) >= max(last.held.values()):
             continue
         if any(users[gpu] > 1 for gpu in backend.gpu_names):
             size = to_declare(last.held)
-            said = f"{backend.name} held {size} of each GPU when it last ran"
             write = f"x-anvil: {{vram: {size}}}"
-            yield Diagnostic(
-                f"{said}: declare {write}, and others may be loaded beside it",
-                said=f"{said}; declared, others may be loaded beside it",
-                write=write,
-                key=("services", backend.name, "x-anvil", "vram"),
-            )
+            said = text = f"{backend.name} held {size} of each GPU when it last ran"
+            if backend.vram:
+                said, text = f"{said}, more than its vram", f"{text}, more than its vram: declare {write}"
+            else:
+                benefit = "others may be loaded beside it"
+                said, text = f"{said}; declared, {benefit}", f"{text}: declare {write}, and {benefit}"
+            yield Diagnostic(text, said=said, write=write, key=("services", backend.name, "x-anvil", "vram"))

@@ -17,6 +17,8 @@ LAST = 8
 """How many events the screen shows."""
 MOST = 5
 """How many things of one kind a line names."""
+LAST_LINES = 5
+"""How many lines of the log of an engine that failed are shown."""
 MOST_HOSTS = 12
 """How many hosts the screen shows, of those that are here and where nothing moves."""
 MOVING = ("loading", "cancelling", "draining", "evicting", "demoting", "stuck")
@@ -124,14 +126,27 @@ def named(names: Iterable[str], between: str = ", ") -> str:
     return between.join(found[:MOST]) + more
 
 
-def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]:
+def last_lines(models: Mapping[str, StatusJson]) -> Iterator[str]:
     """The errors of backends that failed, in full, and the last lines of their engines."""
     for model in models.values():
         for name, backend in model["backends"].items():
             if backend["error"]:
                 yield ""
                 yield f"{name}: {backend['error']}"
-                yield from [f"  | {line}" for line in backend["log"][-most:]]
+                yield from [f"  | {line}" for line in backend["log"][-LAST_LINES:]]
+
+
+def other_programs(status: StatusJson) -> Iterator[str]:
+    """The programs that are none of ours and hold memory of GPUs, a line for each GPU."""
+    for gpu, about in status["gpus"].items():
+        if others := about.get("others"):
+            yield f"other programs on GPU {gpu}: {named(map(_program, others))}"
+
+
+def _program(about: StatusJson) -> str:
+    place = f", container {about['container'][:12]}" if about["container"] else ""
+    held = "" if about["bytes"] is None else f" {gib(about['bytes'])}"
+    return f"{about['name']} (process {about['pid']}{place}){held}"
 
 
 def hosts_not_here(status: StatusJson) -> Iterator[str]:
@@ -247,6 +262,7 @@ class TopScreen:
         else:
             rows = [_gpu_row(*pair) for pair in state["gpus"].items()]
             shown += table(("GPU", "STATE", "RESIDENT", "MEMORY", "LOAD", ""), rows)
+            shown += other_programs(state)
         shown += ["", *models_table(state)]
         if state["queued"]:
             rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["queued"]]

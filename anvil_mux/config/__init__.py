@@ -3,5 +3,5 @@ two.
 
 ``config`` and ``table`` have the dataclasses and the settings, ``loading`` reads the files, ``backends``
 their services, ``candidates`` says where these may run, ``change`` compares.
-Needs none of the packages that it configures: the registries of plug-ins are handed in (``plugins``).
+Needs none of the packages that it configures: ``anvil_mux.plugins`` knows the policies, and has ``load``.
 """

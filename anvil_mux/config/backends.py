@@ -18,10 +18,10 @@ from typing import Any
 from anvil_mux import state
 from anvil_mux.config import composing, elsewhere, interpolate, prompt_cache, service, settings
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
-from anvil_mux.config.compose_words import OF_SERVICE
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
 from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic, as_yaml
+from anvil_mux.config.misplaced import unknown_key
 from anvil_mux.config.presets import Loras, find_adapters
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
@@ -182,13 +182,10 @@ class BackendReader:
         return service.ALL_THERE_ARE if self._around.process and not service.hides_gpus(variables) else ()
 
     def _check_keys(self, name: str, described: Description) -> None:
-        """Complain of keys that Compose does not know, where it was not asked."""
-        for key in described if self._around.plain else ():
-            if key not in OF_SERVICE and not str(key).startswith("x-"):
-                near = settings.meant(str(key), OF_SERVICE)
-                hint = f"did you mean {near}?" if near else "take it out, or begin its name with x-"
-                write = f"{near}: {as_yaml(described[key])}" if near else ""
-                self._problems.add(("services", name, key), f"unknown key; {hint}", write)
+        """Complain of misspelt keys, where Compose was not asked."""
+        for key, value in described.items() if self._around.plain else ():
+            if wrong := unknown_key(key, value):
+                self._problems.add(("services", name, key), wrong)
 
     def _elsewhere(self, name: str, described: Description, given: dict[str, Any]) -> Backend:
         """The backend of a service that somebody else runs."""

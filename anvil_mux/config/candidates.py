@@ -70,10 +70,6 @@ class Places:
 
     # What there is
 
-    @property
-    def absent(self) -> tuple[str, ...]:
-        return tuple(self._absent)
-
     def address(self, host: str) -> str:
         """The address of a host's engines; "" where it has never been there."""
         return self.cluster[host].address if host in self.cluster else ""
@@ -106,8 +102,13 @@ class Places:
 
     def _known(self, gpu: Gpu) -> Gpu:
         """A GPU of this machine under its own id, with its real memory where none is declared."""
-        real = self._present.get(gpu.id)
+        real = self._present.get(gpu.id) or self._abbreviated(gpu.id)
         return gpu if real is None else _described(real, gpu)
+
+    def _abbreviated(self, id: str) -> Gpu | None:
+        """The one GPU of this machine whose UUID begins so; CUDA and Docker accept that."""
+        found = {gpu.id: gpu for name, gpu in self._present.items() if name.startswith(id)}
+        return next(iter(found.values())) if id.startswith("GPU-") and len(found) == 1 else None
 
     def _is_name(self, name: str) -> bool:
         fit = HOST_NAME.fullmatch(name) is not None and name not in (LOCAL, ANY_HOST)
@@ -235,13 +236,14 @@ class Places:
             return tuple(of_vendors(self.here, vendors))
         ids = self._ids("", used)
         for id in ids:
-            if self._declared and id not in self._declared:
-                declared = ", ".join(self._declared)
-                self._problems.add(
-                    ("services", name, "x-anvil", "gpus"),
-                    f"GPU {id} is not declared; declared: {declared}",
-                    f"gpus: {as_yaml([next(iter(self._declared))])}",
-                )
+            if not self.here or id in self.here or (id.startswith("MIG") and not self._declared):
+                continue
+            key, write = ("services", name, "x-anvil", "gpus"), f"gpus: {as_yaml([self.here[0]])}"
+            known = ", ".join(self.here)
+            if self._declared:
+                self._problems.add(key, f"GPU {id} is not declared; declared: {known}", write)
+            else:
+                self._problems.warn(key, f"this machine has no GPU {id}; it has {known}", write)
         return ids
 
     def _ids(self, host: str, used: Sequence[str]) -> tuple[str, ...]:

@@ -6,24 +6,21 @@ A problem is what cannot work; a warning is what works but will cause trouble.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import combinations
 from typing import Any
 
 from anvil_mux.config import any_of, fallback, settings
 from anvil_mux.config.config import (
-    DEFAULT_ROUTING,
     EITHER,
-    ROUTING_NAME,
     Backend,
     Config,
     Gpu,
     default_of,
     models_by_name,
 )
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_diagnostic, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
 from anvil_mux.config.names import Names
-from anvil_mux.config.plugins import Plugins, RoutingNeeds
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.settings import AUTO, gib
 
@@ -39,7 +36,6 @@ class Checks:
         self,
         problems: Problems,
         *,
-        plugins: Plugins,
         values: Mapping[str, Any],
         backends: Sequence[Backend],
         gpus: Mapping[str, Gpu],
@@ -49,7 +45,6 @@ class Checks:
     ) -> None:
         self._problems = problems
         self._names = names
-        self._plugins = plugins
         self._values = values
         self._backends = backends
         self._gpus = gpus
@@ -60,7 +55,6 @@ class Checks:
 
     def run(self) -> None:
         self._check_settings()
-        self._check_routing()
         self._check_stages()
         self._check_names()
         self._check_any_of()
@@ -81,12 +75,6 @@ class Checks:
 
     def _check_settings(self) -> None:
         values = self._values
-        for key, build in (("policy", self._plugins.policy), ("eviction", self._plugins.eviction)):
-            if key in values:
-                try:
-                    build(values[key], values[f"{key}_settings"])
-                except (ValueError, TypeError) as error:
-                    self._problems.of_setting(key, as_diagnostic(error))
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if one in values and other not in values:
                 self._problems.of_setting(one, Diagnostic(f"needs {other} beside it", write=f"{other}: FILE"))
@@ -96,37 +84,6 @@ class Checks:
             text = f"no service serves {default}; {settings.nearest(default, names)}"
             near = settings.meant(default, names)
             self._problems.of_setting("default_model", Diagnostic(text, value=near))
-
-    def _check_routing(self) -> None:
-        own = self._values.get("routing_policies", {})
-        shipped = self._plugins.shipped_routing()
-        needs = {**shipped, **{name: self._needs(name, written, shipped) for name, written in own.items()}}
-        known = (*shipped, *own)
-        default = self._values.get("routing", DEFAULT_ROUTING)
-        if default not in known:
-            text = f"no policy {default}; {settings.nearest(default, known)}"
-            near = settings.meant(default, known)
-            self._problems.of_setting("routing", Diagnostic(text, value=near))
-        used = dict.fromkeys(backend.routing or default for backend in self._backends)
-        for name in [name for name in used if name in needs and needs[name].mode == "full"]:
-            if self._value("routing_mode") != "full":
-                self._problems.of_setting("routing", _asks_for_full(name, shipped))
-        models: dict[str, tuple[str, str]] = {}
-        for backend in self._backends:
-            key = self._key(backend, "x-anvil", "routing")
-            name = backend.routing or default
-            if backend.routing and name not in known:
-                text = f"no policy {name}; {settings.nearest(name, known)}"
-                self._problems.add(key, Diagnostic(text, value=settings.meant(name, known)))
-            first, other = models.setdefault(backend.model, (backend.name, name))
-            if other != name:
-                text = f"is {name}, but {first}, a replica of the same model, has {other}"
-                self._problems.add(key, text, f"routing: {other}")
-            for need in sorted(needs[name].settings[backend.infer_type] if name in needs else ()):
-                if not getattr(backend, need):
-                    self._problems.add(
-                        self._key(backend), f"needs {need}, because routing is {name}", f"{need}: ..."
-                    )
 
     def _check_stages(self) -> None:
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
@@ -138,18 +95,6 @@ class Checks:
                         f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
                         f"infer_type: {EITHER}",
                     )
-
-    def _needs(self, name: str, written: object, shipped: Container[str]) -> RoutingNeeds:
-        """Read the needs of a policy of the file's own; its problems are noted."""
-        key = ("x-anvil", "routing", "policies", name)
-        if name in shipped:
-            self._problems.add(key, "is the name of a policy that is shipped; call it otherwise")
-        if not ROUTING_NAME.fullmatch(str(name)):
-            self._problems.add(key, "a name may hold letters, digits, . _ + and - only")
-        needs, problems = self._plugins.read_routing(name, written)
-        for path, text in problems:
-            self._problems.add((*key, *path), text)
-        return needs
 
     def _check_names(self) -> None:
         for name, count in Counter(backend.name for backend in self._backends).items():
@@ -352,16 +297,6 @@ class Checks:
             return True
         common = set(one.gpu_names) & set(other.gpu_names)
         return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
-
-
-def _asks_for_full(policy: str, shipped: Container[str]) -> str:
-    lite = f"{policy}_lite"
-    other = f", or take {lite}" if lite in shipped else ""
-    write = f"routing: {{default: {policy}, mode: full}}"
-    why = "in the mode lite only what is sent is known"
-    text = f"{policy} goes by what engines report: write {write}{other}; {why}"
-    said = f"{policy} goes by what engines report, for which the mode is to be full{other}"
-    return Diagnostic(text, said=said, write=write)
 
 
 def _room(gpu: Gpu) -> int | None:

@@ -20,9 +20,10 @@ from typing import Any
 import yaml
 
 from anvil_mux.command import Done, run
-from anvil_mux.config import compose_words, interpolate, overlay
+from anvil_mux.config import interpolate, overlay
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, advice
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.misplaced import unknown_keys
 from anvil_mux.config.overlay import Layer, Layers
 from anvil_mux.config.problems import KeyInFile
 from anvil_mux.errors import ConfigError
@@ -128,12 +129,13 @@ def _composed(documents: Sequence[Document], answer: Done, environ: Mapping[str,
     said, warnings = [], []
     for line in answer.err.splitlines():
         if warning := re.search(r'level=warning msg="(.*)"\s*$', line):
-            warnings.append(_warning(documents, warning[1].replace('\\"', '"')))
+            warnings.append(_of_compose(documents, warning[1].replace('\\"', '"')))
         elif line.strip():
             said.append(line.strip())
     if answer.code:
         why = " ".join(said) or f"exit status {answer.code}"
-        raise ConfigError(compose_words.in_plain_words(why, documents))
+        own = [*unknown_keys(documents), *_without_image(documents)]
+        raise ConfigError([*warnings, _of_compose(documents, why), *own])
     # It prints every $ that stands for itself as $$.
     content = yaml.load(answer.out.replace("$$", "$"), interpolate.Loader) or {}
     try:
@@ -167,16 +169,24 @@ def _content(
     return Content(services, settings, project, tuple(warnings), plain=plain, shared=shared, places=places)
 
 
-def _warning(documents: Sequence[Document], text: str) -> str:
-    if unset := re.match(r'The "(\w+)" variable is not set', text):
-        return _unset(documents, unset[1])
-    if "`version` is obsolete" in text:
-        key = ("version",)
-        document = next((each for each in documents if key in each.lines), documents[0])
-        return Diagnostic("Compose no longer reads this key: take it out").at(
-            document.place(key), key, "version"
-        )
-    return f"{documents[0].file}: docker compose: {text}"
+def _of_compose(documents: Sequence[Document], text: str) -> Diagnostic:
+    """A problem or warning of the Compose program, in its own words: it says itself where, if it knows."""
+    first = documents[0].file
+    files = " and ".join([str(first), *(each.file.name for each in documents[1:])])
+    return Diagnostic(f"{files}: docker compose config: {text}", place=Position(str(first)))
+
+
+def _without_image(documents: Sequence[Document]) -> Iterator[Diagnostic]:
+    """A problem for each server elsewhere without what Compose wants of a service."""
+    written = [overlay.mapping(each.content.get("services")) for each in documents]
+    for document, services in zip(documents, written, strict=True):
+        for name, described in services.items():
+            keys = {key for each in written for key in overlay.mapping(each.get(name))}
+            ours = overlay.mapping(overlay.mapping(described).get(overlay.OURS))
+            if "url" in ours and not keys & {"image", "build", "extends"}:
+                text = "Compose wants `image: scratch` and `profiles` also of a server elsewhere (url)"
+                found = Diagnostic(text, write="image: scratch", page="elsewhere.md")
+                yield found.at(document.place(("services", name)), ("services", name), f"services.{name}")
 
 
 def _unset(documents: Sequence[Document], name: str, *, process: bool = False) -> str:

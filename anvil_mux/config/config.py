@@ -294,8 +294,6 @@ class Config:
     """The same of other hosts, where it is bounded."""
     composed: dict[str, str] = field(default_factory=dict)
     """Host -> a compose file for it, of the services that are described anew for a host or a GPU."""
-    absent: tuple[str, ...] = ()
-    """The hosts that services name and that are not in the cluster; each has its backends all the same."""
     preload: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     read_ahead: bool = True

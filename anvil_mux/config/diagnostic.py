@@ -71,10 +71,10 @@ class Diagnostic(str):
         )
 
 
-def advice(said: str, write: str = "", *, value: str = "", key: KeyPath = (), page: str = "") -> Diagnostic:
+def advice(said: str, write: str = "", *, value: str = "", key: KeyPath = ()) -> Diagnostic:
     """Return a diagnostic whose sentence ends with the line, or the value, to write."""
     sentence = f"{said}; write {write or value}"
-    return Diagnostic(sentence, said=said, write=write, value=value, key=key, page=page)
+    return Diagnostic(sentence, said=said, write=write, value=value, key=key)
 
 
 def as_diagnostic(text: object) -> Diagnostic:

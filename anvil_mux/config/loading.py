@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -26,7 +25,7 @@ from anvil_mux.config import any_of, interpolate, overlay, settings
 from anvil_mux.config.backends import BackendReader, Surroundings
 from anvil_mux.config.candidates import Places
 from anvil_mux.config.checking import Checks
-from anvil_mux.config.composefile import Compose, Content, combine, run_compose
+from anvil_mux.config.composefile import Compose, Content, combine
 from anvil_mux.config.composing import ComposedFiles
 from anvil_mux.config.config import Backend, Config, Gpu, Judge, Machine, default_of, models_by_name
 from anvil_mux.config.diagnostic import as_yaml
@@ -34,7 +33,6 @@ from anvil_mux.config.interpolate import Document
 from anvil_mux.config.misplaced import misplaced
 from anvil_mux.config.names import Names
 from anvil_mux.config.overlay import Layers
-from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.reading import read, take
 from anvil_mux.config.settings import Setting
@@ -43,127 +41,89 @@ from anvil_mux.errors import ConfigError
 
 OURS = "ANVIL_"
 """The beginning of the names of our variables."""
-NO_HOSTS: Mapping[str, Machine] = MappingProxyType({})
 
 
-def load(
-    paths: Sequence[Path | str],
-    *,
-    plugins: Plugins,
-    environ: Mapping[str, str] = os.environ,
-    compose: Compose | None = run_compose,
-    present: Mapping[str, Gpu] | None = None,
-    overrides: Mapping[str, object] | None = None,
-    judge: Judge | None = None,
-    hosts: Mapping[str, Machine] = NO_HOSTS,
-) -> Config:
-    """The configuration in these files, or ConfigError with everything that is wrong with it.
+class ConfigReader:
+    """The compose files, read: the arguments of a ``Config``, and what is wrong with them.
 
-    ``present``: the GPUs that this machine has, by index and by UUID, where they can be asked.
-    ``overrides``: keys of ``SETTINGS`` as the command line gave them; None means not given.
-    ``judge``: asked about services that are to be checkpointed; None: the file is not for this machine.
-    ``hosts``: those of the cluster, by name, as they describe themselves.
+    Whether the policies that they name can be built is for ``plugins.load`` to find out.
     """
-    if not paths:
-        raise ConfigError(["no compose file is given"])
-    documents: list[Document] = []
-    problems: list[str] = []
-    for path in paths:
-        try:
-            documents.append(interpolate.read(Path(path)))
-        except ConfigError as error:
-            problems += error.problems
-    problems = problems or [*misplaced(documents)]
-    if problems:
-        raise ConfigError(problems)
-    return _ConfigReader(
-        documents=documents,
-        plugins=plugins,
-        environ=environ,
-        present=present or {},
-        overrides=overrides or {},
-        judge=judge,
-        hosts=hosts,
-    ).load(compose)
-
-
-class _ConfigReader:
-    """The reading of some files: what was found so far, good and bad."""
 
     def __init__(
         self,
-        documents: Sequence[Document],
-        plugins: Plugins,
+        paths: Sequence[Path | str],
+        *,
         environ: Mapping[str, str],
+        compose: Compose | None,
         present: Mapping[str, Gpu],
         overrides: Mapping[str, object],
         judge: Judge | None,
         hosts: Mapping[str, Machine],
     ) -> None:
-        self._documents = documents
+        """ConfigError where there is nothing to go on with; the arguments are those of ``plugins.load``."""
+        self._documents = documents = _documents(paths)
         self._folder = documents[0].file.parent
-        self._plugins = plugins
         self._environ = environ
-        self._present = present
         self._judge = judge
-        self._hosts = hosts
         self._overrides = {key: value for key, value in overrides.items() if value is not None}
-        self._problems = Problems(documents)
-        self._origins = self._problems.origins
+        self.problems = Problems(documents)
+        self._origins = self.problems.origins
         try:
             self._variables = interpolate.environment(self._folder, environ)
         except ConfigError:
             self._variables = dict(environ)  # whoever reads the files, Compose or we, says what is wrong
-
-    def load(self, compose: Compose | None) -> Config:
-        content = combine(self._documents, self._environ, compose, process=self._wants_process())
-        self._problems.places = content.places
-        self._problems.warnings += content.warnings
-        values = self._top_level(content.settings)
-        values.setdefault("project", content.project or default_of(Config, "project"))
-        places = Places(
-            self._problems,
-            declared=values.pop("gpus", ()),
-            present=self._present,
-            hosts=self._hosts,
-            machines=values.pop("memory_of_hosts", {}),
+        content = combine(documents, environ, compose, process=self._wants_process())
+        self.problems.places = content.places
+        self.problems.warnings += content.warnings
+        self.values = self._top_level(content.settings)
+        self.values.setdefault("project", content.project or default_of(Config, "project"))
+        self._places = Places(
+            self.problems,
+            declared=self.values.pop("gpus", ()),
+            present=present,
+            hosts=hosts,
+            machines=self.values.pop("memory_of_hosts", {}),
         )
-        composed = ComposedFiles(content, self._folder)
-        reader = BackendReader(self._problems, places, composed, self._surroundings(content, values))
+        self._composed = ComposedFiles(content, self._folder)
+        around = self._surroundings(content)
+        reader = BackendReader(self.problems, self._places, self._composed, around)
         backends = reader.read(self._in_order(content.services))
-        names = Names(self._problems, reader.services, reader.loras)
-        backends = names.settled(backends)
-        places.tell_absent()
-        gpus = tuple(places.gpus(_used_gpus(backends)))
+        names = Names(self.problems, reader.services, reader.loras)
+        self.backends = names.settled(backends)
+        self.services = reader.services
+        """Backend -> the service of the files that it is made of."""
+        self._places.tell_absent()
+        self._gpus = tuple(self._places.gpus(_used_gpus(self.backends)))
         Checks(
-            self._problems,
-            plugins=self._plugins,
-            values=values,
-            backends=backends,
-            gpus={gpu.name: gpu for gpu in gpus},
+            self.problems,
+            values=self.values,
+            backends=self.backends,
+            gpus={gpu.name: gpu for gpu in self._gpus},
             host_ports=reader.ports,
             services=reader.services,
             names=names,
         ).run()
-        self._problems.raise_all()
-        if kept := values.get("capture"):
+        if kept := self.values.get("capture"):
             text = f"capture: what is asked and answered in the last {kept} requests is kept in memory, and "
-            self._problems.of_choice("capture", text + "shown to whoever may change things")
-        known = models_by_name(backends)
-        values["any_of"] = any_of.resolved(values.get("any_of", {}), known)
+            self.problems.of_choice("capture", text + "shown to whoever may change things")
+
+    def config(self) -> Config:
+        """The configuration, or ConfigError with everything that is wrong with it."""
+        self.problems.raise_all()
+        any_of_models = any_of.resolved(self.values.get("any_of", {}), models_by_name(self.backends))
         return Config(
-            tuple(backends),
-            gpus=gpus,
+            tuple(self.backends),
+            gpus=self._gpus,
             files=tuple(os.path.abspath(document.file) for document in self._documents),
-            warnings=tuple(dict.fromkeys(self._problems.warnings)),
+            warnings=tuple(dict.fromkeys(self.problems.warnings)),
             origins=self._origins,
-            memory_of_hosts=places.memory(),
-            composed=composed.texts(),
-            absent=places.absent,
-            **values,
+            memory_of_hosts=self._places.memory(),
+            composed=self._composed.texts(),
+            **{**self.values, "any_of": any_of_models},
         )
 
-    def _surroundings(self, content: Content, values: Mapping[str, Any]) -> Surroundings:
+    def _surroundings(self, content: Content) -> Surroundings:
+        values = self.values
         return Surroundings(
             folder=self._folder,
             variables=self._variables,
@@ -195,12 +155,12 @@ class _ConfigReader:
 
     def _top_level(self, given: Any) -> dict[str, Any]:
         """Arguments of ``Config``: from the file, the environment and the flags, the later the stronger."""
-        values = take(self._problems, SETTINGS, given, ("x-anvil",))
+        values = take(self.problems, SETTINGS, given, ("x-anvil",))
         for key in values:
-            self._origins[key] = self._problems.where(("x-anvil", key)).partition(": ")[0]
+            self._origins[key] = self.problems.where(("x-anvil", key)).partition(": ")[0]
         for old, new in RENAMED.items():
             if self._environ.get(f"ANVIL_{old.upper()}"):
-                self._problems.of_variable(f"ANVIL_{old.upper()}", f"is now ANVIL_{new.upper()}")
+                self.problems.of_variable(f"ANVIL_{old.upper()}", f"is now ANVIL_{new.upper()}")
         self._check_variables()
         for key, setting in SETTINGS.items():
             variable = f"ANVIL_{key.upper()}"
@@ -218,11 +178,27 @@ class _ConfigReader:
         files = str([document.content for document in self._documents])
         for name in self._environ:
             if name not in files and (near := _misspelt(name)):
-                self._problems.of_variable(name, f"nobody reads it; did you mean {near}?")
+                self.problems.of_variable(name, f"nobody reads it; did you mean {near}?")
 
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
         self._origins[key] = origin
-        return read(key, setting, value, partial(self._problems.of_setting, key))
+        return read(key, setting, value, partial(self.problems.of_setting, key))
+
+
+def _documents(paths: Sequence[Path | str]) -> list[Document]:
+    """The files as they are written; ConfigError with what is wrong with each that cannot be read."""
+    if not paths:
+        raise ConfigError(["no compose file is given"])
+    documents: list[Document] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            documents.append(interpolate.read(Path(path)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems := problems or [*misplaced(documents)]:
+        raise ConfigError(problems)
+    return documents
 
 
 def _misspelt(variable: str) -> str:

@@ -1,4 +1,4 @@
-"""Settings that stand where nobody reads them: below another key, or under a misspelt name."""
+"""Keys that stand where nobody reads them: settings below another key, and misspelt names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from difflib import get_close_matches
 
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.service import KEYS
+from anvil_mux.config.table import SERVICE_SETTINGS
 
 OURS = "x-anvil"
 PAGE = "reference.md#settings"
+NEAR = 0.8
+"""How alike a misspelt key and the one that is meant are at least. Compose's other keys are less so."""
 
 
 def misplaced(documents: Sequence[Document]) -> list[Diagnostic]:
@@ -53,7 +57,33 @@ def _why_there(key: KeyPath) -> str:
 
 
 def _is_near(name: str) -> bool:
-    return bool(get_close_matches(name.lower(), [OURS], 1, 0.8))
+    return bool(get_close_matches(name.lower(), [OURS], 1, NEAR))
+
+
+def unknown_keys(documents: Sequence[Document]) -> list[Diagnostic]:
+    """Return a problem for each key of a service that is a setting, or nearly a key that is known here."""
+    return [
+        found.at(document.place(key), key, ".".join(key))
+        for document in documents
+        for key in document.lines
+        if key[:1] == ("services",) and len(key) == 3 and not _is_part(key)
+        if (found := unknown_key(key[-1], _value(document, key)))
+    ]
+
+
+def unknown_key(name: str, value: object) -> Diagnostic | None:
+    """Return what is wrong with a key of a service.
+
+    None also for one that is not known here: Compose has many more, and others with each release.
+    """
+    if name in KEYS:
+        return None
+    if name in SERVICE_SETTINGS:
+        text = "is a setting of anvil-mux: it goes into x-anvil"
+        return Diagnostic(text, write=f"{OURS}: {{{name}: {as_yaml(value)}}}")
+    for near in get_close_matches(name, KEYS, 1, NEAR):
+        return Diagnostic(f"unknown key; did you mean {near}?", write=f"{near}: {as_yaml(value)}")
+    return None
 
 
 def _value(document: Document, key: KeyPath) -> object:

@@ -51,6 +51,14 @@ MOST_COPIES = 1000
 ALL = "all"
 ALL_THERE_ARE = "all there are"
 """The need of a process that says nothing of GPUs: it may use every one that its machine has, if any."""
+KEYS = (
+    *("build", "command", "configs", "container_name", "depends_on", "deploy", "devices", "entrypoint"),
+    *("env_file", "environment", "expose", "extends", "external_links", "gpus", "group_add", "image", "ipc"),
+    *("label_file", "labels", "links", "network_mode", "networks", "pid", "ports", "profiles", "restart"),
+    *("runtime", "scale", "secrets", "stop_grace_period", "user", "volumes", "volumes_from", "working_dir"),
+    "x-anvil",
+)
+"""The keys of a service that anvil-mux reads; Compose has more."""
 RESERVED = ("deploy", "resources", "reservations", "devices")
 RESERVATION = "devices: [{driver: nvidia, count: all, capabilities: [gpu]}]"
 """The line that reserves all GPUs, below deploy.resources.reservations."""
@@ -588,6 +596,9 @@ def process_bites(service: RawService, port: int | None) -> Iterator[str]:
         if service.get(key):
             said = f"`{key}` are files of a container, which a process is not given"
             yield advice(said, "environment: ..., or the path of a file in its command", key=(key,))
+    for key in service:
+        if key not in KEYS and not key.startswith("x-"):
+            yield Diagnostic(f"`{key}` has no effect on a local process", key=(key,))
     family = engine(service)
     if family == "openai" or commanded_port(service) or any("PORT" in word for word in argv(service)):
         return

@@ -12,7 +12,6 @@ from typing import Any
 
 Shape = Mapping[str, Any]
 
-ANYTHING: Shape = {}
 NOTHING: Shape = {"type": "null"}
 """The shape of a key without a value, which counts as not given."""
 VARIABLE: Shape = {"type": "string", "pattern": r"\$"}

@@ -78,7 +78,8 @@ def _session(nvml: Any) -> Iterator[None]:
 def _read(nvml: Any, index: int, *, sensors: bool) -> Reading:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     total, used, shared = _memory(nvml, handle)
-    processes = _answer(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
+    draw = _answer(nvml, lambda: nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)) or ()
+    compute = _answer(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
     mps = _answer(nvml, lambda: nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
     # Current mode and the one after a reset.
     mig = _answer(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle))
@@ -89,7 +90,7 @@ def _read(nvml: Any, index: int, *, sensors: bool) -> Reading:
         name=_text(_answer(nvml, lambda: nvml.nvmlDeviceGetName(handle)) or ""),
         total=total,
         used=used,
-        processes=tuple({each.pid: each.usedGpuMemory for each in (*(mps or ()), *processes)}.items()),
+        processes=tuple({each.pid: each.usedGpuMemory for each in (*(mps or ()), *draw, *compute)}.items()),
         mig=None if mig is None else bool(mig[0]),
         mps=None if mps is None else bool(mps),
         persistence=None if persistence is None else bool(persistence),
@@ -99,7 +100,13 @@ def _read(nvml: Any, index: int, *, sensors: bool) -> Reading:
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int | None, int | None, int]:
-    """The bytes that a GPU has, those that are used, and those that are the host's as well."""
+    """The bytes that a GPU has, those that are used, and those that are the host's as well.
+
+    Without what the driver keeps for itself, which nobody can have (driver 510 and later tell it).
+    """
+    newer = _answer(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
+    if newer is not None:
+        return int(newer.total - newer.reserved), int(newer.used), 0
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError as error:

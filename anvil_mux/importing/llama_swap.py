@@ -9,15 +9,15 @@ table. llama-swap does not look at keys that it does not know, so here they are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.rewrite import UNTOUCHED
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import macros, residency, swap_models
+from anvil_mux.importing import macros, swap_models
 from anvil_mux.importing.macros import PORT, Macros, plain
-from anvil_mux.importing.residency import SwapGroup
 from anvil_mux.importing.swap_models import UNKNOWN, SwapModel, texts
 from anvil_mux.importing.written import Note, Written
 
@@ -29,6 +29,24 @@ ORIGIN = (
 FIRST_PORT = 5800
 PRIORITIES = (-100, 100)
 CUDA = "CUDA_VISIBLE_DEVICES"
+MATRIX = (
+    "is left out, and models take turns as without it: write the GPUs that each service needs, and its "
+    "`vram`, and what fits together stays loaded (docs/sizing.md)."
+)
+TwoModels = frozenset[str]
+"""Two of the models, in no order."""
+
+
+class SwapGroup(NamedTuple):
+    """A group, as llama-swap has it."""
+
+    members: tuple[str, ...]
+    swap: bool = True
+    """Whether its members take turns among themselves."""
+    exclusive: bool = True
+    """Whether a load of one of them evicts the members of other groups."""
+    persistent: bool = False
+    """Whether other groups leave its members alone."""
 
 
 def translate(document: Document, *, gpus: Sequence[str] = ()) -> Written:
@@ -110,7 +128,7 @@ class _SwapFile:
         def note(each: str, text: str) -> None:
             self.note((*key, each) if each else key, text, name)
 
-        model = SwapModel(name, key, filled, common=self.top, note=note)
+        model = SwapModel(name, filled, common=self.top, note=note)
         self.models[name] = model
         if not filled.get("cmd"):
             self._problem(key, "has no cmd")
@@ -131,15 +149,14 @@ class _SwapFile:
     def _take_turns(self) -> None:
         key, rules = self._rules()
         models = list(self.models)
-        if not rules or len(models) == 1:
+        is_matrix = key[-1:] == ("matrix",)
+        if is_matrix and len(models) > 1:
+            self.note(key, MATRIX)
+        if is_matrix or not rules or len(models) == 1:
             self._whole()
             return
-        if key[-1] == "matrix":
-            turns = self._by_matrix(models, key, rules)
-        else:
-            groups = {name: self._group((*key, name), each) for name, each in rules.items()}
-            turns = residency.by_groups(models, groups)
-        taken = residency.gpus(models, turns)
+        groups = {name: self._group((*key, name), each) for name, each in rules.items()}
+        taken = _gpus(models, _by_groups(models, groups))
         if all(each == ["turns-1"] for each in taken.values()):
             self._whole()
             return
@@ -186,33 +203,6 @@ class _SwapFile:
             self.note(
                 (), f"models whose {CUDA} differ stay resident side by side; llama-swap kept one at a time."
             )
-
-    def _by_matrix(
-        self, models: Sequence[str], key: KeyPath, matrix: Mapping[str, Any]
-    ) -> set[residency.TwoModels]:
-        names = {model: model for model in models} | dict(_sub(matrix, "vars"))
-        for var, model in _sub(matrix, "vars").items():
-            if model not in self.models:
-                self.note((*key, "vars", str(var)), f"{model} is no model of the file.")
-        try:
-            found = residency.expand({n: str(text) for n, text in _sub(matrix, "sets").items()}, names)
-        except ValueError as error:
-            self._problem((*key, "sets"), str(error))
-            return set()
-        if matrix.get("evict_costs"):
-            self.note(
-                (*key, "evict_costs"),
-                "is left out: what loads cost is learned; `priority` on a service protects it.",
-            )
-        sets = [frozenset(each & set(models)) for alternatives in found.values() for each in alternatives]
-        turns, given_up = residency.by_sets(models, list(dict.fromkeys(sets)))
-        for each in given_up:
-            together = " and ".join(sorted(each))
-            self.note(
-                (*key, "sets"),
-                f"{together} take turns all the same: else more would be resident than any set allows.",
-            )
-        return turns
 
     def _group(self, key: KeyPath, said: Any) -> SwapGroup:
         said = self._mapping(said, key)
@@ -275,6 +265,45 @@ def _entries(value: Any) -> list[tuple[str, dict[str, Any]]]:
     ):
         raise ValueError(f"must hold a name and keys for each, not {value!r}")
     return [(str(name), each) for name, each in (value or {}).items()]
+
+
+# Who is resident beside whom
+
+
+def _by_groups(models: Sequence[str], groups: Mapping[str, SwapGroup]) -> set[TwoModels]:
+    """The pairs of models that take turns; models that are in no group are one more, with the defaults."""
+    grouped = {member for group in groups.values() for member in group.members}
+    rest = SwapGroup(tuple(model for model in models if model not in grouped))
+    of = {model: group for group in [*groups.values(), rest] for model in group.members}
+    return {TwoModels(pair) for pair in combinations(models, 2) if _take_turns(of[pair[0]], of[pair[1]])}
+
+
+def _take_turns(one: SwapGroup, other: SwapGroup) -> bool:
+    """Whether members of two groups are never resident together, in whichever order they are asked for."""
+    if one is other:
+        return one.swap
+    return one.exclusive and not other.persistent and other.exclusive and not one.persistent
+
+
+def _gpus(models: Sequence[str], turns: set[TwoModels]) -> dict[str, list[str]]:
+    """The GPUs of each model: one for each largest set of models all of which take turns.
+
+    Such a GPU is a name for the turns, not a device, since llama-swap does not know GPUs.
+    """
+    left = set(turns)
+    cliques: list[list[str]] = []
+    for pair in combinations(models, 2):
+        if TwoModels(pair) in left:
+            clique = [*pair]
+            for model in models:
+                if model not in clique and all(TwoModels((model, other)) in turns for other in clique):
+                    clique.append(model)
+            left -= {TwoModels(each) for each in combinations(clique, 2)}
+            cliques.append(clique)
+    return {
+        model: [f"turns-{number}" for number, clique in enumerate(cliques, 1) if model in clique]
+        for model in models
+    }
 
 
 # Keys of the whole

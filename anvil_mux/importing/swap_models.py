@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anvil_mux.config import settings
-from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.rewrite import UNTOUCHED
 from anvil_mux.config.service import engine as service_engine
 from anvil_mux.importing import docker_run, macros
@@ -30,7 +29,6 @@ class SwapModel:
     """One model: what its keys say, and the service that it becomes."""
 
     id: str
-    key: KeyPath
     said: dict[str, Any]
     """Key -> value, its macros replaced."""
     common: Mapping[str, Any]

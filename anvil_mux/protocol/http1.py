@@ -263,11 +263,9 @@ def response(
     return head if head_only or bodyless else head + body
 
 
-def stream_head(
-    status: int, headers: Iterable[Field], *, chunked: bool, connection: bytes | None = None
-) -> bytes:
+def stream_head(headers: Iterable[Field], *, chunked: bool, connection: bytes | None = None) -> bytes:
     """The head of a stream that we begin ourselves, before an engine answers."""
-    own = Response((1, 1), status, b"", [], {}, "close", True, [], None)
+    own = Response((1, 1), 200, b"", [], {}, "close", True, [], None)
     return forward_response_head(own, chunked=chunked, connection=connection, extra=headers)
 
 

@@ -194,20 +194,18 @@ class Client:
         self._unread = request if request.length or request.chunked else None
         return request
 
-    def _receive(self, seconds: float, what: str) -> bytes:
-        if seconds > 0:
-            self._wait_at_most(seconds)
-            try:
-                data = self.socket.recv(READ)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                raise ClientGone(f"The client broke off: {error}.") from None
-            else:
-                if not data:
-                    raise ClientGone(f"The client closed its connection within {what}.")
-                return data
-        raise BadRequest(f"{what} did not come within {BODY_SECONDS:g} s", status=408)
+    def _receive(self) -> bytes:
+        self._wait_at_most(BODY_SECONDS)
+        try:
+            data = self.socket.recv(READ)
+        except BlockingIOError:
+            text = f"the request's body did not come within {BODY_SECONDS:g} s"
+            raise BadRequest(text, status=408) from None
+        except OSError as error:
+            raise ClientGone(f"The client broke off: {error}.") from None
+        if not data:
+            raise ClientGone("The client closed its connection within the request's body.")
+        return data
 
     def read_body(self, request: http1.Request, limit: int) -> bytes | bytearray:
         """The whole body in memory, once; TooLarge above ``limit`` bytes."""
@@ -296,7 +294,7 @@ class Client:
         if self._buffer:
             piece, self._buffer = self._buffer, b""
             return piece
-        return self._receive(BODY_SECONDS, "the request's body")
+        return self._receive()
 
     def _agree_to(self, request: http1.Request, limit: int) -> None:
         if request.length is not None and request.length > limit:

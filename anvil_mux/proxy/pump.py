@@ -27,7 +27,7 @@ from _thread import allocate_lock
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from socket import MSG_DONTWAIT, SHUT_RDWR, socket
+from socket import MSG_DONTWAIT, socket
 
 from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BackendError
@@ -164,6 +164,7 @@ class PumpedStream:
         self.active = 0.0
         """The moment at which bytes last moved."""
         self.cut = False
+        """Whether the lease was severed; set by another thread, which shuts ``upstream`` down."""
         self.end: End | None = None
         self.woken = allocate_lock()
         self.woken.acquire()
@@ -174,14 +175,6 @@ class PumpedStream:
             return self.active >= since and self.upstream.getpeername()[:2] == address
         except OSError:
             return False
-
-    def sever(self) -> None:
-        """Ends the stream soon; any thread, at any time in which the stream owns ``upstream``."""
-        self.cut = True
-        try:
-            self.upstream.shutdown(SHUT_RDWR)
-        except OSError:
-            pass
 
 
 class Pump:

@@ -136,7 +136,7 @@ class Reply:
         self.keep = self.keep and self.chunked and self.client.can_resume()
         self.form, self.status = "event", 200
         headers = [(b"Content-Type", api.stream_type(self.asked.api)), *UNBUFFERED, date(), *self.own_headers]
-        self.send(http1.stream_head(200, headers, chunked=self.chunked, connection=self.connection))
+        self.send(http1.stream_head(headers, chunked=self.chunked, connection=self.connection))
 
     def event(self, data: bytes) -> None:
         """Writes into a stream that has begun."""

@@ -44,7 +44,10 @@ class Ended:
 
 
 class _Frames:
-    """Follows the frames of one direction, whatever pieces they come in."""
+    """The frames that the engine sends, whatever pieces they come in.
+
+    None of them has a mask, which only a client's frames have.
+    """
 
     def __init__(self) -> None:
         self._head = b""
@@ -65,11 +68,10 @@ class _Frames:
         if len(self._head) < 2:
             return
         kind, size = self._head[0] & 0x0F, self._head[1] & 0x7F
-        mask = 4 if self._head[1] & 0x80 else 0
         longer = {126: 2, 127: 8}.get(size, 0)
-        if len(self._head) < 2 + longer + mask:
+        if len(self._head) < 2 + longer:
             return
-        self._left = int.from_bytes(self._head[2 : 2 + longer], "big") if longer else size
+        self._left = int.from_bytes(self._head[2:], "big") if longer else size
         self._closed = self._closed or kind == CLOSE
         self._head = b""
 
@@ -82,15 +84,23 @@ class _Frames:
 class _Direction:
     """The bytes of one side on their way to the other."""
 
-    def __init__(self, source: socket, sink: socket, ends: tuple[Side, Side], held: bytes = b"") -> None:
+    def __init__(
+        self,
+        source: socket,
+        sink: socket,
+        ends: tuple[Side, Side],
+        *,
+        held: bytes = b"",
+        frames: _Frames | None = None,
+    ) -> None:
         self._source = source
         self._sink = sink
         self._ends = ends
         self._held = held
         """Bytes that the sink has not taken yet."""
         self._unread: Unread | None = None
+        self._frames = frames
         self.passed = 0
-        self.frames = _Frames()
 
     def is_stalled(self, now: float, patience: float) -> bool:
         """Whether the sink took nothing of what waits for it for more than ``patience`` seconds."""
@@ -122,13 +132,11 @@ class _Direction:
         except OSError:
             return self._ends[end]
         self._unread = None
-        self.note(self._held[:sent])
+        if self._frames:
+            self._frames.follow(self._held[:sent])
+        self.passed += sent
         self._held = self._held[sent:]
         return None
-
-    def note(self, sent: bytes) -> None:
-        self.passed += len(sent)
-        self.frames.follow(sent)
 
 
 def tunnel(
@@ -146,11 +154,12 @@ def tunnel(
     ``said``: what the client has said already; ``begun``: what it was sent already. ``silence``: seconds in
     which nobody may say anything; ``unread``: in which the client may take nothing of what waits for it.
     """
-    up = _Direction(client, engine, ("client", "engine"), said)
-    down = _Direction(engine, client, ("engine", "client"))
-    down.frames.follow(begun)
+    frames = _Frames()
+    frames.follow(begun)
+    up = _Direction(client, engine, ("client", "engine"), held=said)
+    down = _Direction(engine, client, ("engine", "client"), frames=frames)
     by = _pass_on(client, engine, (up, down), must_end=must_end, silence=silence, patience=unread)
-    return Ended(by, down.passed, by not in ("client", "unread") and down.frames.has_room)
+    return Ended(by, down.passed, by not in ("client", "unread") and frames.has_room)
 
 
 def _pass_on(

@@ -185,7 +185,7 @@ SENTENCES: dict[Kind, str] = {
     "worth_it": "{waiting} waiting, and {residents} is idle",
     "too_few": "{waiting} waiting, too few yet to evict {residents}, which may be asked again",
     "in_use": "{residents} was just in use",
-    "turn": "{residents} is in its turn",
+    "turn": "{residents} has its turn first",
     "turn_over": "{waiting} waiting, and the turn of {residents} is over",
     "replicas_busy": "{waiting} wait at busy replicas",
     "min_residency": "{residents} may stay for min_residency",

@@ -17,7 +17,7 @@ To add one: a dataclass with ``decide`` and an entry in ``POLICIES``; it may als
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
@@ -379,6 +379,8 @@ class Adaptive:
       answers ``r`` says little of them: their next requests count as well, the less the longer the model
       has served. It is believed to be idle for good after twice its usual pause.
 
+    * Which of several queues goes first is decided by the squares of their waits: see ``_most_urgent``.
+
     ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
     """
 
@@ -397,7 +399,7 @@ class Adaptive:
                 return SwapTo(queue.model, Cause("waited_enough", waiting=queue.waiting))
             if limit < overdue:
                 overdue = limit
-        queue = max(seen.queues, key=_urgency) if len(seen.queues) > 1 else seen.queues[0]
+        queue = seen.queues[0] if len(seen.queues) == 1 else _most_urgent(seen.queues, seen.now)
         turn = _Turn(seen, queue)
         if not turn.leases and turn.expected >= turn.enough:
             pause = min(self.pause, turn.ways / 10)
@@ -420,9 +422,21 @@ def _because(kind: Kind, queue: Queue) -> Cause:
     return Cause(kind, residents=queue.evicts, waiting=queue.waiting)
 
 
-def _urgency(queue: Queue) -> tuple[int, float]:
-    """The order of queues: by priority, then by how many requests are served how soon."""
-    return queue.priority, queue.waiting / (queue.evict_seconds + queue.load_seconds + 1.0)
+def _most_urgent(queues: Sequence[Queue], now: float) -> Queue:
+    """The queue that goes first: by priority, then so that the sum of the squares of all waits is least.
+
+    Of two that are loaded one after the other that is the one with more of n * (w + s + t / 2) / s, where n
+    requests have waited for w seconds at the mean, the load takes s seconds and that of the other t: exchange
+    the two and compare. Of several, all others count as one.
+    """
+    total = sum([each.swap_seconds + ANSWER_SECONDS for each in queues])
+
+    def order(queue: Queue) -> tuple[int, float]:
+        seconds = queue.swap_seconds + ANSWER_SECONDS
+        waited = now - (queue.oldest + queue.newest) / 2
+        return queue.priority, queue.waiting * (waited + (seconds + total) / 2) / seconds
+
+    return max(queues, key=order)
 
 
 class _Turn:
@@ -500,6 +514,8 @@ def _complete(queue: Queue, others: float) -> float:
 
 FEW = 3
 """The number of clients that make no turn longer, and of requests that tell whether more will come."""
+ANSWER_SECONDS = 1.0
+"""About how long a model serves at the least once it is loaded; a load of no time is not worth everything."""
 RARE = 0.1
 """The probability of a pause after which no more are expected to come."""
 PAUSES = 2.0

@@ -228,13 +228,17 @@ class HostMemory:
         return self._claimed(slot)
 
     def _kept_on(self, slot: Slot, way: str) -> int:
-        """Bytes that a backend keeps in standby: as last measured, or else what it takes along."""
+        """Bytes that a backend keeps in standby: as last measured, or else what it takes along.
+
+        That is the GPU memory that it held when it last left, or else what it may hold.
+        """
         if way == "stop":
             return 0
         last = self._footprints.in_standby(slot.name, way, slot.backend.service.digest)
         if last and last.host_bytes:
             return last.host_bytes
-        return slot.ram - slot.shared + (sum(slot.holds.values()) if way in KEEPS_WEIGHTS else 0)
+        held = {**slot.holds, **slot.held_last}
+        return slot.ram - slot.shared + (sum(held.values()) if way in KEEPS_WEIGHTS else 0)
 
 
 def _insists_on(slot: Slot) -> int:

@@ -188,6 +188,11 @@ def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> Wai
     leaving = [slot for slot in model.slots if slot.state in HOLDING]
     moving = [slot for slot in others if slot.state != "ready"]
     drain = _drain(state, (), now)
+    late = max(found.overdue_at - now, 0.0)
+    lacks = [lack for slot in model.slots if (lack := state.placement.others_before(slot))]
+    if lacks and not leaving and len(lacks) == len(model.slots):
+        text = f"{lacks[0]}; it is refused in {span(late)} if that stays so."
+        return WaitEstimate(model.name, "waits", None, None, text)
     if leaving:
         goal, _ = drains(state.swaps).get(leaving[0].name, ("", now))
         text = f"it is being evicted{f' for {goal}' if goal else ''}, and can be loaded again after that"
@@ -201,7 +206,6 @@ def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> Wai
         text = f"{names} may stay for {span(max(stays, 0.0))} more (min_residency)"
     if drain.words:
         text = f"{text}; {drain.words}"
-    late = max(found.overdue_at - now, 0.0)
     turn = "then it is its turn" if drain.most == FOREVER else f"its turn comes in {span(late)} at the latest"
     return WaitEstimate(model.name, "waits", None, None, f"{text}; {turn}.", waits_for=drain.answers)
 

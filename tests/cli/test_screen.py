@@ -15,6 +15,7 @@ from anvil_mux.cli.screen import (
     last_lines,
     model_row,
     models_table,
+    other_programs,
     paint,
     table,
     width,
@@ -148,6 +149,19 @@ def test_a_host_that_is_not_here_is_named_with_what_is_loaded_there() -> None:
     assert [line for line in shown if line.startswith("problem: ")] == [f"problem: {each}" for each in told]
     assert [line.split()[:4] for line in shown if "host lost" in line] == [["c", "host", "lost", "h1/0"]]
     assert list(hosts_not_here(state())) == []
+
+
+def test_other_programs_that_hold_a_gpu_are_named_the_largest_first() -> None:
+    held = [
+        {"pid": 1019, "name": "python3", "bytes": 12 << 30, "container": None},
+        {"pid": 7, "name": "x", "bytes": None, "container": "c" * 64},
+    ]
+    seen = state(gpus={"0": {**GPU, "others": held}, "1": GPU})
+    told = "other programs on GPU 0: python3 (process 1019) 12.0 GiB, x (process 7, container cccccccccccc)"
+    assert list(other_programs(seen)) == [told]
+    picture = TopScreen()
+    picture.take("snapshot", {**seen, "events": []})
+    assert told in picture.lines(0.0)
 
 
 @pytest.mark.parametrize(

@@ -697,3 +697,12 @@ def test_what_is_found_beside_the_file_has_its_page() -> None:
     assert isinstance(hint, Diagnostic)
     assert hint.write.startswith("x-anvil: {vram: ")
     assert page_of(hint) == "docs/gpus.md#what-a-model-needs"
+
+
+def test_a_vram_that_its_model_exceeded_is_told() -> None:
+    config = Config((Backend("a", "a", gpus=("0",), vram=12 << 30), Backend("b", "b", gpus=("0",))))
+    for held, expected in ((12 << 30, []), (20 << 30, ["x-anvil: {vram: 20GiB}"])):
+        footprint = SimpleNamespace(backend="a", held={"0": held}, is_outdated=lambda digest: False)
+        hints = [*gpus.vram_to_declare(config, cast(Any, SimpleNamespace(footprints=[footprint])))]
+        assert [cast(Diagnostic, hint).write for hint in hints] == expected
+    assert hints[0].startswith("a held 20GiB of each GPU when it last ran, more than its vram")

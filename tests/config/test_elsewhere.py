@@ -213,7 +213,8 @@ def test_compose_is_told_what_it_wants_of_a_service_elsewhere(tmp_path: Path) ->
 
     refused = Done(1, "", 'service "gpt" has neither an image nor a build context specified')
     (tmp_path / "compose.yaml").write_text("services: {gpt: {x-anvil: {url: 'https://h/v1'}}}")
-    with pytest.raises(ConfigError, match="needs `image: scratch` and `profiles`"):
+    match = r"compose.yaml:1: services.gpt: Compose wants `image: scratch` and `profiles`"
+    with pytest.raises(ConfigError, match=match):
         load([tmp_path / "compose.yaml"], environ={}, compose=lambda argv, environ: refused)
 
 

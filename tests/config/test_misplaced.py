@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.command import Done
-from anvil_mux.config import compose_words
 from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.misplaced import unknown_key
 from anvil_mux.config.pages import page_of
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
@@ -77,147 +77,76 @@ def test_parts_for_services_may_hold_anything(tmp_path: Path) -> None:
     assert backend.pin
 
 
-FILE = """services:
-  a:
-    image: x:${TAG}
-    gpus: 0
-    ports: 80
-    prots: [81]
-    vram: 20GiB
-    mem_limit: lots
-    depends_on: [bb]
-    volumes: ["models:/models"]
-    environment:
-      - A: b
-    deploy: {resources: {reservations: {devices: [{driver: nvidia, count: some}]}}}
-  b b: {image: x, env_file: some.env}
-  b:
-    - image: x
-    - scale: 1
-"""
-DEVICES = "deploy.resources.reservations.devices"
+# What the Compose program refuses
+
+REFUSED = "validating /c.yaml: services.a Additional property prots is not allowed"
+
+
+def refused(folder: Path, said: str, *texts: str) -> list[str]:
+    """The problems of files that the Compose program refuses with these words."""
+    files = [folder / f"{number}.yaml" for number, _ in enumerate(texts)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(files, environ={}, compose=lambda *_: Done(15, "", said))
+    return caught.value.problems
+
+
+def test_what_compose_says_of_a_file_is_shown_in_its_words(tmp_path: Path) -> None:
+    said = "decoding failed due to the following error(s):\n\nerror decoding 'services[a].mem_limit': lots"
+    problem = found(tmp_path, "services: {a: {mem_limit: lots, x-anvil: {}}}", said)
+    assert problem == f"{tmp_path}/compose.yaml: docker compose config: {' '.join(said.split())}"
+
+
+def test_of_several_files_all_are_named_since_compose_does_not_always_say_which(tmp_path: Path) -> None:
+    [problem] = refused(tmp_path, "it is Monday", "services: {a: {image: x}}", "services: {a: {image: y}}")
+    assert problem == f"{tmp_path}/0.yaml and 1.yaml: docker compose config: it is Monday"
+
+
+def test_warnings_before_a_refusal_are_shown_as_they_may_be_its_reason(tmp_path: Path) -> None:
+    said = 'time="x" level=warning msg="The \\"T\\" variable is not set. Defaulting to a blank string."\n'
+    said += 'service "a" has neither an image nor a build context specified'
+    first, second = refused(tmp_path, said, "services: {a: {image: $T, x-anvil: {}}}")
+    assert first.endswith('The "T" variable is not set. Defaulting to a blank string.')
+    assert second.endswith("has neither an image nor a build context specified")
 
 
 @pytest.mark.parametrize(
-    ("said", "line", "key", "says", "write"),
+    ("key", "value", "says", "write"),
     [
-        (
-            "validating /c.yaml: services.a.gpus must be a string",
-            *(4, "services.a.gpus", "must be `all` or a list of"),
-            "gpus: [{driver: nvidia, device_ids: ['0']}]",
-        ),
-        (
-            "validating /c.yaml: services.a.ports must be a list",
-            *(5, "services.a.ports", "must be a list", "ports: [80]"),
-        ),
-        (
-            "validating /c.yaml: services.a Additional property prots is not allowed",
-            *(6, "services.a.prots", "Compose knows no such key; did you mean ports?", "ports: [81]"),
-        ),
-        (
-            "validating /c.yaml: services.a additional properties 'prots' not allowed",
-            *(6, "services.a.prots", "Compose knows no such key; did you mean ports?", "ports: [81]"),
-        ),
-        (
-            "validating /c.yaml: services.a Additional property vram is not allowed",
-            *(7, "services.a.vram", "it goes into x-anvil", "x-anvil: {vram: 20GiB}"),
-        ),
-        (
-            "decoding failed due to the following error(s):\n\n"
-            "error decoding 'services[a].mem_limit': invalid size: 'lots'",
-            *(8, "services.a.mem_limit", "invalid size: 'lots'", "mem_limit: 16gb"),
-        ),
-        (
-            f"error decoding 'services[a].{DEVICES}[0].count': invalid value \"some\"",
-            *(13, f"services.a.{DEVICES}.0.count", 'invalid value "some"', "count: all"),
-        ),
-        (
-            f"validating /c.yaml: services.a.{DEVICES}.0 capabilities is required",
-            *(13, f"services.a.{DEVICES}.0", "needs capabilities", "capabilities: [gpu]"),
-        ),
-        (
-            'service "a" depends on undefined service "bb": invalid compose project',
-            *(9, "services.a.depends_on", "there is no service bb; did you mean b b?", "depends_on: [b b]"),
-        ),
-        (
-            'service "a" refers to undefined volume models: invalid compose project',
-            *(
-                10,
-                "services.a.volumes",
-                "the volume models, which is not at the top",
-                "volumes: {models: {}}",
-            ),
-        ),
-        (
-            "services.a.environment.[0]: unexpected type map[string]interface {}",
-            *(12, "services.a.environment.0", "must be text: NAME=value", ""),
-        ),
-        (
-            'service "a" has neither an image nor a build context specified: invalid compose project',
-            *(
-                3,
-                "services.a.image",
-                "its image is x:${TAG}, and the variable TAG is not set",
-                "TAG=... in .env",
-            ),
-        ),
-        (
-            'service "b" has neither an image nor a build context specified: invalid compose project',
-            *(15, "services.b.image", "needs `image: scratch` and `profiles`", "image: ..."),
-        ),
-        (
-            "error while interpolating services.a.image: required variable TAG is missing a value: which",
-            *(3, "services.a.image", "the variable TAG must be set: which", "TAG=... in .env"),
-        ),
-        (
-            "env file /x/some.env not found: stat /x/some.env: no such file or directory",
-            *(14, "services.b b.env_file", "the file /x/some.env is not there"),
-            "env_file: [{path: some.env, required: false}]",
-        ),
-        (
-            "invalid spec: :/models: empty section between colons",
-            *(10, "services.a.volumes", "with nothing on one side of a colon: is a variable not set?", ""),
-        ),
-        ("empty compose file", *(1, "", "the file: is empty", "services: ...")),
-        (
-            "validating /c.yaml: services Additional property b b is not allowed",
-            *(14, "services.b b", "is no name of a service", "b-b: ..."),
-        ),
-        (
-            "services.b must be a mapping",
-            *(15, "services.b", "without dashes before its keys", "b: {image: x, scale: 1}"),
-        ),
-        (
-            "validating /c.yaml: (root) Additional property servces is not allowed",
-            *(1, "servces", "Compose knows no such key; did you mean services?", "services: null"),
-        ),
+        ("prots", "[81]", "unknown key; did you mean ports?", "ports: [81]"),
+        ("vram", "20GiB", "is a setting of anvil-mux: it goes into x-anvil", "x-anvil: {vram: 20GiB}"),
     ],
 )
-def test_complaints_of_compose_have_a_line_and_what_to_write(
-    tmp_path: Path, said: str, line: int, key: str, says: str, write: str
+def test_a_key_that_is_misspelt_or_ours_has_its_line_beside_what_compose_says(
+    tmp_path: Path, key: str, value: str, says: str, write: str
 ) -> None:
-    problem = found(tmp_path, FILE, said)
-    assert (problem.place.line, ".".join(problem.key), problem.write) == (line, key, write)
-    assert says in problem
+    text = f"services:\n  a:\n    image: x\n    healthcheck: {{}}\n    {key}: {value}\n    x-anvil: {{}}\n"
+    said, problem = refused(tmp_path, REFUSED, text)
+    assert said.endswith(REFUSED)
+    assert isinstance(problem, Diagnostic)
+    assert problem == f"{tmp_path}/0.yaml:5: services.a.{key}: {says}"
+    assert (problem.write, ".".join(problem.key)) == (write, f"services.a.{key}")
 
 
-def test_who_turns_restarts_off_by_false_reads_what_compose_calls_it(tmp_path: Path) -> None:
-    text = "services:\n  a: {image: x, restart: false}\n"
-    assert found(tmp_path, text, "services.a.restart must be a string").write == 'restart: "no"'
-
-
-def test_a_complaint_that_is_not_known_keeps_its_words(tmp_path: Path) -> None:
-    (tmp_path / "compose.yaml").write_text(FILE)
-    with pytest.raises(ConfigError, match=r"compose.yaml: docker compose config: it is Monday$"):
-        load([tmp_path / "compose.yaml"], environ={}, compose=lambda *_: Done(1, "", "it is Monday\n"))
-
-
-@pytest.mark.parametrize("name", ["imge", "an image of mine"])
-def test_compose_says_of_a_key_that_it_is_not_allowed(name: str) -> None:
-    for said in (
-        f"services.a additional properties '{name}' not allowed",
-        f"x: (root) Additional property {name} is not allowed",
+def test_keys_that_compose_alone_knows_are_not_taken_for_misspelt_ones() -> None:
+    for key in (
+        "cpus",
+        "cpuset",
+        "cap_add",
+        "develop",
+        "domainname",
+        "post_start",
+        "provider",
+        "userns_mode",
     ):
-        found = compose_words.NOT_ALLOWED.search(said)
-        assert found
-        assert found["name"] == name
+        assert unknown_key(key, "x") is None
+
+
+def test_a_process_is_told_of_keys_that_have_no_effect_on_it(tmp_path: Path) -> None:
+    text = (
+        "x-anvil: {runtime: process}\nservices:\n  a:\n    command: x --port 8080\n    x-anvil: {gpus: []}\n"
+    )
+    (tmp_path / "compose.yaml").write_text(f"{text}    mem_limit: 1g\n    x-mine: 1\n")
+    [warning] = load([tmp_path / "compose.yaml"], environ={}).warnings
+    assert warning == f"{tmp_path}/compose.yaml:6: service a: `mem_limit` has no effect on a local process"

@@ -104,6 +104,42 @@ def test_a_gpu_tells_memory_and_processes():
     assert first.free == 4 << 30
 
 
+def test_what_the_driver_keeps_for_itself_is_no_memory_of_the_gpu() -> None:
+    class Newer(Nvml):
+        nvmlMemory_v2 = 2
+
+        def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> SimpleNamespace:
+            found = super().nvmlDeviceGetMemoryInfo(handle)
+            if version != self.nvmlMemory_v2:
+                return found
+            return SimpleNamespace(total=24 << 30, reserved=1 << 30, used=19 << 30, free=4 << 30)
+
+    class Older(Newer):
+        """The package knows of it, and the driver does not."""
+
+        def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> SimpleNamespace:
+            if version is not None:
+                raise self.NVMLError("Function Not Found")
+            return super().nvmlDeviceGetMemoryInfo(handle)
+
+    reading = probe(Newer()).readings[0]
+    assert (reading.total, reading.used, reading.free) == (23 << 30, 19 << 30, 4 << 30)
+    reading = probe(Older()).readings[0]
+    assert (reading.total, reading.used, reading.free) == (24 << 30, 20 << 30, 4 << 30)
+
+
+def test_processes_that_draw_are_seen_too_and_count_once_if_they_compute_as_well() -> None:
+    class Both(Nvml):
+        def nvmlDeviceGetGraphicsRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+            return [
+                SimpleNamespace(pid=41, usedGpuMemory=19 << 30),
+                SimpleNamespace(pid=43, usedGpuMemory=2 << 30),
+            ]
+
+    processes = probe(Both()).readings[0].processes
+    assert dict(processes) == {41: 19 << 30, 42: None, 43: 2 << 30}
+
+
 def test_what_a_gpu_cannot_tell_is_unknown_and_no_error():
     second = probe(Nvml()).readings[1]
     assert second == Reading("1", SECOND, "RTX", None, None, (), persistence=True)

@@ -121,7 +121,6 @@ def test_a_dollar_of_a_script_stays_one(tmp_path: Path) -> None:
         ("models: {m: {cmd: s, filters: [a]}}", "models.m.filters: must hold stripParams"),
         ("models: {m: {cmd: 's \"'}}", "models.m.cmd: No closing quotation"),
         ("models: {m: {cmd: s}}\nselectors: {x: y}", "config.yaml:2: selectors: must hold a name and keys"),
-        ("models: {m: {cmd: s}, n: {cmd: s}}\nmatrix: {sets: {a: m &}}", "matrix.sets: ends too early: m &"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
@@ -464,63 +463,29 @@ def test_groups_by_which_all_take_turns_need_no_names_for_it(tmp_path: Path) -> 
     assert gpus(translated(tmp_path, text)) == {"a": "all", "b": "all"}
 
 
-def matrix(folder: Path, sets: str, *names: str) -> Written:
-    return translated(folder, models(*names) + f"matrix: {{vars: {{x: a}}, sets: {{{sets}}}}}")
-
-
-def together(made: Written) -> set[tuple[str, str]]:
-    """The pairs of models that may be resident at once."""
-    found = gpus(made)
-    return {(one, two) for one in found for two in found if one < two and not {*found[one]} & {*found[two]}}
-
-
 @pytest.mark.parametrize(
-    ("sets", "expected"),
+    ("text", "key"),
     [
-        ("s: x & b", {("a", "b")}),
-        ("s: '(x | b) & c'", {("a", "c"), ("b", "c")}),
-        ("s: x | b & c", {("b", "c")}),
-        ("s: (x | b) & (c | d)", {("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")}),
-        ("base: x | b, s: +base & c", {("a", "c"), ("b", "c")}),
-        ("s: x & b & c", {("a", "b"), ("a", "c"), ("b", "c")}),
+        ("matrix: {vars: {x: a}, evict_costs: {x: 3}, sets: {s: x & (b | gone}}", "matrix"),
+        (
+            "routing: {router: {use: matrix, settings: {matrix: {sets: {s: a & b}}}}}",
+            "routing.router.settings.matrix",
+        ),
     ],
 )
-def test_a_matrix_says_who_may_be_resident_together(
-    tmp_path: Path, sets: str, expected: set[tuple[str, str]]
-) -> None:
-    sets = sets.replace("'", "")
-    flow = ", ".join(f"{part.split(': ')[0]}: '{part.split(': ')[1]}'" for part in sets.split(", "))
-    assert together(matrix(tmp_path, flow, "a", "b", "c", "d")) == expected
-
-
-def test_a_matrix_of_pairs_never_lets_three_be_resident(tmp_path: Path) -> None:
-    made = matrix(tmp_path, "p: a & b, q: b & c, r: a & c", "a", "b", "c")
-    assert together(made) == {("a", "b"), ("b", "c")}
-    assert notes(made)[0].startswith("matrix.sets: a and c take turns all the same")
-
-
-@pytest.mark.parametrize(
-    ("sets", "problem"),
-    [
-        ("s: a & gone", "names gone, which is no model of the file"),
-        ("s: (a & b", "has a bracket that is not closed"),
-        ("s: a b", "cannot be read: a b"),
-        ("s: +t", "+t is no set of the matrix"),
-        ("s: +s & a", "+s refers to itself"),
-        ("s: & a", "has a & where a model belongs"),
-    ],
-)
-def test_an_expression_that_cannot_be_read_is_told(tmp_path: Path, sets: str, problem: str) -> None:
-    key, _, text = sets.partition(": ")
-    found = problems(tmp_path, models("a", "b") + f"matrix: {{sets: {{{key}: '{text}'}}}}")
-    assert any(problem in each for each in found), found
+def test_a_matrix_is_left_out_and_what_to_write_instead_is_told(tmp_path: Path, text: str, key: str) -> None:
+    made = translated(tmp_path, models("a", "b", "c") + text)
+    assert gpus(made) == {"a": "all", "b": "all", "c": "all"}
+    assert [note for note in notes(made) if note.startswith(f"{key}: is left out") and "`vram`" in note]
 
 
 def test_the_router_in_use_counts(tmp_path: Path) -> None:
-    router = "{use: matrix, settings: {groups: {g: {members: [a]}}, matrix: {sets: {s: a & b}}}}"
+    router = (
+        "{use: groups, settings: {groups: {g: {swap: false, members: [a, b]}}, matrix: {sets: {s: a & c}}}}"
+    )
     made = translated(tmp_path, models("a", "b", "c") + f"routing: {{router: {router}}}")
-    assert together(made) == {("a", "b")}
-    assert notes(made)[0] == "routing.router.settings.groups: is not in use: routing.router.use says so."
+    assert gpus(made) == {"a": ["turns-1"], "b": ["turns-2"], "c": ["turns-1", "turns-2"]}
+    assert notes(made)[0] == "routing.router.settings.matrix: is not in use: routing.router.use says so."
 
 
 # The command

@@ -498,7 +498,7 @@ def test_the_command_tells_what_compose_would_refuse_in_the_file(
         ["compose.yaml", "compose.anvil.yaml"]
     ]
     said = capsys.readouterr().err
-    assert f"error: {file}: docker compose config: services.a.image is bad" in said
+    assert f"error: {file} and compose.anvil.yaml: docker compose config: services.a.image is bad" in said
     assert "with this added, check has 1 problem" in said
 
 

@@ -590,7 +590,7 @@ def test_our_own_answers():
     )
     assert http1.response(200, body=b"xy", head_only=True).endswith(b"Content-Length: 2\r\n\r\n")
     assert b"Content-Length" not in http1.response(204)
-    assert http1.stream_head(200, [(b"X", b"1")], chunked=True).endswith(
+    assert http1.stream_head([(b"X", b"1")], chunked=True).endswith(
         b"X: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
 

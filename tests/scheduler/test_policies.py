@@ -458,7 +458,7 @@ def test_adaptive_never_waits_past_the_bound_of_any_line():
     assert adapted(unloved, replace(THERE, newest=10.0, max_wait=1.1)).until == 9.0 + 1.1
 
 
-def test_adaptive_serves_those_first_of_whom_most_can_be_served_soonest():
+def test_adaptive_serves_those_first_with_whom_the_squares_of_all_waits_are_least():
     unloved = replace(LOVED, rate=0.0, growth=0.0, last_used=-50.0)
     slow, quick = (
         replace(THERE, model="slow", waiting=3, load_seconds=60.0),
@@ -466,6 +466,8 @@ def test_adaptive_serves_those_first_of_whom_most_can_be_served_soonest():
     )
     assert adapted(unloved, slow, quick).model == "quick"
     assert adapted(unloved, replace(slow, waiting=30), quick).model == "slow"
+    long_ago = replace(slow, oldest=-145.0, newest=-140.0, max_wait=600.0)
+    assert adapted(unloved, long_ago, quick).model == "slow"
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -459,6 +459,17 @@ def test_who_will_not_fit_asleep_takes_the_first_rung_on_which_there_is_room():
     assert driver.core.next_step(1.0) == Evict("a", "sleep-2")
 
 
+def test_a_model_without_vram_moves_as_much_as_it_held_last_and_not_the_whole_gpu():
+    a = backend("a", evict_to=("checkpoint", "stop"))
+    driver = Driver(a, gpus=(Gpu("0", vram=140),), host_memory=100).with_resident("a")
+    driver.core.unload("a", 1.0)
+    assert driver.core.next_step(1.0) == Evict("a", "stop")  # nobody knows: it may hold all of the 140
+    driver.core.evicted("a", 2.0, freed={"0": 24})
+    driver.with_resident("a", 3.0)
+    driver.core.unload("a", 4.0)
+    assert driver.core.next_step(4.0) == Evict("a", "checkpoint")
+
+
 def test_what_needs_more_host_memory_than_there_is_fails_at_once():
     ticket = short(5, backend("a", ram=6)).request("a", 1.0)
     assert isinstance(ticket.error, DoesNotFit)

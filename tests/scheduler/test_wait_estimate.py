@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from anvil_mux.config.config import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.lab.trial import Trial
 from anvil_mux.lab.worlds import WORLDS
@@ -171,6 +172,15 @@ def test_a_resident_may_stay_for_its_time() -> None:
     assert ask(driver, "b", 10.0).because == (
         "a may stay for 20 s more (min_residency); its turn comes in 60 s at the latest."
     )
+
+
+def test_memory_that_other_programs_hold_is_named_as_what_it_waits_for() -> None:
+    driver = Driver(backend("a", vram=5), B, gpus=(Gpu("0", vram=140),)).with_resident("a")
+    driver.core.slots["b"].held_last = {"0": 24}
+    driver.core.memory_seen({"0": 126})
+    found = ask(driver, "b", 10.0)
+    assert "when it last ran, where other programs hold" in found.because
+    assert found.because.endswith("; it is refused in 60 s if that stays so.")
 
 
 def test_a_refusal_says_what_the_client_would_read() -> None:
