@@ -14,13 +14,12 @@ from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
-from anvil_mux.scheduler.alarms import VERY_MANY, Alarms
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.index import BY_NAME
 from anvil_mux.scheduler.layout import Exchanged, Layout
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import with_room
-from anvil_mux.scheduler.preparing import Prepared
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
 
@@ -54,7 +53,8 @@ class Settling:
 
     def __init__(self, layout: Layout, first_step: int) -> None:
         self._layout = layout
-        self._alarms = Alarms()
+        self._moments: dict[GpuGroup, float] = {}
+        """When each group is to be asked again without a new fact. One that is missing was never asked."""
         self._numbers = count(first_step)
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
@@ -87,52 +87,28 @@ class Settling:
     def exchanged(self, exchange: Exchanged, now: float, others: Iterable[GpuGroup] = ()) -> list[GpuGroup]:
         """Go on after an exchange of groups; returns those that are to be asked.
 
-        ``others``: groups that are to be asked anew, too. Of very many, those in which no queue stands are
-        asked a moment later, in portions.
+        ``others``: groups that are to be asked anew, too.
         """
         for group in exchange.old:
             if self._layout.by_name.get(group.name) is not group:
-                self._alarms.forget(group)
+                self._moments.pop(group, None)
         for name in exchange.models:
             self._shared.pop(name, None)
         found = dict.fromkeys(self._layout.waiting_for(exchange)) | dict.fromkeys(others)
-        if len(found) > VERY_MANY:
-            queues = self._layout.with_queues(self._layout.models)
-            later, found = found, {group: None for group in queues if group in found}
-            for group in found:
-                del later[group]
-            self._alarms.soon(later, now)
         for group in found:
             group.begin_anew()
         for group in found:
             group.admission.resume(now)
         return list(found)
 
-    def place_some(self, prepared: Prepared, expected: Iterable[str], now: float) -> tuple[str, ...]:
-        """The backends that are to be there at once, of very many that come; the others come in portions.
-
-        At once: what may run already, and one of each model that is new.
-        """
-        wanted, models = prepared.settings.wanted, self._layout.models
-        new = [name for name in reversed(prepared.placed) if wanted[name].model not in models]
-        at_once = {*expected, *{wanted[name].model: name for name in new}.values()}
-        self._alarms.soon([name for name in prepared.placed if name not in at_once], now)
-        return tuple([name for name in prepared.replaced if name in at_once])
-
     # Effects
 
     def due(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked although no fact concerns them."""
-        soon = self._alarms.portion(now)
-        found = [each for each in soon if isinstance(each, GpuGroup)]
+        found = [group for group in self._layout.groups if self._moments.get(group, now) <= now]
         for group in found:
-            group.begin_anew()
-        if names := [each for each in soon if isinstance(each, str)]:
-            found += self.exchanged(self._layout.regroup(names, self._layout.concerned(names)), now)
-        alarmed = self._alarms.due(self._layout.groups, now)
-        for group in alarmed:
             group.state.touch()  # a cool-down may be over: queues may have a better place there
-        return list(dict.fromkeys((*found, *alarmed)))
+        return found
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
         """Ask these groups what is to be done now, and all that this affects, until nothing changes.
@@ -156,9 +132,10 @@ class Settling:
                 except Exception as error:  # what is gathered from others is done all the same
                     found.mistakes.append(error)
                     _collect(group, found)
-                    self._alarms.set(group, now + AFTER_MISTAKE_SECONDS)
+                    self._moments[group] = now + AFTER_MISTAKE_SECONDS
             asked = self._affected(now) if self._layout.bounded or self._layout.spread else []
-        return Effects(*found, ask_at=min(self._alarms.first, self._layout.pause.until))
+        first = min(self._moments.values(), default=FOREVER)
+        return Effects(*found, ask_at=min(first, self._layout.pause.until))
 
     def collected(self, group: GpuGroup) -> Effects:
         """The tickets that ended in a group that need not be asked."""
@@ -244,7 +221,7 @@ class Settling:
                 found.cut.extend(step.severed)
             found.steps.append(self._numbered(step))
         _collect(group, found)
-        self._alarms.set(group, min(step))
+        self._moments[group] = min(step)
 
     def _numbered(self, step: Step) -> Step:
         """``step`` with its number: that of the load that it cancels, or one of its own."""
