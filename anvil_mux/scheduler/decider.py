@@ -130,7 +130,7 @@ class Decider:
             moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
         for slot in state.slots.values():
             stuck, model = slot.state in ("stuck", "standby"), state.models[slot.model]
-            if slot.retry_at > now and (stuck or model.queue.tickets or model.is_wide):
+            if slot.retry_at > now and (stuck or model.queue.tickets):
                 moments.append(slot.retry_at)
         return min([moment for moment in moments if moment > now], default=FOREVER)
 

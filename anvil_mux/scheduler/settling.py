@@ -1,10 +1,10 @@
 """The way from facts to effects: GPU groups are asked for their next steps until nothing changes any more.
 
 Asked are the groups of a fact, and those with which they share something that has changed: the memory of a
-host, where it is bounded, or a model with backends in several groups. Of a wide model (layout.py) only those
-are asked that it concerns: where its queue stands, a swap is to load it, it is to be preloaded, too many of
-it are resident, or another replica may be worth a load. Steps are numbered here, so that a report of one that
-is no longer under way is recognized.
+host, where it is bounded, or a model with backends in several groups. Of a model only those are asked that it
+concerns: where its queue stands, a swap is to load it, it is to be preloaded, too many of it are resident, or
+another replica may be worth a load. Steps are numbered here, so that a report of one that is no longer under
+way is recognized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.index import BY_NAME
 from anvil_mux.scheduler.layout import Exchanged, Layout
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import with_room
+from anvil_mux.scheduler.planner import could_spill, with_room
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
@@ -160,14 +160,17 @@ class Settling:
         return sorted(dict.fromkeys(found), key=BY_NAME)
 
     def _with_siblings(self, groups: Iterable[GpuGroup], now: float) -> list[GpuGroup]:
-        """``groups``, and those that have backends of the same models, as far as it concerns them."""
+        """``groups``, and those that have backends of the same models, as far as it concerns them.
+
+        It does where a queue stands, and where another replica of a busy model may be worth a load.
+        """
         moved, layout = self._moved(now), self._layout
         found = dict.fromkeys(groups)
+        queues = {layout.of_model[model.name] for model in layout.models.values() if model.queue.tickets}
         for model in dict.fromkeys(model for group in groups for model in group.state.routed if model.home):
-            if not model.is_wide:
-                found.update(dict.fromkeys(layout.groups_of[model.name]))
-            elif model.spill_home:
-                found[layout.by_name[model.spill_home]] = None
+            found.update((group, None) for group in layout.groups_of[model.name] if group in queues)
+            states = could_spill(layout.states_of[model.name], model, now)
+            found.update(dict.fromkeys(layout.by_name[state.name] for state in states))
         for model in moved:
             found.update(dict.fromkeys(self._concerned(model)))
         return sorted(found, key=BY_NAME)
@@ -175,12 +178,9 @@ class Settling:
     def _concerned(self, model: Model) -> Sequence[GpuGroup]:
         """The groups that are to be asked about a model with backends in several."""
         layout = self._layout
-        groups = layout.groups_of[model.name]
-        if not model.is_wide:
-            return groups
         slots = [slot for slot in model.active if slot.coming or model.bounded]
         where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
-        return where + [group for group in groups if group.state.preloads]
+        return where + [group for group in layout.groups_of[model.name] if group.state.preloads]
 
     def _moved(self, now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.
