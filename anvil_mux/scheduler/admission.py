@@ -16,7 +16,7 @@ from anvil_mux.scheduler.drains import too_late
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.overdue import Bound, bound
-from anvil_mux.scheduler.planner import may_spill
+from anvil_mux.scheduler.planner import could_spill
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.refusals import not_resident, refusal
@@ -69,7 +69,7 @@ class Admission:
 
     def may_spill(self, model: Model, now: float) -> bool:
         """Whether loading another backend of a busy model may be worth it, in any GPU group."""
-        return may_spill(self._state.states_of(model), model, now)
+        return bool(could_spill(self._state.states_of(model), model, now))
 
     def take_back(self, idle: Slot, now: float) -> None:
         """Send requests anew that wait behind others, and would be better off at ``idle``."""
@@ -200,7 +200,7 @@ class Admission:
             ticket = queue.take(lambda ticket: model.takes(ticket.work.owner))
             if ticket is None:
                 return
-            self._state.touch()
+            self._state.changed()
             places = [slot for slot in model.ready if not slot.full]
             self._admit_one(model, ticket, places, now)
 

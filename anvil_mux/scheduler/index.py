@@ -18,8 +18,6 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 
 BY_NAME = attrgetter("name")
-FEW_GROUPS = 16
-"""A model with backends in more GPU groups is wide: not all of them are asked for each change."""
 
 SlotsByModel = Mapping[str, Sequence[Slot]]
 
@@ -166,7 +164,6 @@ class Index:
         self.groups_of[name], self.states[name] = own, [group.state for group in own]
         self.of_model[name] = next((group for group in own if group.name == model.home), own[0])
         model.home = self.of_model[name].name if len(own) > 1 else ""
-        model.is_wide = len(own) > FEW_GROUPS
         if model.home:
             self.spread[name] = None
         else:

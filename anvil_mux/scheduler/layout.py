@@ -17,7 +17,6 @@ index.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -32,14 +31,11 @@ from anvil_mux.scheduler.index import Index
 from anvil_mux.scheduler.model import Model, settings_of
 from anvil_mux.scheduler.pause import Pause
 from anvil_mux.scheduler.placement import gpu_groups, group_name
-from anvil_mux.scheduler.planner import nearest, wait_seconds
+from anvil_mux.scheduler.planner import nearest
 from anvil_mux.scheduler.preparing import Prepared, prepare
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import Common, GroupState
-
-LONGER = 1.25
-"""How much longer a wait has become when all groups of a wide model are looked at again."""
 
 
 class Exchanged(NamedTuple):
@@ -70,8 +66,8 @@ class Layout:
         self._index = index = Index()
         self.models, self.of_model, self.of_backend = index.models, index.of_model, index.of_backend
         self.groups, self.by_name, self.spread = index.groups, index.by_name, index.spread
-        self.groups_of = index.groups_of
-        """Model -> the groups that have backends of it, by name. The groups have this, too."""
+        self.groups_of, self.states_of = index.groups_of, index.states
+        """Model -> the groups that have backends of it, by name, which the groups have, too; their states."""
         self.hosts: dict[str, HostRecord] = {}
         """All hosts, by name; ``records``: those that have groups."""
         self.pause = Pause()
@@ -172,8 +168,7 @@ class Layout:
         found: dict[GpuGroup, None] = {}
         for model in [self.models[name] for name in models if name in self.models]:
             if model.queue.tickets:
-                own = [self.of_model[model.name]] if model.is_wide else self.groups_of[model.name]
-                found.update(dict.fromkeys(own))
+                found.update(dict.fromkeys(self.groups_of[model.name]))
         return found
 
     # Changes
@@ -298,20 +293,17 @@ class Layout:
             self._misnamed.update(dict.fromkeys(exchange.made))
         return exchange
 
-    def place_queue(self, model: Model, now: float, changed: Sequence[GroupState] | None = None) -> None:
+    def place_queue(self, model: Model, now: float, changed: Collection[GroupState] | None = None) -> None:
         """Choose anew in which group the queue of a model with backends in several stands.
 
-        ``changed``: the states that have changed since it was chosen last. Of a wide model only these are
-        looked at, as long as the queue's wait where it stands has not become much longer.
+        ``changed``: the states that have changed since it was chosen last. As long as the one where it stands
+        has not, only these may be better.
         """
-        states = self._index.states[model.name]
-        if model.is_wide and changed is not None:
-            home = self.of_model[model.name].state
-            if wait_seconds(home, model, now) <= LONGER * model.wait:
-                states = list(dict.fromkeys((home, *changed)))
-        home = nearest(states, model, now)
-        model.home, model.wait = home.name, wait_seconds(home, model, now) if model.is_wide else math.inf
-        self.of_model[model.name] = self.by_name[home.name]
+        states, home = self._index.states[model.name], self.of_model[model.name].state
+        if changed is not None and home not in changed:
+            states = [home, *changed]
+        model.home = nearest(states, model, now).name
+        self.of_model[model.name] = self.by_name[model.home]
 
     def _exchange(self, drafts: Sequence[Draft], old: Sequence[GpuGroup]) -> Exchanged:
         """Have the groups of ``drafts``, which go on from the ``old`` ones, or are these."""

@@ -92,14 +92,6 @@ class Model:
     """The slots by their place among all; empty: it was not asked for since that changed."""
     home: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
-    wait: float = math.inf
-    """The seconds that its queue was to wait there when that was chosen."""
-    is_wide: bool = False
-    """Whether it has backends in so many GPU groups that not all of them are asked about it each time."""
-    spill_home: str = ""
-    """The GPU group in which another replica of a wide model may be worth a load; "": none is known."""
-    spill_again: float = -math.inf
-    """When it is looked for again."""
     unload_when_idle: bool = False
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
 
@@ -160,7 +152,6 @@ class Model:
         for slot in come:
             self.note(slot)
         self.renew_ready()
-        self.spill_home, self.spill_again = "", -math.inf
         if self.replicas and len(self.slots) > 1:
             self.replicas.change(left, come)
             return False

@@ -24,8 +24,6 @@ from anvil_mux.scheduler.swap import SwapInProgress, coming, swap_to
 
 FIRST_SERVICE_SECONDS = 10.0
 """How long a lease is taken to last, of a model that has not answered yet."""
-SPILL_PAUSE_SECONDS = 0.25
-"""How long it is believed that there is nowhere room for another replica, of a model in many GPU groups."""
 
 
 _TargetAndVictims = tuple[Slot, list[Slot]]
@@ -413,34 +411,17 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
     busy = [each for each in state.routed if each.ready]
     if not busy:
         return {}
-    models = [each for each in busy if not each.is_wide or each.spill_home == state.name]
-    found = {model.name: each for model in models if (each := spill(state, model, now))}
+    found = {model.name: each for model in busy if (each := spill(state, model, now))}
     lacking = [model for model in state.models.values() if _lacks_load(state, model)] if found else ()
     wanted = {gpu for model in lacking for slot in state.own(model) for gpu in slot.holds}
     return {name: each for name, each in found.items() if wanted.isdisjoint(each[0].gpus)}
 
 
-def may_spill(states: Sequence[GroupState], model: Model, now: float) -> bool:
-    """Whether loading another backend of a busy model may be worth it, in any of these GPU groups.
-
-    Of a wide model one group is remembered, and others are looked at only now and then.
-    """
-    if not _behind(model, now):
-        return False
-    if not model.is_wide:
-        return any(spill(state, model, now) for state in states)
-    if any(spill(state, model, now) for state in states if state.name == model.spill_home):
-        return True
-    model.spill_home = ""
-    if now < model.spill_again:
-        return False
-    model.spill_again = now + SPILL_PAUSE_SECONDS
-    for state in states:
-        if found := spill(state, model, now):
-            model.spill_home = state.name
-            if not found[0].victims:
-                break
-    return bool(model.spill_home)
+def could_spill(states: Iterable[GroupState], model: Model, now: float) -> list[GroupState]:
+    """The GPU groups in which loading another backend of a busy model may be worth it."""
+    if model.is_coming or not _behind(model, now):
+        return []
+    return [state for state in states if spill(state, model, now)]
 
 
 def _lacks_load(state: GroupState, model: Model) -> bool:

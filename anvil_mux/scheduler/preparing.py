@@ -44,8 +44,6 @@ class Prepared(NamedTuple):
     """The backends that come, go, or are described otherwise, be it only by settings of ours."""
     replaced: tuple[str, ...]
     """The backends among them that come, go, or are replaced."""
-    placed: tuple[str, ...]
-    """The backends among these that come, or are to be on other GPUs, or of another model."""
     go_on: tuple[str, ...]
     """The backends among them that go on, with what runs."""
     different_gpus: frozenset[str]
@@ -82,9 +80,6 @@ def prepare(before: Config, config: Config) -> Prepared:
         change=change,
         different=tuple(different),
         replaced=tuple(name for name in different if name not in kept),
-        placed=tuple(
-            name for name in otherwise if name not in kept and _where(old, name) != _where(wanted, name)
-        ),
         go_on=tuple(name for name in different if name in kept),
         different_gpus=frozenset(resized),
         different_models=tuple(
@@ -106,12 +101,6 @@ def prepare(before: Config, config: Config) -> Prepared:
         places={name: place for place, name in enumerate(wanted)},
         budgets=_budgets(before, config),
     )
-
-
-def _where(backends: Mapping[str, Backend], name: str) -> tuple[str, str, tuple[str, ...]] | None:
-    """The model and the place of a backend, if there is one of that name."""
-    each = backends.get(name)
-    return (each.model, each.host, each.gpu_names) if each else None
 
 
 def _differ(before: Config, config: Config, fields: Iterable[str]) -> bool:

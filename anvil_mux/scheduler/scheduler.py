@@ -16,7 +16,6 @@ from typing import Any, Literal
 from anvil_mux.config.config import Config, gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.scheduler.alarms import VERY_MANY
 from anvil_mux.scheduler.causes import PAUSED, Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
@@ -368,17 +367,11 @@ class Scheduler:
         for group in concerned:
             group.requested.retire(leaving, prepared.settings.models.keys(), now)
         self.layout.take(prepared)
-        names, filled = prepared.replaced, concerned
-        if len(concerned) > VERY_MANY:  # slots that were left are replaced when their groups are asked
-            names = self._settling.place_some(prepared, expected, now)
-            filled = self.layout.replaced_by(prepared, names)
-        exchange = self.layout.regroup(names, filled)
+        exchange = self.layout.regroup(prepared.replaced, concerned)
         if prepared.loses_models:
             self.costs.keep(prepared.settings.models.__contains__)
         self.expected(expected)
-        others = self.layout.going_on(prepared)
-        others |= {group: None for group in concerned if self.layout.by_name.get(group.name) is group}
-        asked = self._settling.exchanged(exchange, now, others)
+        asked = self._settling.exchanged(exchange, now, self.layout.going_on(prepared))
         if self.layout.pause.refuses:  # since now, it may be
             waiting = self.layout.with_queues(self.layout.models)
             for group in waiting:

@@ -1,10 +1,10 @@
 """The way from facts to effects: GPU groups are asked for their next steps until nothing changes any more.
 
 Asked are the groups of a fact, and those with which they share something that has changed: the memory of a
-host, where it is bounded, or a model with backends in several groups. Of a wide model (layout.py) only those
-are asked that it concerns: where its queue stands, a swap is to load it, it is to be preloaded, too many of
-it are resident, or another replica may be worth a load. Steps are numbered here, so that a report of one that
-is no longer under way is recognized.
+host, where it is bounded, or a model with backends in several groups. Of a model only those are asked that it
+concerns: where its queue stands, a swap is to load it, it is to be preloaded, too many of it are resident, or
+another replica may be worth a load. Steps are numbered here, so that a report of one that is no longer under
+way is recognized.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
-from anvil_mux.scheduler.alarms import VERY_MANY, Alarms
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.index import BY_NAME
 from anvil_mux.scheduler.layout import Exchanged, Layout
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import with_room
-from anvil_mux.scheduler.preparing import Prepared
+from anvil_mux.scheduler.planner import could_spill, with_room
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
 
@@ -54,7 +53,8 @@ class Settling:
 
     def __init__(self, layout: Layout, first_step: int) -> None:
         self._layout = layout
-        self._alarms = Alarms()
+        self._moments: dict[GpuGroup, float] = {}
+        """When each group is to be asked again without a new fact. One that is missing was never asked."""
         self._numbers = count(first_step)
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
@@ -87,52 +87,28 @@ class Settling:
     def exchanged(self, exchange: Exchanged, now: float, others: Iterable[GpuGroup] = ()) -> list[GpuGroup]:
         """Go on after an exchange of groups; returns those that are to be asked.
 
-        ``others``: groups that are to be asked anew, too. Of very many, those in which no queue stands are
-        asked a moment later, in portions.
+        ``others``: groups that are to be asked anew, too.
         """
         for group in exchange.old:
             if self._layout.by_name.get(group.name) is not group:
-                self._alarms.forget(group)
+                self._moments.pop(group, None)
         for name in exchange.models:
             self._shared.pop(name, None)
         found = dict.fromkeys(self._layout.waiting_for(exchange)) | dict.fromkeys(others)
-        if len(found) > VERY_MANY:
-            queues = self._layout.with_queues(self._layout.models)
-            later, found = found, {group: None for group in queues if group in found}
-            for group in found:
-                del later[group]
-            self._alarms.soon(later, now)
         for group in found:
             group.begin_anew()
         for group in found:
             group.admission.resume(now)
         return list(found)
 
-    def place_some(self, prepared: Prepared, expected: Iterable[str], now: float) -> tuple[str, ...]:
-        """The backends that are to be there at once, of very many that come; the others come in portions.
-
-        At once: what may run already, and one of each model that is new.
-        """
-        wanted, models = prepared.settings.wanted, self._layout.models
-        new = [name for name in reversed(prepared.placed) if wanted[name].model not in models]
-        at_once = {*expected, *{wanted[name].model: name for name in new}.values()}
-        self._alarms.soon([name for name in prepared.placed if name not in at_once], now)
-        return tuple([name for name in prepared.replaced if name in at_once])
-
     # Effects
 
     def due(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked although no fact concerns them."""
-        soon = self._alarms.portion(now)
-        found = [each for each in soon if isinstance(each, GpuGroup)]
+        found = [group for group in self._layout.groups if self._moments.get(group, now) <= now]
         for group in found:
-            group.begin_anew()
-        if names := [each for each in soon if isinstance(each, str)]:
-            found += self.exchanged(self._layout.regroup(names, self._layout.concerned(names)), now)
-        alarmed = self._alarms.due(self._layout.groups, now)
-        for group in alarmed:
-            group.state.touch()  # a cool-down may be over: queues may have a better place there
-        return list(dict.fromkeys((*found, *alarmed)))
+            group.state.changed()  # a cool-down may be over: queues may have a better place there
+        return found
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
         """Ask these groups what is to be done now, and all that this affects, until nothing changes.
@@ -156,9 +132,10 @@ class Settling:
                 except Exception as error:  # what is gathered from others is done all the same
                     found.mistakes.append(error)
                     _collect(group, found)
-                    self._alarms.set(group, now + AFTER_MISTAKE_SECONDS)
+                    self._moments[group] = now + AFTER_MISTAKE_SECONDS
             asked = self._affected(now) if self._layout.bounded or self._layout.spread else []
-        return Effects(*found, ask_at=min(self._alarms.first, self._layout.pause.until))
+        first = min(self._moments.values(), default=FOREVER)
+        return Effects(*found, ask_at=min(first, self._layout.pause.until))
 
     def collected(self, group: GpuGroup) -> Effects:
         """The tickets that ended in a group that need not be asked."""
@@ -176,21 +153,24 @@ class Settling:
                 used, before = memory.used, self._memory_used.get(name, 0)
                 self._memory_used[name] = used
                 for group in self._layout.on_host(name) if used < before else ():
-                    group.state.touch()  # queues may have a better place there
+                    group.state.changed()  # queues may have a better place there
         found = [group for host in hosts for group in self._layout.on_host(host)]
         if self._layout.spread:
             found += [group for model in self._moved(now) for group in self._concerned(model)]
         return sorted(dict.fromkeys(found), key=BY_NAME)
 
     def _with_siblings(self, groups: Iterable[GpuGroup], now: float) -> list[GpuGroup]:
-        """``groups``, and those that have backends of the same models, as far as it concerns them."""
+        """``groups``, and those that have backends of the same models, as far as it concerns them.
+
+        It does where a queue stands, and where another replica of a busy model may be worth a load.
+        """
         moved, layout = self._moved(now), self._layout
         found = dict.fromkeys(groups)
+        queues = {layout.of_model[model.name] for model in layout.models.values() if model.queue.tickets}
         for model in dict.fromkeys(model for group in groups for model in group.state.routed if model.home):
-            if not model.is_wide:
-                found.update(dict.fromkeys(layout.groups_of[model.name]))
-            elif model.spill_home:
-                found[layout.by_name[model.spill_home]] = None
+            found.update((group, None) for group in layout.groups_of[model.name] if group in queues)
+            states = could_spill(layout.states_of[model.name], model, now)
+            found.update(dict.fromkeys(layout.by_name[state.name] for state in states))
         for model in moved:
             found.update(dict.fromkeys(self._concerned(model)))
         return sorted(found, key=BY_NAME)
@@ -198,12 +178,9 @@ class Settling:
     def _concerned(self, model: Model) -> Sequence[GpuGroup]:
         """The groups that are to be asked about a model with backends in several."""
         layout = self._layout
-        groups = layout.groups_of[model.name]
-        if not model.is_wide:
-            return groups
         slots = [slot for slot in model.active if slot.coming or model.bounded]
         where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
-        return where + [group for group in groups if group.state.preloads]
+        return where + [group for group in layout.groups_of[model.name] if group.state.preloads]
 
     def _moved(self, now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.
@@ -244,7 +221,7 @@ class Settling:
                 found.cut.extend(step.severed)
             found.steps.append(self._numbered(step))
         _collect(group, found)
-        self._alarms.set(group, min(step))
+        self._moments[group] = min(step)
 
     def _numbered(self, step: Step) -> Step:
         """``step`` with its number: that of the load that it cancels, or one of its own."""

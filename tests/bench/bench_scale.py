@@ -40,7 +40,6 @@ HOSTS, GPUS, BACKENDS = 32, 2, 1000
 REPLICAS = 8
 HOLD_MS, RELOAD_MS, LEASE_US, BUILT_S, BUILT_MB = 5.0, 100.0, 10.0, 2.0, 200.0
 """The promises: of a fact or a question, a reload, a lease with its release, and of what is built."""
-ASKED = "reload: what is asked a moment later"
 
 
 def many(hosts: int = HOSTS, gpus: int = GPUS, backends: int = BACKENDS) -> Config:
@@ -251,7 +250,7 @@ def reloads(mux: Multiplexer, clock: WatchedClock, config: Config, host: str) ->
     assert clock.held
     first, *_, last = [each.name for each in config.backends if each.host == host]
     model = next(each.model for each in config.backends if each.name == first)
-    asked_later(mux)
+    mux._shell.apply(mux._shell.scheduler.time_passed)
     found: dict[str, float] = {}
     for number in range(1, 4):
         steps = {
@@ -274,17 +273,7 @@ def reloads(mux: Multiplexer, clock: WatchedClock, config: Config, host: str) ->
             clock.held.longest = 0.0
             mux.facts.reconfigure(after, {})
             found[what] = min(clock.held.longest, found.get(what, 1e9))
-            clock.held.longest = 0.0
-            asked_later(mux)
-            found[ASKED] = max(clock.held.longest, found.get(ASKED, 0.0))
     return found
-
-
-def asked_later(mux: Multiplexer) -> None:
-    """Have all GPU groups asked that a reload leaves to be asked a moment later."""
-    shell, until = mux._shell, mux._clock.now() + 1.0
-    while (shell.apply(shell.scheduler.time_passed).ask_at or until) < until:
-        pass
 
 
 def lease_seconds(config: Config, resident: Iterable[str], model: str, count: int = 2000) -> float:

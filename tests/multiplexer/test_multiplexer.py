@@ -277,16 +277,6 @@ def test_they_do_so_too_while_it_is_paused_now_and_then(fleet, policy):
         assert differences(config, trace, perform, seed=seed) is None, seed
 
 
-@pytest.mark.seeds
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fleet", FLEETS)
-def test_they_do_so_too_where_not_all_gpu_groups_of_a_model_are_asked(fleet, policy, monkeypatch):
-    monkeypatch.setattr("anvil_mux.scheduler.index.FEW_GROUPS", 1)
-    for seed in seeds(1, of=30):
-        config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
-        assert differences(config, trace, perform, seed=seed) is None, seed
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_they_do_so_too_with_a_model_that_ran_before_and_with_what_was_learned(policy):
     for seed, layout in enumerate(LAYOUTS):

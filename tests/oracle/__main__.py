@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -19,14 +17,8 @@ from tests.oracle.worlds import World, worlds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-BASE = "e0f6152"
-"""The last commit before the scheduler was taken apart."""
-ON_PURPOSE = (
-    "Replicas of one model tie GPU groups together no longer: each group decides by itself, what is resident "
-    "in several shares the model's demand, its queue stands where its wait is shortest, and an overdue one "
-    "reserves the GPUs of one replica. At the frozen commit all were one group."
-)
-"""Why the logs of worlds in which a model has backends on several GPUs may be others than there."""
+BASE = "4ea0fa738f90c73800f5c384c5a04caf3d04d82c"
+"""The last commit before the program was redesigned in fewer concepts."""
 CONTEXT = 6
 """Events of both that are shown before the first that differs."""
 
@@ -46,7 +38,6 @@ def main() -> int:
         before, now = start("frozen.py", Path(folder), made), start("current.py", ROOT, made)
         different = compare(made, logs(before), logs(now))
     print(f"{len(made)} worlds, {different} of them with another log than at {asked.base}")
-    print(f"Not counted: {sum(map(spreads, made))} worlds with replicas on several GPUs. {ON_PURPOSE}")
     return 1 if different else 0
 
 
@@ -78,53 +69,12 @@ def logs(process: subprocess.Popen[str]) -> Iterator[Log]:
 def compare(made: Iterable[World], before: Iterable[Log], now: Iterable[Log]) -> int:
     """How many worlds have different logs; each is shown."""
     different = 0
-    for world, *both in zip(made, before, now, strict=True):
-        frozen, current = both
-        if frozen != current and "config" in world:
-            frozen, current = (in_order(log, world) for log in both)
+    for world, frozen, current in zip(made, before, now, strict=True):
         position = first_difference(frozen, current)
-        on_purpose = spreads(world) and not is_error(current)
-        if position is not None and not on_purpose:
+        if position is not None:
             different += 1
             show(world["name"], frozen, current, position)
     return different
-
-
-def spreads(world: World) -> bool:
-    """Whether some model has backends on several GPUs, at one time or after a reload."""
-    configs = [world["config"]] if "config" in world else []
-    configs += [entry[2] for entry in world.get("trace", ()) if entry[1] == "reload"]
-    gpus: dict[str, set[tuple[str, ...]]] = {}
-    for backend in [each for config in configs for each in config["backends"]]:
-        gpus.setdefault(backend["model"], set()).add(tuple(backend["gpus"]))
-    return any(len(each) > 1 for each in gpus.values())
-
-
-def is_error(log: Log) -> bool:
-    """Whether the world could not be run."""
-    return bool(log) and log[-1][1] == "error"
-
-
-def in_order(log: Log, world: World) -> Log:
-    """The log with what several GPU groups do at one moment in the order of the groups.
-
-    The frozen commit asked them in the order in which they had been made, and we do by their names.
-    """
-    configs = [(0.0, world["config"])]
-    configs += [(entry[0], entry[2]) for entry in world["trace"] if entry[1] == "reload"]
-    until = [moment for moment, _ in configs[1:]] + [math.inf]
-    groups = [groups_of([config for _, config in configs[: n + 1]]) for n in range(len(configs))]
-    return sorted(log, key=lambda event: (event[0], groups[bisect_right(until, event[0])].get(event[2], -1)))
-
-
-def groups_of(configs: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Model -> a number that it has in common with all models which shared a GPU with it up to now."""
-    ties = [{each["model"], *map("gpu {}".format, each["gpus"])} for c in configs for each in c["backends"]]
-    groups: list[set[str]] = []
-    for tie in ties:
-        together = [group for group in groups if group & tie]
-        groups = [group for group in groups if group not in together] + [tie.union(*together)]
-    return {name: number for number, group in enumerate(groups) for name in group}
 
 
 def first_difference(one: Log, other: Log) -> int | None:

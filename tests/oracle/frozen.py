@@ -11,11 +11,13 @@ from typing import Any
 
 import worlds
 
-from anvil_mux import policy, simulate, study, workload
-from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.sim import simulate, study, workload
 
-WHAT = {"Start": "load", "Cancel": "cancel", "Stop": "evict", "Demote": "demote"}
+WHAT = {"Load": "load", "Cancel": "cancel", "Evict": "evict", "Demote": "demote"}
 
 
 def config_of(about: dict[str, Any]) -> Config:
@@ -39,8 +41,8 @@ def entry_of(entry: list[Any]) -> Any:
 
 
 def request_of(at: float, model: str, seconds: float, patience: float, leases: bool, sender: str) -> Any:
-    long = policy.FOREVER if patience >= worlds.FOREVER else patience
-    return simulate.Request(at, model, seconds, long, leases, sender or None)
+    long = FOREVER if patience >= worlds.FOREVER else patience
+    return simulate.Arrival(at, model, seconds, long, leases, sender or None)
 
 
 def perform_of(world: dict[str, Any], config: Config) -> Any:
@@ -62,7 +64,7 @@ def follow_of(world: dict[str, Any]) -> Any:
     if not sessions:
         return None
     rest = {
-        sender: [simulate.Request(think, model, seconds, sender=sender) for think, model, seconds in requests]
+        sender: [simulate.Arrival(think, model, seconds, sender=sender) for think, model, seconds in requests]
         for sender, requests in sessions.items()
     }
     return workload.Sessions(rest)
@@ -94,14 +96,16 @@ def _workload_log(world: dict[str, Any]) -> Any:
     )
 
 
+def written(event: Event) -> list[Any]:
+    """An event as JSON has it."""
+    cause = event.cause and event.cause._asdict()
+    return list(event._replace(cause=cause))  # type: ignore[arg-type]
+
+
 def main() -> None:
     for line in sys.stdin:
         world = json.loads(line)
-        try:
-            log = [list(event) for event in log_of(world)]
-        except Exception as error:  # a world that one version cannot run is a difference too
-            log = [[0.0, "error", f"{type(error).__name__}: {error}"]]
-        print(json.dumps([world["name"], log]), flush=True)
+        print(json.dumps([world["name"], [written(event) for event in log_of(world)]]), flush=True)
 
 
 if __name__ == "__main__":

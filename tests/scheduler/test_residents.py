@@ -56,8 +56,7 @@ def test_no_replica_is_loaded_where_nothing_can_be_begun():
         assert [step.backend for step in fleet.steps] == ["m.c"]
 
 
-def test_a_wide_model_has_its_next_replica_where_room_is_and_waits_for_it_to_be_there(monkeypatch):
-    monkeypatch.setattr("anvil_mux.scheduler.index.FEW_GROUPS", 1)
+def test_a_model_has_its_next_replica_where_room_is_and_waits_for_it_to_be_there():
     fleet = Fleet(*anywhere(most=2), on("b", "x"), policy="adaptive")
     fleet.take(fleet.core.adopted("x", 0.0))
     fleet.request("x", 0.0)

@@ -21,14 +21,3 @@ def test_no_world_with_lost_hosts_breaks_an_invariant(fleet, policy):
 def test_nor_does_one_that_is_paused_now_and_then(fleet, policy):
     for seed in seeds(3, of=60):
         assert_is_sound(world_of_pauses(fleet, policy, seed), seed)
-
-
-@pytest.mark.seeds
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fleet", FLEETS)
-def test_nor_does_one_whose_models_have_backends_in_too_many_groups_to_ask_them_all(
-    fleet, policy, monkeypatch
-):
-    monkeypatch.setattr("anvil_mux.scheduler.index.FEW_GROUPS", 1)
-    for seed in seeds(2, of=60):
-        assert_is_sound(world_of_hosts(fleet, policy, seed), seed)
