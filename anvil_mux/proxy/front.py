@@ -109,6 +109,8 @@ class Front:
         self._listener = listener
         self._stopped.clear()
         try:
+            if self._stops:
+                return  # the listener may be closed already
             self._epoll.register(self._listener, select.EPOLLIN)
             self._loop(poll_seconds)
             for connection in [*self._idle.values(), *self._begun.values()]:

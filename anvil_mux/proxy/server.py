@@ -63,18 +63,13 @@ class Server(ThreadingHTTPServer):
         *,
         max_connections: int = 16384,
         max_bodies: int = 1 << 30,
-        begin_thread: Callable[[], object] = lambda: None,
         tls: ssl.SSLContext | None = None,
         client_timeout: float = 60.0,
     ) -> None:
-        """``begin_thread``: what the accepting thread does first, which begins all others.
-
-        ``client_timeout``: how long a client may take nothing of what it is sent.
-        """
+        """``client_timeout``: how long a client may take nothing of what it is sent."""
         self.tls = tls
         self.client_timeout = client_timeout
         self.handler = handler
-        self._begin_thread = begin_thread
         self.connections: set[ClientConnection] = set()
         self.busy: set[ClientConnection] = set()
         """Connections within a request. Many threads change such sets, in single atomic operations."""
@@ -101,7 +96,6 @@ class Server(ThreadingHTTPServer):
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each connection inherits it
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
-        self._begin_thread()
         self.front.run(self.socket, poll_interval)
 
     def shutdown(self) -> None:

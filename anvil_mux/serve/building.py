@@ -106,11 +106,12 @@ class Parts:
     def _observe(self, given: Given) -> None:
         """Make the observers, which ask parts that are made after them."""
         cpus = one_cpu(os.getpid()) if self.options.pin else CPUs(os.sched_getaffinity(0))
-        self._pin = partial(run_on, cpus)
+        self.pin = partial(run_on, cpus)
+        """Moves the calling thread to where requests are served."""
         self.relay = Relay(
             timeout=self.config.upstream_timeout,
             client_timeout=self.config.client_timeout,
-            begin_thread=self._pin,
+            begin_thread=self.pin,
         )
         self.metrics = Metrics(
             self.config,
@@ -247,7 +248,6 @@ class Parts:
                 self.mux,
                 max_connections=self.config.max_connections,
                 max_bodies=self.config.max_bodies or 0,
-                begin_thread=self._pin,
                 tls=tls,
                 client_timeout=self.config.client_timeout,
             )
@@ -270,7 +270,7 @@ class Parts:
 
     def _keep_house(self) -> None:
         """Tidy up and save what was learned, now and then, in the journal's thread."""
-        self._pin()  # it counts what was served
+        self.pin()  # it counts what was served
         self.relay.pool.sweep()
         self.metrics.usage.save()
         known = Known(self.mux.overview.costs(), self.mux.overview.footprints())

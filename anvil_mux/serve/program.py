@@ -173,7 +173,8 @@ class AnvilMux:
         parts.clock.spawn(self._accept, "acceptor")
 
     def _accept(self) -> None:
-        """The acceptor's life. The threads of connections inherit how it is scheduled."""
+        """The acceptor's life. The threads of connections inherit where it runs and how it is scheduled."""
+        self.parts.pin()
         try:
             # A thread that wakes does not push aside the one that holds the interpreter, only to wait for it.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1128,6 +1128,14 @@ def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
     assert connection.get(b"/livez", extra=b"X-Request-ID: a b\r\n").header(b"x-request-id") != b"a b"
 
 
+def test_who_is_stopped_before_it_began_to_accept_begins_no_more(rig: Rig) -> None:
+    never, listener = front.Front(rig.server), socket.socket()
+    never.stop()
+    never.close()
+    listener.close()
+    never.run(listener, 0.5)
+
+
 def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:
     rig.engine.answer = lambda _: JSON_OK
     slow = [rig.client() for _ in range(500)]
