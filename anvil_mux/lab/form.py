@@ -17,7 +17,6 @@ from typing import Any
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.lab.saved import slots
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.decider import Decider
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.state import SharedSettings
 from anvil_mux.scheduler.steps import Ticket
@@ -29,8 +28,8 @@ _PLAIN = frozenset((str, int, bool, bytes, type(None)))
 _CALLS = (FunctionType, BuiltinFunctionType, MethodType, partial, type, count)
 _FIXED = (Backend, Gpu, Routing, SharedSettings)
 """The kinds of objects that follow from the configuration, of which is read which one it is."""
-_LEFT_OUT = frozenset(("version", "changes", "_planned", "_memory_changes", "_heap", "_under_way", "_order"))
-"""Counters, and the heap whose valid entries stand in a table as well."""
+_LEFT_OUT = frozenset(("changes", "_plans", "_memory_changes", "_under_way", "_order"))
+"""Counters, and what is set anew before it is read."""
 
 
 class _Reader:
@@ -101,9 +100,7 @@ class _Reader:
             if name not in _LEFT_OUT:
                 self._out.append(name)
                 self._read(value)
-        if isinstance(thing, Decider):
-            self._out.append(thing._planned == thing._state.version)
-        elif isinstance(thing, Settling):
+        if isinstance(thing, Settling):
             memories, seen = thing._layout.bounded.items(), thing._memory_changes
             self._out.append(tuple([seen.get(name, 0) == each.changes for name, each in memories]))
             self._read(sorted(thing._under_way))

@@ -200,7 +200,7 @@ class Admission:
             ticket = queue.take(lambda ticket: model.takes(ticket.work.owner))
             if ticket is None:
                 return
-            self._state.touch()
+            self._state.changed()
             places = [slot for slot in model.ready if not slot.full]
             self._admit_one(model, ticket, places, now)
 

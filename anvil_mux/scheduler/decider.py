@@ -4,11 +4,6 @@ In this order: swaps under way go on, upkeep is done, the oldest overdue queue g
 higher priority takes over the drain for a lower one, the policy is asked, a load that no request waits for
 any more is cancelled for a queue, and a preload is begun. The policy proposes, the group disposes: an overdue
 queue waits for no policy, and the GPUs that it needs go to no younger queue meanwhile.
-
-While a policy holds a swap back it is asked again and again, and mostly about the same plans: they depend on
-what ``GroupState.version`` counts, and on moments that are known. So they are kept until one of these.
-Making them anew each time takes the simulator up to 2.9 times as long in the scenario `thrash` of
-`bin/bench simulate` (under time_slice; 2.4 under adaptive), and up to 5.7 times in `busy` (adaptive).
 """
 
 from __future__ import annotations
@@ -47,9 +42,7 @@ class Decider:
         self._swaps = swaps
         self._upkeep = Upkeep(state, moves, swaps)
         self._plans: dict[str, Plan] = {}
-        """The swaps that the policy could begin when it was last asked."""
-        self._planned, self._until = -1, -FOREVER
-        """The version of the state for which they hold, and until when."""
+        """The swaps that could begin now; set anew before the policy is asked."""
         self._ask_again = FOREVER
         """When the policy is asked again."""
         self._announce: dict[Ticket, float] = {}
@@ -59,10 +52,6 @@ class Decider:
         """Plan anew, and announce anew what is held back: the configuration is another."""
         self._announce, self._state.deferred = {}, {}
         self._state.changed()
-
-    def plans_hold(self, now: float) -> bool:
-        """Whether the plans are as they were when the policy was last asked."""
-        return now < self._until and self._planned == self._state.version
 
     def next_step(self, now: float) -> Step | Wait:
         """Return the step to perform now, each once, or until when to wait."""
@@ -74,10 +63,6 @@ class Decider:
         if self._state.bounded:
             self._upkeep.give_up_surplus(now)
         while True:
-            if now < self._until and self._planned == self._state.version:
-                if self._ask_policy(self._plans, now):
-                    continue
-                return self._wait(self._until, now)
             step = self._swaps.advance(now) if self._state.swaps else None
             step = step or self._upkeep.step(now)
             if step:
@@ -89,27 +74,7 @@ class Decider:
                 or self._cancel_unwanted(models, now)
                 or self._begin_preload(models, now)
             ):
-                until = self._next_moment(models, now)
-                if self._plans_can_hold():
-                    self._planned, self._until = self._state.version, until
-                return self._wait(until, now)
-
-    def _plans_can_hold(self) -> bool:
-        """Whether the plans stay the same while leases begin and end, and queues grow.
-
-        They do not where a drain or a ttl waits for a lease to end, or where there is a choice of victims.
-        """
-        state = self._state
-        if state.swaps or state.idlers or state.routed or not self._plans:
-            return False
-        return state.memory.budget is None and not any(map(self._has_choice, self._plans.values()))
-
-    def _has_choice(self, found: Plan) -> bool:
-        """Whether other residents than its victims might make room, were leases others."""
-        if len(self._state.ready) < 2:
-            return False
-        there = [slot for slot in self._state.ready if not slot.holds.keys().isdisjoint(found.target.holds)]
-        return len(there) > 1
+                return self._wait(self._next_moment(models, now), now)
 
     def _wait(self, until: float, now: float) -> Wait:
         if mistake := self._state.placement.mistake:

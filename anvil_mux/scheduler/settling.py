@@ -107,7 +107,7 @@ class Settling:
         """The groups that are to be asked although no fact concerns them."""
         found = [group for group in self._layout.groups if self._moments.get(group, now) <= now]
         for group in found:
-            group.state.touch()  # a cool-down may be over: queues may have a better place there
+            group.state.changed()  # a cool-down may be over: queues may have a better place there
         return found
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
@@ -153,7 +153,7 @@ class Settling:
                 used, before = memory.used, self._memory_used.get(name, 0)
                 self._memory_used[name] = used
                 for group in self._layout.on_host(name) if used < before else ():
-                    group.state.touch()  # queues may have a better place there
+                    group.state.changed()  # queues may have a better place there
         found = [group for host in hosts for group in self._layout.on_host(host)]
         if self._layout.spread:
             found += [group for model in self._moved(now) for group in self._concerned(model)]

@@ -1,8 +1,8 @@
 """The state that the parts of one GPU group share: its models, slots, swaps, and what was learned of them.
 
 ``GroupState`` decides nothing. Planner, refusals and snapshot read it; admission, moves, group_swaps,
-outcomes and decider write it, each its own part. ``version`` counts the changes after which another swap may
-be possible: each is followed by ``changed()``, and plans that were made before hold no longer.
+outcomes and decider write it, each its own part. ``changed()`` follows each change that may concern other GPU
+groups, which have backends of the same models.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ class GroupState:
     """Tickets taken from a replica that had not begun with them; the driver takes and cuts them."""
     deferred: dict[str, Deferred] = field(default_factory=dict)
     """The first model of each set of queues whose swaps the policy holds back."""
-    version: int = 0
     slots: dict[str, Slot] = field(init=False)
     costs: Costs = field(init=False)
     footprints: Footprints = field(init=False)
@@ -190,12 +189,7 @@ class GroupState:
         self.bounded = [model for model in found.values() if model.bounded]
 
     def changed(self) -> None:
-        """Note that another swap may be possible, or one less."""
-        self.version += 1
-        self.common.touched[self] = None
-
-    def touch(self) -> None:
-        """Note that what GPU groups share has changed here, but no swap is possible that was not before."""
+        """Note that another swap may be possible, or one less, or that what GPU groups share has changed."""
         self.common.touched[self] = None
 
     def states_of(self, model: Model) -> list[GroupState]:

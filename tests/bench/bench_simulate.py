@@ -9,7 +9,7 @@
 Figures are requests per CPU second of this process, the median of the repetitions. Each of those goes
 through all rows, so that no row has a busy minute of the machine to itself. Apart from the simulation: the
 check of the log against every invariant, and the figures that are made of it. `anvil-mux simulate` does all
-three. The promise is 50,000 requests/s for the simulation.
+three. The promise is 10,000 requests/s in `mixed` and `day`.
 
 A policy is slow where it holds swaps back: then it is asked about every request that waits and about every
 answer, unless it says that answers make no difference to it.

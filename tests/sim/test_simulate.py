@@ -10,7 +10,7 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL, Decider
+from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
@@ -254,15 +254,6 @@ def world(layout, policy, seed, requests=60):
     )
     trace, _ = random_traffic(draw, backends, requests)
     return config, trace, engines
-
-
-@pytest.mark.seeds
-@pytest.mark.parametrize("policy", POLICIES)
-def test_plans_that_were_kept_are_those_that_would_be_made_anew(policy, monkeypatch):
-    worlds = [world(layout, policy, seed) for layout in LAYOUTS for seed in seeds(2, of=4)]
-    kept = [simulate(*each) for each in worlds]
-    monkeypatch.setattr(Decider, "_plans_can_hold", lambda self: False)
-    assert [simulate(*each) for each in worlds] == kept
 
 
 def waiting_at_the_end(log):
