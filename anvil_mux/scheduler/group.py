@@ -176,20 +176,26 @@ class GpuGroup:
         if model.unload_when_idle and self.requested.unload_when_idle(model, now):
             return True
         leases = len(slot.holders)
-        if state.deferred:
-            self._note_end(slot, leases)
+        if state.deferred and self._matters(slot, leases):
             return True
         if leases:
             return is_sooner
         comes_back = bool(state.homes) and not slot.backend.home
         return slot.state == "draining" or slot.ttl is not None or comes_back
 
-    def _note_end(self, slot: Slot, leases: int) -> None:
-        """Note of which swaps that are held back the policy is to be asked again, as a lease ended."""
-        held = self.state.deferred
+    def _matters(self, slot: Slot, leases: int) -> bool:
+        """Whether the end of a lease may change what is decided about swaps that are held back.
+
+        It does where the policy says so, where there is a choice of victims, and where a drain, a ttl, memory
+        or another replica may depend on it.
+        """
+        state, held = self.state, self.state.deferred
         for model, each in held.items():
             if leases < each.stay.leases and slot in each.residents:
                 held[model] = each._replace(is_over=True)
+        if state.swaps or state.idlers or state.routed or state.memory.budget is not None:
+            return True
+        return any(each.is_over or not each.contest or len(each.residents) > 1 for each in held.values())
 
     def _note_use(self, model: Model, slot: Slot, ticket: Ticket, seconds: float, now: float) -> None:
         slot.last_used = now
