@@ -17,7 +17,7 @@ from tests.oracle.worlds import World, worlds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-BASE = "4ea0fa738f90c73800f5c384c5a04caf3d04d82c"
+BASE = "815ca5dd9d1e90423f9fd65739a2a90c5607855c"
 """The last commit before the program was redesigned in fewer concepts."""
 CONTEXT = 6
 """Events of both that are shown before the first that differs."""
