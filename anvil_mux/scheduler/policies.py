@@ -378,7 +378,6 @@ class Adaptive:
       (Harris, 1913). Fewer are enough here, since nothing has to be drained. Where clients wait for their
       answers ``r`` says little of them: their next requests count as well, the less the longer the model
       has served. It is believed to be idle for good after twice its usual pause.
-
     * Which of several queues goes first is decided by the squares of their waits: see ``_most_urgent``.
 
     ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
