@@ -80,7 +80,7 @@ def compose() -> dict[str, Any]:
             **engine,
             "command": [*engine["command"], model, "FOLDER", *flags],
             "environment": {"VLLM_SERVER_DEV_MODE": "1"},
-            "x-anvil": {"gpus": [str(number)], "load_timeout": 4, "stop_timeout": 3, **given},
+            "x-anvil": {"gpus": [str(number)], "load_timeout": 12, "stop_timeout": 3, **given},
         }
     top = {
         "runtime": "process",
