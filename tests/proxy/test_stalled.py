@@ -67,7 +67,8 @@ def websocket(rig: Rig) -> RawClient:
     stalled = rig.client()
     stalled.send(b"GET /v1/realtime?model=a HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % WISH)
     asked = rig.engine.next()
-    threading.Thread(target=answered, args=(asked, SWITCHED, bytes(LARGE)), daemon=True).start()
+    frame = b"\x82\x7f" + LARGE.to_bytes(8, "big") + bytes(LARGE)
+    threading.Thread(target=answered, args=(asked, SWITCHED, frame), daemon=True).start()
     return stalled
 
 
