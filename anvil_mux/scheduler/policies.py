@@ -361,9 +361,9 @@ class Adaptive:
 
     * A model that answers stays until its turn is over. A turn begins when the model is there and somebody
       waits for its GPUs, and lasts for ``S``: of clients who ask again once they are answered, the root of
-      the mean square of their waits is least at that length (docs/policies.md). It lasts for up to twice as
-      long where the model's own queue would fill quickly. How quickly, the rates tell: of ``n`` clients who
-      wait for their answers all but one may join a queue, so that growth / rate is 1 - 1/n, and 1 where
+      the mean square of their waits is least at that length (docs/policies.md). It lasts for up to half as
+      long again where the model's own queue would fill quickly. How quickly, the rates tell: of ``n`` clients
+      who wait for their answers all but one may join a queue, so that growth / rate is 1 - 1/n, and 1 where
       requests come whatever is answered. From 3 clients on a turn grows with their number.
     * Once nobody else comes to the queue, all its clients are in it. Those of the model that answers are
       taken to be alike: they join its queue while it drains, so that a drain costs them nothing. Then ``S``
@@ -490,7 +490,7 @@ class _Turn:
             spared = math.sqrt(2 * growth * (lost * seconds + expected) * service)
             self.enough = max(seconds * math.sqrt(growth * lost) + again - spared, 0.0)
         begun = max(begun, oldest)
-        self.over = begun + seconds * min(max(clients / FEW, 1.0), 2.0)
+        self.over = begun + seconds * min(max(clients / FEW, 1.0), LONGEST_TURN)
         """When the residents have had their turn."""
         if complete < self.over:
             answers = max(round(ways / (service + pause)), 1)
@@ -515,6 +515,9 @@ FEW = 3
 """The number of clients that make no turn longer, and of requests that tell whether more will come."""
 ANSWER_SECONDS = 1.0
 """About how long a model serves at the least once it is loaded; a load of no time is not worth everything."""
+LONGEST_TURN = 1.5
+"""The most by which many clients make a turn longer. With 8 against 1 the root mean square of the waits is
+the same from 1.3 to 2.0, and the longest wait grows from 14 to 18 s (`bin/bench policies --clients`)."""
 RARE = 0.1
 """The probability of a pause after which no more are expected to come."""
 PAUSES = 2.0
