@@ -94,10 +94,10 @@ def _own(problems: Problems, name: str, written: object, shipped: Container[str]
         problems.add(key, "is the name of a policy that is shipped; call it otherwise")
     if not ROUTING_NAME.fullmatch(str(name)):
         problems.add(key, "a name may hold letters, digits, . _ + and - only")
-    made, found = pipeline.compile(name, written)
-    for path, text in found:
+    routing, wrong = pipeline.compile(name, written)
+    for path, text in wrong:
         problems.add((*key, *path), text)
-    return made
+    return routing
 
 
 def _no_policy(name: str, policies: Mapping[str, Routing]) -> Diagnostic:

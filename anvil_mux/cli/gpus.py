@@ -54,10 +54,12 @@ def vram_to_declare(config: Config, known: Known) -> Iterator[str]:
         if any(users[gpu] > 1 for gpu in backend.gpu_names):
             size = to_declare(last.held)
             write = f"x-anvil: {{vram: {size}}}"
-            said = text = f"{backend.name} held {size} of each GPU when it last ran"
+            fact = f"{backend.name} held {size} of each GPU when it last ran"
             if backend.vram:
-                said, text = f"{said}, more than its vram", f"{text}, more than its vram: declare {write}"
+                short = f"{fact}, more than its vram"
+                sentence = f"{short}: declare {write}"
             else:
                 benefit = "others may be loaded beside it"
-                said, text = f"{said}; declared, {benefit}", f"{text}: declare {write}, and {benefit}"
-            yield Diagnostic(text, said=said, write=write, key=("services", backend.name, "x-anvil", "vram"))
+                short, sentence = f"{fact}; declared, {benefit}", f"{fact}: declare {write}, and {benefit}"
+            key = ("services", backend.name, "x-anvil", "vram")
+            yield Diagnostic(sentence, said=short, write=write, key=key)

@@ -107,8 +107,8 @@ class Places:
 
     def _abbreviated(self, id: str) -> Gpu | None:
         """The one GPU of this machine whose UUID begins so; CUDA and Docker accept that."""
-        found = {gpu.id: gpu for name, gpu in self._present.items() if name.startswith(id)}
-        return next(iter(found.values())) if id.startswith("GPU-") and len(found) == 1 else None
+        fitting = {gpu.id: gpu for name, gpu in self._present.items() if name.startswith(id)}
+        return next(iter(fitting.values())) if id.startswith("GPU-") and len(fitting) == 1 else None
 
     def _is_name(self, name: str) -> bool:
         fit = HOST_NAME.fullmatch(name) is not None and name not in (LOCAL, ANY_HOST)

@@ -185,8 +185,8 @@ def _without_image(documents: Sequence[Document]) -> Iterator[Diagnostic]:
             ours = overlay.mapping(overlay.mapping(described).get(overlay.OURS))
             if "url" in ours and not keys & {"image", "build", "extends"}:
                 text = "Compose wants `image: scratch` and `profiles` also of a server elsewhere (url)"
-                found = Diagnostic(text, write="image: scratch", page="elsewhere.md")
-                yield found.at(document.place(("services", name)), ("services", name), f"services.{name}")
+                missing = Diagnostic(text, write="image: scratch", page="elsewhere.md")
+                yield missing.at(document.place(("services", name)), ("services", name), f"services.{name}")
 
 
 def _unset(documents: Sequence[Document], name: str, *, process: bool = False) -> str:
