@@ -297,6 +297,7 @@ class Watcher:
         self.over = False
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        self._socket.recv(1)  # it is served from now on
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 

@@ -30,6 +30,10 @@ LETS_OTHERS_RUN = frozenset(_LETTING.split())
 OF_REQUESTS = ("request-", "pump", "acceptor", "scheduler", "MainThread")
 """How the threads are called that serve requests, or that requests wait for; others work as time goes."""
 
+WITHOUT_END = frozenset({"events", "follow"})
+"""The functions that tell a client what happens until it leaves. They look again every so often, so what they
+cost goes by time, and is not work of the request that is counted."""
+
 
 class Count:
     """The work of one thread since the last mark."""
@@ -51,6 +55,7 @@ class Work:
         self._mark = 0
         self._of_thread = threading.local()
         self._counts: list[Count] = []
+        self._aside: set[str] = set()
         self.list_ns = list_ns()
 
     def watch(self) -> None:
@@ -74,13 +79,17 @@ class Work:
         count.last = thread_time_ns()
 
     def mark(self) -> None:
+        """Begin anew; threads that serve an answer without an end are left aside until the next mark."""
+        self._aside = {thread.name for thread in threading.enumerate() if _is_without_end(thread)}
         self._mark += 1
 
     def done(self) -> dict[str, Any]:
-        """Since the last mark: the calls of all threads, what they computed, and the longest stretch, both in
-        empty lists."""
+        """What was done since the last mark: calls, what was computed, and the longest stretch, both in empty
+        lists."""
         counts = [
-            each for each in self._counts if each.mark == self._mark and each.name.startswith(OF_REQUESTS)
+            each
+            for each in self._counts
+            if each.mark == self._mark and each.name.startswith(OF_REQUESTS) and each.name not in self._aside
         ]
         longest = max(counts, key=lambda each: each.longest, default=Count(""))
         return {
@@ -89,6 +98,15 @@ class Work:
             "stretch": round(longest.longest / self.list_ns),
             "where": f"{longest.name} {longest.where}",
         }
+
+
+def _is_without_end(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name in WITHOUT_END:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def list_ns() -> float:
