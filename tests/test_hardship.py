@@ -9,11 +9,11 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.lab.simulate import Arrival, Death, Outcome, Unloading, _Simulation, check
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.slot import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Load
-from anvil_mux.sim.simulate import Arrival, Death, Outcome, Unloading, _Simulation, check
 from tests.seeds import seeds
 
 LEVELS = (

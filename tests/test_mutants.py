@@ -11,13 +11,13 @@ import pytest
 
 import anvil_mux
 from anvil_mux.config.config import Config
-from anvil_mux.sim.simulate import Engines
+from anvil_mux.lab.simulate import Engines
 from tests.baton import BatonClock
+from tests.lab.hosts import FLEETS, world_of_hosts
+from tests.lab.test_simulate import LAYOUTS, one, world
 from tests.multiplexer.test_multiplexer import VirtualEngines, differences
 from tests.scheduler.test_scheduler import reports_of_old_steps_are_ignored
 from tests.seeds import part
-from tests.sim.hosts import FLEETS, world_of_hosts
-from tests.sim.test_simulate import LAYOUTS, one, world
 
 SOURCE = Path(anvil_mux.__file__).parent
 

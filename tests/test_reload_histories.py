@@ -8,13 +8,7 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
-from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.scheduler.index import BY_NAME
-from anvil_mux.scheduler.layout import Layout
-from anvil_mux.scheduler.model import settings_of
-from anvil_mux.scheduler.steps import Demote, Evict, Load
-from anvil_mux.sim.simulate import (
+from anvil_mux.lab.simulate import (
     Arrival,
     Death,
     Engines,
@@ -28,11 +22,17 @@ from anvil_mux.sim.simulate import (
     Unloading,
     simulate,
 )
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.scheduler.host_facts import FoundBackend
+from anvil_mux.scheduler.index import BY_NAME
+from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.model import settings_of
+from anvil_mux.scheduler.steps import Demote, Evict, Load
 from tests.baton import BatonClock
+from tests.lab.test_simulate import one
 from tests.multiplexer.test_multiplexer import Player, VirtualEngines, differences
 from tests.scheduler.test_hosts import Fleet
 from tests.seeds import seeds
-from tests.sim.test_simulate import one
 
 A, B, C = one("a", "0"), one("b", "0"), one("c", "0")
 OTHER_A = replace(A, load_timeout=1.0, engine="vllm")

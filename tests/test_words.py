@@ -112,7 +112,7 @@ def texts() -> list[tuple[str, str]]:
     readers = {
         strings: "anvil_mux/**/*.py",
         page: "anvil_mux/proxy/page.html",
-        markdown: "README.md CONTRIBUTING.md docs/*.md anvil_mux/sim/*/README.md",
+        markdown: "README.md CONTRIBUTING.md docs/*.md anvil_mux/lab/*/README.md",
         comments: "compose/*.yaml contrib/* grafana/alerts.yml",
         dashboard: "grafana/anvil-mux.json",
     }

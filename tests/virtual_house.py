@@ -28,10 +28,10 @@ from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.swap import Swapper
 from anvil_mux.host.visit import Visit
+from anvil_mux.lab.simulate import check
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
-from anvil_mux.sim.simulate import check
 from tests.baton import BatonClock
 from tests.host.test_checkpoint import Driven
 from tests.sleepy_engine import CONTEXT, GIB, House, Ledger, SleepyEngine

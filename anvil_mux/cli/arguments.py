@@ -12,7 +12,7 @@ from anvil_mux.clock import count_in
 
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config, Gpu, Machine
-    from anvil_mux.sim.workload import ClientGroups
+    from anvil_mux.lab.workload import ClientGroups
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def add_clients(command: argparse.ArgumentParser) -> None:
 
 def clients(given: argparse.Namespace) -> ClientGroups:
     """The clients of the profile of that name; refuses their settings without it."""
-    from anvil_mux.sim.workload import ClientGroups
+    from anvil_mux.lab.workload import ClientGroups
 
     fields = {
         "counts": given.clients,
@@ -103,7 +103,7 @@ def clients(given: argparse.Namespace) -> ClientGroups:
 
 
 def _clients(text: str) -> tuple[int, ...]:
-    from anvil_mux.sim import workload
+    from anvil_mux.lab import workload
 
     return read_value(workload.read_clients, text)
 

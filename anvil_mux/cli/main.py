@@ -761,7 +761,7 @@ def _bench(given: argparse.Namespace) -> int:
         file = outputs.enter_context(opened(given.csv)) if given.csv else None
         figure = None
         if given.plot:
-            from anvil_mux.sim import plot
+            from anvil_mux.lab import plot
 
             figure = outputs.enter_context(plot.picture(given.plot))
         found = bench.measure_all(configs, given.repeat, say, burst=given.burst)

@@ -17,11 +17,11 @@ from anvil_mux.errors import MuxError
 
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config
-    from anvil_mux.replay.report import LiveRun
-    from anvil_mux.replay.runs import Replay
-    from anvil_mux.replay.sending import PlayedServer
-    from anvil_mux.sim.prompts import Trace
-    from anvil_mux.sim.workload import Workload
+    from anvil_mux.lab.prompts import Trace
+    from anvil_mux.lab.report import LiveRun
+    from anvil_mux.lab.runs import Replay
+    from anvil_mux.lab.sending import PlayedServer
+    from anvil_mux.lab.workload import Workload
 
 TTFT_AXIS = "time to the first token (s)"
 
@@ -121,7 +121,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _profiles(names: str) -> tuple[str, ...]:
-    from anvil_mux.sim import study
+    from anvil_mux.lab import study
 
     return read_value(study.choose_profiles, names)
 
@@ -141,9 +141,9 @@ def _factor(text: str) -> float:
 
 
 def run(given: argparse.Namespace) -> int:
-    from anvil_mux.replay.runs import Replay, ReplaySettings, WatchedServer
-    from anvil_mux.sim import plot
-    from anvil_mux.sim.workload import ModelNames
+    from anvil_mux.lab import plot
+    from anvil_mux.lab.runs import Replay, ReplaySettings, WatchedServer
+    from anvil_mux.lab.workload import ModelNames
 
     if not (given.profile or given.trace or given.log):
         given.refuse("say what to send: --profile NAME, --trace FILE or --log EVENTS")
@@ -186,8 +186,7 @@ def _play(replay: Replay, traffic: Iterable[Workload | Trace]) -> MuxError | Non
 
 
 def _traffic(given: argparse.Namespace) -> Iterator[Workload | Trace]:
-    from anvil_mux.replay import script
-    from anvil_mux.sim import replay, study, workload
+    from anvil_mux.lab import recording, script, study, workload
 
     known = {**workload.PROFILES, "clients": clients(given).workload}
     for name in given.profile:
@@ -195,12 +194,12 @@ def _traffic(given: argparse.Namespace) -> Iterator[Workload | Trace]:
     for name in given.trace:
         yield script.find(name)
     if given.log:
-        recording = study.read_log(given.log, None, say)
-        yield replay.replay(recording.runs, recording.name)
+        log = study.read_log(given.log, None, say)
+        yield recording.workload_of(log.runs, log.name)
 
 
 def _server(given: argparse.Namespace, url: str | None, key_env: str | None, flag: str) -> PlayedServer:
-    from anvil_mux.replay.sending import CHAT, COMPLETIONS, PlayedServer
+    from anvil_mux.lab.sending import CHAT, COMPLETIONS, PlayedServer
 
     if key_env and key_env not in os.environ:
         given.refuse(f"{key_env} is not set; it should hold the API key of the server of {flag}")
@@ -227,7 +226,7 @@ def _config(given: argparse.Namespace, url: str) -> Config | None:
 
 
 def _report(given: argparse.Namespace, replay: Replay, config: Config | None, file: TextIO | None) -> None:
-    from anvil_mux.replay import report
+    from anvil_mux.lab import report
 
     if file:
         report.write_csv(replay.runs, file)
@@ -248,8 +247,7 @@ def _report(given: argparse.Namespace, replay: Replay, config: Config | None, fi
 def _draw(path: str, runs: Iterable[LiveRun], config: Config | None) -> None:
     """Draw the first run at each server; without a configuration only the times to the first token."""
     from anvil_mux.config.config import DEFAULT_ROUTING
-    from anvil_mux.replay import report
-    from anvil_mux.sim import plot
+    from anvil_mux.lab import plot, report
 
     first = [run for run in runs if run.repeat == 0]
     drawn = [

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anvil_mux.config.profile import Profile
-    from anvil_mux.sim import contest, study
-    from anvil_mux.sim.fleet import SimulatedEngine
-    from anvil_mux.sim.objectives import Objectives
+    from anvil_mux.lab import contest, study
+    from anvil_mux.lab.fleet import SimulatedEngine
+    from anvil_mux.lab.objectives import Objectives
 from anvil_mux import state
 from anvil_mux.cli.arguments import (
     add_clients,
@@ -165,25 +165,25 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _profiles(names: str) -> tuple[str, ...]:
-    from anvil_mux.sim import study
+    from anvil_mux.lab import study
 
     return read_value(study.choose_profiles, names)
 
 
 def _evictions(names: str) -> tuple[str, ...]:
-    from anvil_mux.sim import study
+    from anvil_mux.lab import study
 
     return read_value(study.choose_evictions, names)
 
 
 def _batching(text: str) -> dict[str, float]:
-    from anvil_mux.sim import study
+    from anvil_mux.lab import study
 
     return read_value(study.read_batching, text)
 
 
 def _engine(settings: str) -> SimulatedEngine:
-    from anvil_mux.sim import contest
+    from anvil_mux.lab import contest
 
     return read_value(contest.read_engine, settings)
 
@@ -204,14 +204,14 @@ def _read_profile(file: str) -> Profile:
 
 
 def _slo(text: str) -> Objectives:
-    from anvil_mux.sim import objectives
+    from anvil_mux.lab import objectives
 
     return read_value(objectives.read, text)
 
 
 def run(given: argparse.Namespace) -> int:
-    from anvil_mux.sim import plot, profiled, study
-    from anvil_mux.sim.workload import ModelNames
+    from anvil_mux.lab import plot, profiled, study
+    from anvil_mux.lab.workload import ModelNames
 
     if given.routing:
         return _simulate_routing(given)
@@ -273,7 +273,7 @@ def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]
 
 def _simulate_routing(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import DEFAULT_ROUTING
-    from anvil_mux.sim import contest, objectives, plot
+    from anvil_mux.lab import contest, objectives, plot
 
     if given.profile or given.log or given.check or given.eviction or not given.trace:
         given.refuse("--routing replays prompts: it takes --trace, and no --profile, --log or --eviction")
@@ -309,7 +309,7 @@ def _simulate_routing(given: argparse.Namespace) -> int:
 
 
 def _scenarios(given: argparse.Namespace) -> Iterator[contest.Scenario]:
-    from anvil_mux.sim import contest, fleet, profiled
+    from anvil_mux.lab import contest, fleet, profiled
 
     engine, profile = given.engine or fleet.SimulatedEngine(), given.engine_profile
     if profile:

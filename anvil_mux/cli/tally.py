@@ -27,8 +27,8 @@ from typing import NamedTuple, TextIO
 
 from anvil_mux.cli.levels import Unmeasured
 from anvil_mux.errors import BackendError
+from anvil_mux.lab.plot import PhaseBar
 from anvil_mux.scheduler.events import Event
-from anvil_mux.sim.plot import PhaseBar
 
 PHASES = ("drain", "save", "evict", "verify", "freeze", "load", "ready", "restore", "probe", "first_token")
 """The phases in the order in which they are shown; others that a mechanism reports follow."""

@@ -36,8 +36,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from anvil_mux.lab import prompts
 from anvil_mux.scheduler.policies import POLICIES
-from anvil_mux.sim import prompts
 from tests.prometheus.server import PROGRAM, Prometheus
 from tests.running import Running, serving
 

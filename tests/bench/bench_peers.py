@@ -52,13 +52,13 @@ from typing import Any
 
 from anvil_mux.clock import Clock
 from anvil_mux.commit import commit
-from anvil_mux.replay.player import Player, Prepare
-from anvil_mux.replay.script import PlayedRequest, of_workload
-from anvil_mux.replay.sending import PlayedAnswer, PlayedServer, failure
+from anvil_mux.lab.figures import quantile
+from anvil_mux.lab.player import Player, Prepare
+from anvil_mux.lab.script import PlayedRequest, of_workload
+from anvil_mux.lab.sending import PlayedAnswer, PlayedServer, failure
+from anvil_mux.lab.simulate import Arrival
+from anvil_mux.lab.workload import ModelNames, Sessions, Tireless, Workload
 from anvil_mux.scheduler.policies import POLICIES
-from anvil_mux.sim.figures import quantile
-from anvil_mux.sim.simulate import Arrival
-from anvil_mux.sim.workload import ModelNames, Sessions, Tireless, Workload
 from tests.bench.bench_live import names, table, tell
 from tests.bench.bench_relay import cpu_name, free_port
 from tests.real import tiny_model

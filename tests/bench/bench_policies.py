@@ -40,9 +40,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from anvil_mux.lab import study
+from anvil_mux.lab.workload import ClientGroups
 from anvil_mux.scheduler.policies import POLICIES, Policy, Queue, Resident, Snapshot, build_policy
-from anvil_mux.sim import study
-from anvil_mux.sim.workload import ClientGroups
 from tests.bench import clairvoyant, overload
 
 COUNT = 1000

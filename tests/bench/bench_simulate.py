@@ -30,12 +30,12 @@ from dataclasses import replace
 from statistics import median
 
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.lab import study
+from anvil_mux.lab.figures import figures
+from anvil_mux.lab.simulate import Arrival, check, simulate
+from anvil_mux.lab.study import Case
+from anvil_mux.lab.workload import Workload
 from anvil_mux.scheduler.policies import POLICIES
-from anvil_mux.sim import study
-from anvil_mux.sim.figures import figures
-from anvil_mux.sim.simulate import Arrival, check, simulate
-from anvil_mux.sim.study import Case
-from anvil_mux.sim.workload import Workload
 
 COUNT = 50_000
 

@@ -43,10 +43,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from anvil_mux.config.config import Config
+from anvil_mux.lab.simulate import Arrival, simulate
+from anvil_mux.lab.workload import Workload
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER, Decision, Snapshot, Stay, SwapTo, Unload
-from anvil_mux.sim.simulate import Arrival, simulate
-from anvil_mux.sim.workload import Workload
 
 MOST_REQUESTS = 12
 MOST_MODELS = 3

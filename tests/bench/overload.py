@@ -11,8 +11,8 @@ import math
 import random
 from collections.abc import Iterator
 
-from anvil_mux.sim.simulate import Arrival
-from anvil_mux.sim.workload import Workload
+from anvil_mux.lab.simulate import Arrival
+from anvil_mux.lab.workload import Workload
 
 TUNED, HELD_OUT = 1, 2
 SEEDS = {TUNED: "tuned", HELD_OUT: "held out"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.replay.script import PlayedRequest
-from anvil_mux.replay.sending import PlayedAnswer
+from anvil_mux.lab.script import PlayedRequest
+from anvil_mux.lab.sending import PlayedAnswer
 from tests.baton import BatonClock
 from tests.bench import bench_peers
 from tests.bench.bench_peers import Engine, Row, measured, medians, options, play, summary, traffic

@@ -8,9 +8,9 @@ from math import inf
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.lab.simulate import Arrival, check, simulate
+from anvil_mux.lab.workload import Rounds, Workload
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload
-from anvil_mux.sim.simulate import Arrival, check, simulate
-from anvil_mux.sim.workload import Rounds, Workload
 from tests.bench.clairvoyant import (
     MOST_REQUESTS,
     Move,

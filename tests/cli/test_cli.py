@@ -34,6 +34,8 @@ from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.host import checkpoint
+from anvil_mux.lab import plot, study
+from anvil_mux.lab.simulate import Arrival, Engines, simulate
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
@@ -44,8 +46,6 @@ from anvil_mux.serve.learned import Known, LearnedFile
 from anvil_mux.serve.locking import locked
 from anvil_mux.serve.options import CannotServe
 from anvil_mux.serve.terminal import short
-from anvil_mux.sim import plot, study
-from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from tests.running import Running, begin, seen, serve, serving

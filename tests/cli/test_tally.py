@@ -11,8 +11,8 @@ from anvil_mux.cli import tally
 from anvil_mux.cli.levels import Unmeasured
 from anvil_mux.cli.tally import TimedPhase, TimedSwap
 from anvil_mux.errors import BackendError
+from anvil_mux.lab.plot import PhaseBar
 from anvil_mux.scheduler.events import Event
-from anvil_mux.sim.plot import PhaseBar
 
 GIB = 1 << 30
 

@@ -14,10 +14,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from anvil_mux.replay.report import CLIENTS_HEAD
+from anvil_mux.lab.report import CLIENTS_HEAD
 from tests.docker.conftest import Stack
 from tests.docker.served import ENDLESS, PATIENCE, eventually, served
-from tests.replay.again import REQUESTS, SESSION, check, recorded, sent
+from tests.lab.again import REQUESTS, SESSION, check, recorded, sent
 from tests.running import Running
 
 SESSIONS = """

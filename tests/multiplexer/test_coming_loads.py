@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from anvil_mux.config.config import Config
+from tests.lab.test_simulate import one
 from tests.multiplexer.test_multiplexer import Stage
-from tests.sim.test_simulate import one
 
 THREE = Config(policy="eager", backends=tuple(one(name, "0") for name in "abc"))
 

@@ -10,8 +10,8 @@ from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import GpuMemoryShort, HostUnavailable
 from anvil_mux.scheduler.status import HostState, KeptPrompts
 from anvil_mux.telemetry import healthz
+from tests.lab.test_simulate import one
 from tests.multiplexer.test_multiplexer import Stage
-from tests.sim.test_simulate import one
 
 M = one("m0", "0", model="m"), one("m1", "0", model="m", host="h1")
 FLEET = Config(policy="eager", backends=(*M, one("c", "1", host="h1")))

@@ -24,17 +24,7 @@ from anvil_mux.errors import (
     WaitedTooLong,
 )
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.multiplexer import multiplexer
-from anvil_mux.multiplexer.doubts import KNOWN_SECONDS, REFUSED_SECONDS
-from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler import group
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.progress import LogProgress, Progress
-from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
-from anvil_mux.scheduler.wait_estimate import WaitEstimate
-from anvil_mux.sim.simulate import (
+from anvil_mux.lab.simulate import (
     Arrival,
     Death,
     Engines,
@@ -50,10 +40,20 @@ from anvil_mux.sim.simulate import (
     check,
     simulate,
 )
+from anvil_mux.multiplexer import multiplexer
+from anvil_mux.multiplexer.doubts import KNOWN_SECONDS, REFUSED_SECONDS
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.scheduler import group
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.costs import Cost
+from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.progress import LogProgress, Progress
+from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
+from anvil_mux.scheduler.wait_estimate import WaitEstimate
 from tests.baton import BatonClock, Deadlock
+from tests.lab.hosts import FLEETS, world_of_hosts, world_of_pauses
+from tests.lab.test_simulate import LAYOUTS, POLICIES, one, world
 from tests.seeds import seeds
-from tests.sim.hosts import FLEETS, world_of_hosts, world_of_pauses
-from tests.sim.test_simulate import LAYOUTS, POLICIES, one, world
 
 PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, group=group)
 A, B = one("a", "0"), one("b", "0")

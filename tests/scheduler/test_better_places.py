@@ -7,8 +7,7 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.sim.simulate import (
+from anvil_mux.lab.simulate import (
     Arrival,
     Engines,
     HostBack,
@@ -18,6 +17,7 @@ from anvil_mux.sim.simulate import (
     check,
     simulate,
 )
+from anvil_mux.scheduler.causes import Cause
 from tests.scheduler.test_group import Driver, backend
 
 REPLICAS = backend("m0", "0", model="m"), backend("m1", "1", model="m")

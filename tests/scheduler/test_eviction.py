@@ -6,6 +6,7 @@ import random
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.lab.simulate import Arrival, Engines, simulate
 from anvil_mux.scheduler.eviction import (
     Candidate,
     LeastDemand,
@@ -14,7 +15,6 @@ from anvil_mux.scheduler.eviction import (
     build_eviction,
     victims,
 )
-from anvil_mux.sim.simulate import Arrival, Engines, simulate
 
 LRU = LeastRecentlyUsed()
 

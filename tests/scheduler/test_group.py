@@ -10,6 +10,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.profile import Profile
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
+from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler import planner
@@ -25,7 +26,6 @@ from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.steps import Crash, Evict, Load, Ticket, Wait
 from anvil_mux.scheduler.swap import drains
-from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.scheduler.lone import LoneGroup
 
 

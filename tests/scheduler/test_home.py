@@ -10,10 +10,10 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import LoadError
+from anvil_mux.lab.simulate import Arrival, Engines, Outcome, Unloading, check, simulate
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.status import model_state
 from anvil_mux.scheduler.steps import Cancel, Load
-from anvil_mux.sim.simulate import Arrival, Engines, Outcome, Unloading, check, simulate
 from tests.scheduler.test_group import Driver, backend
 from tests.scheduler.test_hosts import Fleet, on
 

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
 from anvil_mux.scheduler.policies import POLICIES, Snapshot, Stay, SwapTo
-from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.scheduler.test_group import Driver, backend
 
 X, A, Y, B = (Backend(name, name, (gpu,)) for name, gpu in zip("xayb", "0011", strict=True))

@@ -6,10 +6,10 @@ from math import inf
 import pytest
 
 from anvil_mux.config.config import Config
+from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
 from anvil_mux.scheduler.model import model_settings
 from anvil_mux.scheduler.overdue import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.planner import FIRST_SERVICE_SECONDS
-from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.scheduler.test_group import A, Driver, Never, backend
 
 NAMES = [f"m{n}" for n in range(8)]

@@ -6,13 +6,13 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
+from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import Stay, SwapTo
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.wait_estimate import wait_estimate
-from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.multiplexer.test_multiplexer import Stage
 from tests.scheduler.test_group import Driver, backend
 

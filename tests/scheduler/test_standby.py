@@ -6,16 +6,16 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
+from anvil_mux.lab.simulate import Arrival, Engines, Outcome, _Simulation, check, simulate
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Evict, Load
-from anvil_mux.sim.simulate import Arrival, Engines, Outcome, _Simulation, check, simulate
+from tests.lab.test_simulate import HOST_MEMORY, LAYOUTS, world
 from tests.scheduler.test_group import TEN, Driver, Never, backend
 from tests.scheduler.test_scheduler import House, names
-from tests.sim.test_simulate import HOST_MEMORY, LAYOUTS, world
 
 LEVELS = ("sleep", "sleep-2", "checkpoint", "stop")
 

@@ -6,12 +6,12 @@ import pytest
 
 from anvil_mux.config.config import Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.lab.trial import Trial
-from anvil_mux.lab.worlds import WORLDS
 from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
 from anvil_mux.scheduler.progress import LogProgress, progress
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, span, wait_estimate
+from tests.explorer.trial import Trial
+from tests.explorer.worlds import WORLDS
 from tests.scheduler.test_group import DEBOUNCE, TEN, A, B, C, Driver, backend
 
 

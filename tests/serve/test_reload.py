@@ -29,11 +29,11 @@ from anvil_mux.host import local
 from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.lab.simulate import check
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.serve import reloading
 from anvil_mux.serve import terminal as printed_on
 from anvil_mux.serve.building import Parts
-from anvil_mux.sim.simulate import check
 from anvil_mux.telemetry.eventlog import config_of, read
 from tests.cli.test_cli import PROJECT, ROOT, TIMEOUT, state
 from tests.running import Running, seen, serve, serving

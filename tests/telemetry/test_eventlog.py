@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu, Service
+from anvil_mux.lab.batching import Batching
+from anvil_mux.lab.figures import figures
+from anvil_mux.lab.plot import Bar, History
+from anvil_mux.lab.recording import BEYOND_SECONDS, workload_of
+from anvil_mux.lab.simulate import Arrival, check, simulate
+from anvil_mux.lab.workload import PROFILES, Workload
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
-from anvil_mux.sim.batching import Batching
-from anvil_mux.sim.figures import figures
-from anvil_mux.sim.plot import Bar, History
-from anvil_mux.sim.replay import BEYOND_SECONDS, replay
-from anvil_mux.sim.simulate import Arrival, check, simulate
-from anvil_mux.sim.workload import PROFILES, Workload
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import (
     BadLog,
@@ -39,9 +39,9 @@ from anvil_mux.telemetry.eventlog import (
 from anvil_mux.telemetry.situation import Situation
 from tests.cli.test_cli import PROJECT, compose, stream
 from tests.cli.test_cli import run as run_serve
+from tests.lab.test_simulate import LAYOUTS, world
 from tests.running import serving
 from tests.seeds import seeds
-from tests.sim.test_simulate import LAYOUTS, world
 
 AB = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager")
 
@@ -384,7 +384,7 @@ def test_a_log_replayed_under_the_same_policy_gives_the_same_figures(
     config = replace(workload.config(), policy=policy)
     before = simulated(workload, config)
     runs = read(written(file, before, config))
-    after = simulated(replay(runs), config_of(runs[0].header))
+    after = simulated(workload_of(runs), config_of(runs[0].header))
     # Moments are sums of what was drawn, and the last of their digits depends on the order.
     assert asdict(figures(after)) == pytest.approx(asdict(figures(before)), rel=1e-9)
 
@@ -398,7 +398,7 @@ def test_busy_logs_with_impatient_clients_are_made_again_event_by_event() -> Non
         requests = tuple(entry for entry in trace if isinstance(entry, Arrival))
         workload = Workload("w", {"a": 2.5, "b": 4.25}, requests, stop_seconds=0.5)
         before = simulated(workload, config)
-        learned = replay([LoggedRun(header(config, 0.0), before)])
+        learned = workload_of([LoggedRun(header(config, 0.0), before)])
         after = simulated(learned, config)
         assert [event._replace(at=event.at + before[0].at) for event in after] == before, seed
         assert (learned.load_seconds, learned.stop_seconds) == ({"a": 2.5, "b": 4.25}, 0.5)
@@ -411,7 +411,7 @@ def leased(at: float, model: str, ticket: int, waited: float = 0.0, size: int = 
 
 
 def replayed(*events: Event, began: float = 0.0) -> Workload:
-    return replay([LoggedRun(header(AB, began), list(events))])
+    return workload_of([LoggedRun(header(AB, began), list(events))])
 
 
 def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_start() -> None:
@@ -484,7 +484,7 @@ def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
         LoggedRun(header(AB, 1095.0), [leased(5.0, "b", 1), Event(6.0, "released", "b", "b", 1)]),
         LoggedRun(header(AB, 400.0), [leased(1.0, "a", 1), Event(2.0, "released", "a", "a", 1)]),
     ]
-    assert [(request.at, request.model) for request in replay(runs).requests] == [
+    assert [(request.at, request.model) for request in workload_of(runs).requests] == [
         (0.0, "a"),
         (50.0, "b"),
         (51.0, "a"),
@@ -495,10 +495,10 @@ def test_an_answer_of_a_log_takes_what_it_would_have_taken_alone() -> None:
     log = [leased(0.0, "a", 1), leased(2.0, "a", 2, size=2)]
     log += [Event(4.0, "released", "a", "a", 2, 1), Event(5.0, "released", "a", "a", 1, 0)]
     run = LoggedRun(header(AB, 0.0), log)
-    assert [each.seconds for each in replay([run]).requests] == [5.0, 2.0]
-    slower = replay([run], batching={"a": Batching(1.0)}).requests
+    assert [each.seconds for each in workload_of([run]).requests] == [5.0, 2.0]
+    slower = workload_of([run], batching={"a": Batching(1.0)}).requests
     assert [each.seconds for each in slower] == pytest.approx([2.0 + 1.0 + 1.0, 1.0])
-    one_at_a_time = replay([run], batching={"a": Batching(0.0, 1)}).requests
+    one_at_a_time = workload_of([run], batching={"a": Batching(0.0, 1)}).requests
     assert [each.seconds for each in one_at_a_time] == [5.0, 0.0]
 
 
@@ -603,7 +603,7 @@ def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on() -> N
         Event(15.0, "released", "b", "b", 4, 0),
     ]
     begins = led_to(BUSY)
-    learned = replay([LoggedRun({**header(AB, 0.0), "state": begins}, rest)])
+    learned = workload_of([LoggedRun({**header(AB, 0.0), "state": begins}, rest)])
     assert learned.resident == ("a",)
     assert learned.requests == (
         Arrival(0.0, "a", 1.0),
@@ -628,7 +628,7 @@ def test_what_one_program_wrote_under_two_configurations_is_one_trace() -> None:
     )
     other = LoggedRun(header(AB, 50.0), [leased(1.0, "b", 1), Event(2.0, "released", "b", "b", 1)])
     assert [len(run.events) for run in whole([first, second, other])] == [5, 2]
-    assert replay([first, second, other]).requests == (
+    assert workload_of([first, second, other]).requests == (
         Arrival(0.0, "a", 3.0),
         Arrival(2.0, "a", 3.0),
         Arrival(45.0, "b", 1.0),
@@ -716,7 +716,7 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     of_hosts = {kind for kind in KINDS if kind.startswith("host_")}
     assert {*kinds} == KINDS.keys() - unseen - of_hosts - {"reloaded", "reload_failed", "plugin_failed"}
     assert [kinds.count(kind) for kind in ("leased", "released", "loading")] == [3, 3, 2]
-    learned = replay(runs)
+    learned = workload_of(runs)
     assert [request.model for request in learned.requests] == ["a", "b", "b", "b"]
     assert set(learned.load_seconds) == {"a", "b"}
     assert check(simulated(learned, learned.config()), learned.config()) == []
@@ -740,7 +740,7 @@ def test_what_the_end_of_the_program_cuts_off_is_in_the_log(tmp_path: Path) -> N
         running.stop()
     [run] = read(log)
     assert [event.kind for event in run.events][-1] == "severed"
-    [request] = replay([run]).requests
+    [request] = workload_of([run]).requests
     assert request.seconds > 0
 
 

@@ -10,6 +10,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.presets import Preset
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.lab.simulate import Arrival, Engines, simulate
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.causes import Cause, Kind
@@ -20,7 +21,6 @@ from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, GpuState, HostState, ModelState, Status
 from anvil_mux.scheduler.steps import Cancel, Evict, Load, Ticket
-from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import STATES
 from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics, Phase

@@ -1,0 +1,38 @@
+"""Prompts have the recorded lengths, and share what the trace says they share."""
+
+from __future__ import annotations
+
+from anvil_mux.lab.script import PlayedRequest
+from anvil_mux.lab.texts import PromptWriter
+
+ASKED = PlayedRequest(0.0, "m", 100, 1)
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def test_a_prompt_has_as_many_words_as_its_tokens_are() -> None:
+    assert len(words(PromptWriter("s", 16, {}).write(ASKED, 0))) == 100
+    assert len(words(PromptWriter("s", 16, {"m": 2.5}).write(ASKED, 0))) == 40
+    assert len(PromptWriter("s", 16, {}).write(ASKED, 0)) == 4 * 100
+
+
+def test_two_prompts_share_nothing_without_blocks() -> None:
+    writer = PromptWriter("s", 16, {})
+    assert writer.write(ASKED, 0) == writer.write(ASKED, 0)
+    assert words(writer.write(ASKED, 0))[:20] != words(writer.write(ASKED, 1))[:20]
+    assert writer.write(ASKED, 0) != PromptWriter("other", 16, {}).write(ASKED, 0)
+
+
+def test_equal_blocks_are_equal_text_and_no_more() -> None:
+    writer = PromptWriter("s", 16, {"m": 1.5})
+    grown = [
+        words(writer.write(ASKED._replace(blocks=blocks), number))
+        for number, blocks in enumerate([(1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 9)])
+    ]
+    assert [len(each) for each in grown] == [67, 67, 67]
+    assert grown[0][:32] == grown[1][:32]
+    assert grown[0][:21] == grown[2][:21]
+    assert grown[0][21:32] != grown[2][21:32]
+    assert grown[0][32:] != grown[1][32:]
