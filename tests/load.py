@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from anvil_mux.lab.simulate import check
+from anvil_mux.lab.checker import check
 from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.telemetry import eventlog
 from tests.accounting import (

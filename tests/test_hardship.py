@@ -9,11 +9,14 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.lab.simulate import Arrival, Death, Outcome, Unloading, _Simulation, check
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Outcome
+from anvil_mux.lab.simulate import Arrival, _Simulation
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.slot import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Load
+from tests.lab.facts import Death, Unloading
 from tests.seeds import seeds
 
 LEVELS = (

@@ -11,7 +11,7 @@ import pytest
 
 import anvil_mux
 from anvil_mux.config.config import Config
-from anvil_mux.lab.simulate import Engines
+from anvil_mux.lab.engines import Engines
 from tests.baton import BatonClock
 from tests.lab.hosts import FLEETS, world_of_hosts
 from tests.lab.test_simulate import LAYOUTS, one, world

@@ -8,20 +8,8 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
-from anvil_mux.lab.simulate import (
-    Arrival,
-    Death,
-    Engines,
-    HostBack,
-    HostGone,
-    HostLost,
-    Outcome,
-    PauseBegun,
-    PauseEnded,
-    Reload,
-    Unloading,
-    simulate,
-)
+from anvil_mux.lab.engines import Engines, Outcome
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.index import BY_NAME
@@ -29,6 +17,7 @@ from anvil_mux.scheduler.layout import Layout
 from anvil_mux.scheduler.model import settings_of
 from anvil_mux.scheduler.steps import Demote, Evict, Load
 from tests.baton import BatonClock
+from tests.lab.facts import Death, HostBack, HostGone, HostLost, PauseBegun, PauseEnded, Reload, Unloading
 from tests.lab.test_simulate import one
 from tests.multiplexer.test_multiplexer import Player, VirtualEngines, differences
 from tests.scheduler.test_hosts import Fleet

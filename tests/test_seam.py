@@ -29,7 +29,7 @@ ALLOWED = {
     "proxy": {"host.seam", "host.engine", "host.elsewhere"},
     "cluster": {"host.seam", "host.local", "host.visit", "host.check"},
     "serve": {"host.seam", "host.local", "host.hosts", "host.elsewhere"},
-    "sim": {"host.engine"},
+    "lab": {"host.engine"},
     "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.byhand", "host.elsewhere"},
 }
 """Package -> the modules of host/ that it may use. ``engine`` has what differs between engines;

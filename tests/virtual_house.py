@@ -28,7 +28,7 @@ from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.swap import Swapper
 from anvil_mux.host.visit import Visit
-from anvil_mux.lab.simulate import check
+from anvil_mux.lab.checker import check
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event

@@ -17,10 +17,10 @@ from anvil_mux.errors import MuxError
 
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config
+    from anvil_mux.lab.player import PlayedServer
     from anvil_mux.lab.prompts import Trace
+    from anvil_mux.lab.replay import Replay
     from anvil_mux.lab.report import LiveRun
-    from anvil_mux.lab.runs import Replay
-    from anvil_mux.lab.sending import PlayedServer
     from anvil_mux.lab.workload import Workload
 
 TTFT_AXIS = "time to the first token (s)"
@@ -142,7 +142,7 @@ def _factor(text: str) -> float:
 
 def run(given: argparse.Namespace) -> int:
     from anvil_mux.lab import plot
-    from anvil_mux.lab.runs import Replay, ReplaySettings, WatchedServer
+    from anvil_mux.lab.replay import Replay, ReplaySettings, WatchedServer
     from anvil_mux.lab.workload import ModelNames
 
     if not (given.profile or given.trace or given.log):
@@ -186,7 +186,7 @@ def _play(replay: Replay, traffic: Iterable[Workload | Trace]) -> MuxError | Non
 
 
 def _traffic(given: argparse.Namespace) -> Iterator[Workload | Trace]:
-    from anvil_mux.lab import recording, script, study, workload
+    from anvil_mux.lab import recording, script, workload
 
     known = {**workload.PROFILES, "clients": clients(given).workload}
     for name in given.profile:
@@ -194,12 +194,12 @@ def _traffic(given: argparse.Namespace) -> Iterator[Workload | Trace]:
     for name in given.trace:
         yield script.find(name)
     if given.log:
-        log = study.read_log(given.log, None, say)
+        log = recording.read(given.log, None, say)
         yield recording.workload_of(log.runs, log.name)
 
 
 def _server(given: argparse.Namespace, url: str | None, key_env: str | None, flag: str) -> PlayedServer:
-    from anvil_mux.lab.sending import CHAT, COMPLETIONS, PlayedServer
+    from anvil_mux.lab.player import CHAT, COMPLETIONS, PlayedServer
 
     if key_env and key_env not in os.environ:
         given.refuse(f"{key_env} is not set; it should hold the API key of the server of {flag}")
@@ -229,14 +229,14 @@ def _report(given: argparse.Namespace, replay: Replay, config: Config | None, fi
     from anvil_mux.lab import report
 
     if file:
-        report.write_csv(replay.runs, file)
+        report.write_answers_csv(replay.runs, file)
     if given.plot:
         _draw(given.plot, replay.runs, config)
     if given.json:
         print_json([run.row() for run in replay.runs])
         return
     if replay.runs:
-        print_table(report.HEAD, report.table(replay.runs))
+        print_table(report.REPLAY_HEAD, report.replay_table(replay.runs))
         print()
         print_table(report.CLIENTS_HEAD, report.clients_table(replay.runs))
     for run in replay.runs:
@@ -257,6 +257,6 @@ def _draw(path: str, runs: Iterable[LiveRun], config: Config | None) -> None:
     ]
     if drawn:
         plot.draw(drawn, path)
-    elif panels := report.dots(first):
+    elif panels := report.replay_panels(first):
         with plot.picture(path) as figure:
             plot.draw_dots(panels, DEFAULT_ROUTING, TTFT_AXIS, figure)

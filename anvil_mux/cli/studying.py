@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anvil_mux.config.profile import Profile
     from anvil_mux.lab import contest, study
-    from anvil_mux.lab.fleet import SimulatedEngine
-    from anvil_mux.lab.objectives import Objectives
+    from anvil_mux.lab.contest import Objectives
+    from anvil_mux.lab.engines import SimulatedEngine
 from anvil_mux import state
 from anvil_mux.cli.arguments import (
     add_clients,
@@ -177,15 +177,15 @@ def _evictions(names: str) -> tuple[str, ...]:
 
 
 def _batching(text: str) -> dict[str, float]:
-    from anvil_mux.lab import study
+    from anvil_mux.lab import engines
 
-    return read_value(study.read_batching, text)
+    return read_value(engines.read_batching, text)
 
 
 def _engine(settings: str) -> SimulatedEngine:
-    from anvil_mux.lab import contest
+    from anvil_mux.lab import engines
 
-    return read_value(contest.read_engine, settings)
+    return read_value(engines.read_engine, settings)
 
 
 def _engine_profile(file: str) -> Profile:
@@ -204,13 +204,13 @@ def _read_profile(file: str) -> Profile:
 
 
 def _slo(text: str) -> Objectives:
-    from anvil_mux.lab import objectives
+    from anvil_mux.lab import contest
 
-    return read_value(objectives.read, text)
+    return read_value(contest.read_objectives, text)
 
 
 def run(given: argparse.Namespace) -> int:
-    from anvil_mux.lab import plot, profiled, study
+    from anvil_mux.lab import engines, plot, recording, report, study
     from anvil_mux.lab.workload import ModelNames
 
     if given.routing:
@@ -221,18 +221,18 @@ def run(given: argparse.Namespace) -> int:
         plot.check_file(given.plot)
     config = configuration(given.files) if given.files else None
     called = ModelNames.parse(given.model)
-    batching = study.USUAL_BATCHING
+    batching = engines.USUAL_BATCHING
     if given.engine_profile:
-        batching = batching._replace(slower_each=profiled.fitted(given.engine_profile).slower_each)
+        batching = batching._replace(slower_each=engines.fitted(given.engine_profile).slower_each)
     batching = batching._replace(**given.batching)
     cases = [*study.profiles(given.profile, given.seeds, config, called, clients(given))]
     cases += [study.trace(name, config, called) for name in given.trace]
     runs = []
     if given.log:
-        recording = study.read_log(given.log, config, say, called)
-        runs.append(recording.run(checked=given.check))
+        log = recording.read(given.log, config, say, called)
+        runs.append(log.run(checked=given.check))
         if given.policy or not given.check:
-            cases.append(recording.case(batching))
+            cases.append(log.case(batching))
     cases = [replace(case, batching=batching, known_costs=given.known_costs) for case in cases]
     if given.eviction:
         cases = [each for case in cases for each in study.under_evictions(case, given.eviction)]
@@ -247,7 +247,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print_json([run.row() for run in runs])
     else:
-        print_table(study.HEAD, study.table(runs))
+        print_table(report.STUDY_HEAD, report.study_table(runs))
     return _blame(runs)
 
 
@@ -273,7 +273,7 @@ def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]
 
 def _simulate_routing(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import DEFAULT_ROUTING
-    from anvil_mux.lab import contest, objectives, plot
+    from anvil_mux.lab import contest, plot, report
 
     if given.profile or given.log or given.check or given.eviction or not given.trace:
         given.refuse("--routing replays prompts: it takes --trace, and no --profile, --log or --eviction")
@@ -285,7 +285,7 @@ def _simulate_routing(given: argparse.Namespace) -> int:
     policies = _policies(given, lambda names: contest.choose_policies(names, own))
     kept = given.slo
     if given.engine_profile or any(contest.predicts(policy, own) for policy in policies):
-        kept = kept or objectives.Objectives()
+        kept = kept or contest.Objectives()
     drawn = list(_scenarios(given))
     with ExitStack() as outputs:
         # Whether they can be written is known before the long work begins.
@@ -298,22 +298,23 @@ def _simulate_routing(given: argparse.Namespace) -> int:
                 results.append(contest.run(field, policy, own, kept))
                 tell(f"{len(results)} of {total} runs")
         if file:
-            contest.write_csv(results, file)
+            report.write_routing_csv(results, file)
         if figure:
-            plot.draw_dots(contest.panels(results), DEFAULT_ROUTING, TTFT_AXIS, figure)
+            plot.draw_dots(report.routing_panels(results), DEFAULT_ROUTING, TTFT_AXIS, figure)
     if given.json:
         print_json([result.row() for result in results])
     else:
-        print_table((*contest.HEAD, *(contest.KEPT if kept else ())), contest.table(results))
+        head = (*report.ROUTING_HEAD, *(report.KEPT_HEAD if kept else ()))
+        print_table(head, report.routing_table(results))
     return 0
 
 
 def _scenarios(given: argparse.Namespace) -> Iterator[contest.Scenario]:
-    from anvil_mux.lab import contest, fleet, profiled
+    from anvil_mux.lab import contest, engines
 
-    engine, profile = given.engine or fleet.SimulatedEngine(), given.engine_profile
+    engine, profile = given.engine or engines.SimulatedEngine(), given.engine_profile
     if profile:
-        engine = profiled.fitted(profile, engine)
+        engine = engines.fitted(profile, engine)
     replicas, sessions = given.replicas or 8, given.sessions or ()
     seeds, known = range(given.seeds), given.known
     return contest.draw(given.trace, sessions, seeds, replicas, engine, profile=profile, known=known)

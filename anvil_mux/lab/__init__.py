@@ -1,7 +1,10 @@
 """The laboratory: what traffic comes to under other policies, in virtual time and at a running server.
 
-``simulate`` runs the scheduler, its policies and the routing from a heap, and checks the log; ``workload``
-says who asks for what, ``study`` and ``contest`` compare, and ``recording`` makes a workload of an event log.
-A ``Script`` is what a running server is sent, ``Player`` who sends it, and ``Replay`` plays scripts at
-servers in turns and holds them against their simulation. Only commands import it, when they are asked for.
+What is asked for is a ``Workload`` (which model, for how long), a trace of ``prompts`` (how long they are) or
+a ``recording`` of a program that ran. ``simulate`` runs the scheduler on ``engines`` from a heap, and
+``checker`` judges the log; ``fleet`` does the same for the routing. ``study`` and ``contest`` compare
+policies. For a running server it becomes a ``Script``, a ``Player`` sends it, and ``Replay`` plays it at
+servers in turns and holds it against its simulation. What comes of it all is told by ``report`` and ``plot``.
+
+Only commands import it, when they are asked for.
 """

@@ -1,4 +1,4 @@
-"""Routing policies under recorded prompts, side by side: what `anvil-mux simulate --routing` runs and tells.
+"""Routing policies under recorded prompts, side by side: what `anvil-mux simulate --routing` runs.
 
 A ``Scenario`` is a set of requests and the replicas that they meet; it is fixed before any policy runs, so
 the policies compare request by request. The router is the program's own: its in-flight tracker, prefixes and
@@ -7,11 +7,14 @@ pipelines, in virtual time; only the engines are a model (fleet.py), and so are 
 It knows what serving knows: of a request the bytes, which are read as the relay reads them and taken for as
 many tokens as answers teach; of caches what it learns; of an answer that is not streamed only its end; and of
 requests that wait behind others, which of them to take back when a replica has nothing left.
+
+``Objectives`` are service-level objectives: the time to a first token, and for each further one, that
+requests should keep. Which requests kept them is read off what became of each, so any policy can be judged by
+them, also one that knows nothing of them. A request that was refused kept none.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -20,17 +23,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from statistics import fmean
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from anvil_mux.config.config import DEFAULT_ROUTING
 from anvil_mux.config.profile import Profile
-from anvil_mux.errors import MuxError
-from anvil_mux.lab import objectives, profiled, prompts
+from anvil_mux.lab import prompts
+from anvil_mux.lab.engines import SimulatedEngine, measured, read_settings
 from anvil_mux.lab.figures import quantile
-from anvil_mux.lab.fleet import PromptOutcome, SimulatedEngine, simulate
-from anvil_mux.lab.objectives import Attainment, Objectives
-from anvil_mux.lab.prompts import Prompt, Trace
+from anvil_mux.lab.fleet import PromptOutcome, simulate
+from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.study import listed
 from anvil_mux.routing import pipeline, prefix
 from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
@@ -45,8 +48,25 @@ CLASSES = {"warm": 5_000, "med": 20_000, "heavy": 50_000, "heavy_plus": math.inf
 """Input-length class -> below so many tokens."""
 
 
-class BadContest(MuxError):
-    """The policies, traces or engines that are to be compared cannot be."""
+class Objectives(NamedTuple):
+    """The most that requests should take; the defaults are those of the policy ``slo``."""
+
+    ttft: float = 6.0
+    """Seconds to the first token."""
+    tpot: float = 0.05
+    """Seconds for each further token, in the mean of an answer."""
+
+
+class Attainment(NamedTuple):
+    """The parts of all requests that kept the objectives."""
+
+    slo_ttft: float
+    slo_tpot: float
+    """Answers of one token keep it."""
+    slo: float
+    """Both."""
+    refused: int
+    """Requests that no replica was allowed to take."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +147,7 @@ class Latencies:
 class Result:
     """One scenario under one policy."""
 
-    field: Scenario
+    scenario: Scenario
     policy: str
     answers: Sequence[PromptOutcome]
     latencies: Latencies
@@ -135,15 +155,9 @@ class Result:
     """How many kept the objectives; None: there are none."""
 
     def row(self) -> dict[str, Any]:
-        field = self.field
         named = {"policy": self.policy, "default": self.policy == DEFAULT_ROUTING}
-        run = {
-            "trace": field.trace,
-            "seed": field.seed,
-            "sessions": field.sessions,
-            "replicas": field.replicas,
-            "known": field.known,
-        }
+        shown = ("trace", "seed", "sessions", "replicas", "known")
+        run = {name: getattr(self.scenario, name) for name in shown}
         kept = self.attainment._asdict() if self.attainment else {}
         return {**named, **run, **asdict(self.latencies), **kept, "classes": classes(self.answers)}
 
@@ -151,25 +165,25 @@ class Result:
 class InFlightRouter:
     """The router of the program, by the interface of fleet.py."""
 
-    def __init__(self, policy: str, field: Scenario, own: Mapping[str, object] | None = None) -> None:
-        names = [f"replica-{number}" for number in range(field.replicas)]
+    def __init__(self, policy: str, scenario: Scenario, own: Mapping[str, object] | None = None) -> None:
+        names = [f"replica-{number}" for number in range(scenario.replicas)]
         made = pipeline.build(policy, own)
         needs = made.needs(WHOLE)
-        profile = field.profile or (profiled.measured(field.engine) if "profile" in needs else None)
-        kv_tokens = field.engine.kv_tokens if field.known or "kv_tokens" in needs else None
+        profile = scenario.profile or (measured(scenario.engine) if "profile" in needs else None)
+        kv_tokens = scenario.engine.kv_tokens if scenario.known or "kv_tokens" in needs else None
         members = [Member(name, kv_tokens=kv_tokens, profile=profile) for name in names]
         self._in_flight = InFlightTracker(made, members)
         self._names = names
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._field = field
+        self._scenario = scenario
         self._moved: set[int] = set()
         self._streams: set[int] = set()
 
     def choose(self, key: int, prompt: Prompt, now: float) -> int | None:
-        work = self._field.works[prompt]
+        work = self._scenario.works[prompt]
         if work.stream:
             self._streams.add(key)
-        if not self._field.known:
+        if not self._scenario.known:
             work = prefix.sized(work, self._in_flight.bytes_per_token)
         if key in self._moved:  # once is enough
             work = work._replace(stream=False)
@@ -181,10 +195,10 @@ class InFlightRouter:
             self._in_flight.first_byte(key, now)
 
     def ended(self, key: int, now: float, outcome: PromptOutcome) -> None:
-        share = self._field.engine.reports_cached
+        share = self._scenario.engine.reports_cached
         reports = int((outcome.replica + 1) * share) > int(outcome.replica * share)
-        cached = outcome.cached_tokens if reports and not self._field.known else None
-        tokens = None if self._field.known else outcome.prompt.tokens
+        cached = outcome.cached_tokens if reports and not self._scenario.known else None
+        tokens = None if self._scenario.known else outcome.prompt.tokens
         self._in_flight.ended(key, cached_tokens=cached, prompt_tokens=tokens, now=now)
 
     def take_back(self, idle: int, now: float) -> Sequence[int]:
@@ -201,13 +215,9 @@ class InFlightRouter:
 
 def choose_policies(names: str, own: Mapping[str, object] | None = None) -> tuple[str, ...]:
     """The policies of a list with commas; ``all``: those that refuse nobody for a prediction."""
-    known = {**pipeline.shipped(), **(own or {})}
-    if names == "all":
-        return tuple([name for name in known if not predicts(name, own)])
-    chosen = tuple(dict.fromkeys(names.split(",")))
-    for name in chosen:
-        predicts(name, own)  # or is unknown
-    return chosen
+    chosen = listed(names, {**pipeline.shipped(), **(own or {})})
+    predict_nothing = tuple([name for name in chosen if not predicts(name, own)])  # or is unknown
+    return predict_nothing if names == "all" else chosen
 
 
 def predicts(policy: str, own: Mapping[str, object] | None = None) -> bool:
@@ -215,21 +225,14 @@ def predicts(policy: str, own: Mapping[str, object] | None = None) -> bool:
     return "profile" in pipeline.build(policy, own).needs(WHOLE)
 
 
-def read_engine(settings: str) -> SimulatedEngine:
-    """The default engine, but for ``kv_tokens=100000,step_tokens=2048`` or the like; or ValueError."""
-    kinds = {name: type(value) for name, value in asdict(SimulatedEngine()).items()}
-    given: dict[str, Any] = {}
-    for setting in filter(None, settings.split(",")):
-        name, _, value = setting.partition("=")
-        if name not in kinds:
-            raise ValueError(f"unknown setting {name!r} of an engine; known: {', '.join(kinds)}")
-        try:
-            given[name] = kinds[name](value)
-        except ValueError:
-            raise ValueError(f"{name} must be a number, not {value!r}") from None
-        if not 0 <= given[name] < math.inf:
-            raise ValueError(f"{name} must be 0 or more, not {value}")
-    return SimulatedEngine(**given)
+def read_objectives(text: str) -> Objectives:
+    """The objectives in ``ttft=6,tpot=0.05``, in seconds; by default those of Objectives; or ValueError."""
+
+    def limit(_: str, value: float) -> str:
+        return "" if value > 0 else "more than 0 seconds"
+
+    kinds = dict.fromkeys(Objectives._fields, float)
+    return Objectives(**read_settings(text.split(","), kinds, "objective {!r}", "seconds", limit))
 
 
 def draw(
@@ -247,12 +250,11 @@ def draw(
         trace = prompts.read(prompts.find(name))
         for count in (sessions or (len(trace.sessions),)) if trace.sessions else (0,):
             for seed in seeds if trace.sessions else (0,):
-                drawn = _drawn(trace, seed, count)
                 yield Scenario(
                     trace=trace.name,
                     seed=seed,
                     sessions=count,
-                    prompts=drawn,
+                    prompts=trace.draw(seed, count),
                     block_tokens=trace.block_tokens,
                     replicas=replicas,
                     engine=engine,
@@ -261,27 +263,20 @@ def draw(
                 )
 
 
-def _drawn(trace: Trace, seed: int, sessions: int) -> list[Prompt]:
-    drawn = trace.draw(seed, sessions if trace.sessions else None)
-    if not drawn:
-        raise BadContest(f"{trace.name} has no request within {trace.seconds:g} s with seed {seed}")
-    return drawn
-
-
 # Running it
 
 
 def run(
-    field: Scenario,
+    scenario: Scenario,
     policy: str,
     own: Mapping[str, object] | None = None,
     kept: Objectives | None = None,
 ) -> Result:
     """Run one scenario under one policy. ``kept``: the objectives by which it is judged."""
-    router = InFlightRouter(policy, field, own)
-    answers = simulate(field.prompts, router, field.replicas, field.block_tokens, field.engine)
-    attainment = objectives.attained(answers, kept) if kept else None
-    return Result(field, policy, answers, latencies(answers, field.replicas), attainment)
+    router = InFlightRouter(policy, scenario, own)
+    answers = simulate(scenario.prompts, router, scenario.replicas, scenario.block_tokens, scenario.engine)
+    attainment = attained(answers, kept) if kept else None
+    return Result(scenario, policy, answers, latencies(answers, scenario.replicas), attainment)
 
 
 def latencies(answers: Sequence[PromptOutcome], replicas: int) -> Latencies:
@@ -289,9 +284,9 @@ def latencies(answers: Sequence[PromptOutcome], replicas: int) -> Latencies:
     answers = [answer for answer in answers if not answer.is_refused]
     if not answers:
         return Latencies(requests, *[0.0] * (len(fields(Latencies)) - 1))
-    firsts = sorted([_first_ms(answer) for answer in answers])
+    firsts = sorted([answer.ttft * 1e3 for answer in answers])
     lasts = sorted([(answer.finished - answer.arrived) * 1e3 for answer in answers])
-    paces = sorted([_pace_ms(answer) for answer in answers if answer.prompt.output > 1])
+    paces = sorted([answer.tpot * 1e3 for answer in answers if answer.prompt.output > 1])
     tokens = sum([answer.prompt.tokens for answer in answers])
     shares = Counter([answer.replica for answer in answers])
     least = min([shares[replica] for replica in range(replicas)])
@@ -315,7 +310,7 @@ def classes(answers: Iterable[PromptOutcome]) -> dict[str, dict[str, float]]:
     grouped: dict[str, list[float]] = {name: [] for name in CLASSES}
     for answer in [answer for answer in answers if not answer.is_refused]:
         name = next(name for name, below in CLASSES.items() if answer.prompt.tokens < below)
-        grouped[name].append(_first_ms(answer))
+        grouped[name].append(answer.ttft * 1e3)
     return {name: _class(sorted(firsts)) for name, firsts in grouped.items()}
 
 
@@ -324,86 +319,14 @@ def _class(firsts: Sequence[float]) -> dict[str, float]:
     return told | {f"ttft_p{part}_ms": quantile(firsts, part / 100) for part in (50, 90, 99)}
 
 
-def _first_ms(answer: PromptOutcome) -> float:
-    return (answer.first_byte - answer.arrived) * 1e3
-
-
-def _pace_ms(answer: PromptOutcome) -> float:
-    return (answer.finished - answer.first_byte) / (answer.prompt.output - 1) * 1e3
-
-
-# Telling it
-
-HEAD = (
-    "TRACE", "SESSIONS", "POLICY", "RUNS", "TTFT", "P50", "P90", "P99", "E2E", "E2E-P90", "E2E-P99",
-    "TPOT-P90", "HIT", "BALANCE", "TTFT-VS-DEFAULT",
-)  # fmt: skip
-KEPT = ("SLO-TTFT", "SLO-TPOT", "SLO", "REFUSED")
-"""The further columns where there are objectives."""
-
-
-def table(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
-    """A row for each trace, number of sessions and policy: means over the seeds."""
-    groups: dict[tuple[str, int], dict[str, list[Result]]] = {}
-    for one in results:
-        group = groups.setdefault((one.field.trace, one.field.sessions), {})
-        group.setdefault(one.policy, []).append(one)
-    for (trace, sessions), policies in groups.items():
-        default = policies.get(DEFAULT_ROUTING)
-        for policy, runs in policies.items():
-            mark = " (default)" if policy == DEFAULT_ROUTING else ""
-            yield (
-                trace,
-                str(sessions or ""),
-                policy + mark,
-                str(len(runs)),
-                *_means([run.latencies for run in runs]),
-                _against(runs, default),
-                *_kept([run.attainment for run in runs if run.attainment]),
-            )
-
-
-def _means(runs: Sequence[Latencies]) -> Iterator[str]:
-    for each in fields(Latencies)[1:]:
-        mean = fmean(getattr(run, each.name) for run in runs)
-        yield f"{mean:.0f}" if each.name.endswith("_ms") else f"{mean:.3f}"
-
-
-def _kept(runs: Sequence[Attainment]) -> Iterator[str]:
-    for column in zip(*runs, strict=True):
-        yield f"{fmean(column):.3f}" if isinstance(column[0], float) else f"{fmean(column):.0f}"
-
-
-def _against(runs: Sequence[Result], default: Sequence[Result] | None) -> str:
-    """How much longer its mean time to the first byte is, and in how many runs it is longer."""
-    if default is None or runs is default:
-        return ""
-    means, others = ([run.latencies.ttft_mean_ms for run in each] for each in (runs, default))
-    if not any(means) or not any(others):  # all of it was refused
-        return ""
-    longer = sum([mean > other for mean, other in zip(means, others, strict=True)])
-    ratio = fmean(means) / fmean(others)
-    return f"{ratio - 1:+.0%}, longer in {longer} of {len(runs)}"
-
-
-def panels(results: Iterable[Result]) -> dict[str, dict[str, list[float]]]:
-    """The panels of a picture: title -> policy -> mean seconds to the first byte, of each run."""
-    shown: dict[str, dict[str, list[float]]] = {}
-    for one in results:
-        sessions = f", {one.field.sessions} sessions" if one.field.sessions else ""
-        lines = shown.setdefault(one.field.trace + sessions, {})
-        lines.setdefault(one.policy, []).append(one.latencies.ttft_mean_ms / 1e3)
-    return shown
-
-
-def write_csv(results: Iterable[Result], file: TextIO) -> None:
-    """A line for each run; what a class of requests has stands under its name and a dot."""
-    writer = None
-    for one in results:
-        row = one.row()
-        for name, told in row.pop("classes").items():
-            row |= {f"{name}.{key}": value for key, value in told.items()}
-        if writer is None:
-            writer = csv.DictWriter(file, row, lineterminator="\n")
-            writer.writeheader()
-        writer.writerow(row)
+def attained(answers: Sequence[PromptOutcome], objectives: Objectives) -> Attainment:
+    """How many of ``answers`` kept the objectives."""
+    first = [answer.ttft <= objectives.ttft for answer in answers]
+    further = [not answer.is_refused and answer.tpot <= objectives.tpot for answer in answers]
+    both = [one and other for one, other in zip(first, further, strict=True)]
+    return Attainment(
+        slo_ttft=sum(first) / len(answers),
+        slo_tpot=sum(further) / len(answers),
+        slo=sum(both) / len(answers),
+        refused=sum([answer.is_refused for answer in answers]),
+    )

@@ -20,13 +20,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, takewhile
 from typing import Any, NamedTuple, Protocol
 
 from anvil_mux.errors import MuxError
-from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.engines import SimulatedEngine
+from anvil_mux.lab.prompts import Prompt, SessionQueues
 
 
 class PromptTooLarge(MuxError):
@@ -45,13 +46,22 @@ class PromptOutcome(NamedTuple):
     """Input tokens that were not computed, because their blocks were there."""
 
     @property
+    def ttft(self) -> float:
+        """Seconds to the first byte of the answer."""
+        return self.first_byte - self.arrived
+
+    @property
+    def tpot(self) -> float:
+        """Seconds for each token after the first."""
+        more = self.prompt.output - 1
+        return (self.finished - self.first_byte) / more if more else 0.0
+
+    @property
     def is_refused(self) -> bool:
         """Whether the router let no replica take it: it never had a first byte."""
         return self.replica == REFUSED
 
 
-USUAL_CONTEXT = 2048
-"""Tokens of a request and its answer, where nothing says how many they are."""
 REFUSED = -1
 """The number of the replica of a request that was refused."""
 
@@ -63,52 +73,6 @@ class Router(Protocol):
     def first_byte(self, key: int, now: float) -> None: ...
     def ended(self, key: int, now: float, outcome: PromptOutcome) -> None: ...
     def take_back(self, idle: int, now: float) -> Sequence[int]: ...
-
-
-@dataclass(frozen=True)
-class SimulatedEngine:
-    """The speed and the cache of a replica; the defaults are Qwen3-Coder-30B-A3B in bf16 on an H20 with 96
-    GB.
-    """
-
-    ingress_seconds: float = 0.030
-    """Seconds from the router to the engine's queue, for each request; and for each token of its input."""
-    ingress_token_seconds: float = 1.1e-6
-    step_seconds: float = 6e-3
-    """Seconds of any step."""
-    token_seconds: float = 47e-6
-    """Seconds for each token of a prompt that a step computes."""
-    attention_seconds: float = 2.86e-9
-    """Seconds for a prompt that grows from p to q computed tokens, times q**2 - p**2."""
-    decode_seconds: float = 0.3e-3
-    """Seconds for each request that decodes."""
-    context_token_seconds: float = 2.46e-8
-    """Seconds for each token in the context of requests that decode."""
-    step_tokens: int = 8192
-    """The most tokens that a step computes."""
-    max_running: int = 256
-    kv_tokens: int = 281_600
-    streamed: float = 0.8
-    """The share of answers that are streamed."""
-    reports_cached: float = 0.5
-    """The share of replicas whose answers say how much of the input was cached."""
-
-    def prefill_seconds(self, computed: int, tokens: int) -> float:
-        """Seconds for the next ``tokens`` of a prompt of which ``computed`` are there, without the step
-        itself.
-        """
-        after = computed + tokens
-        return tokens * self.token_seconds + (after * after - computed * computed) * self.attention_seconds
-
-    def decode_step_seconds(self, requests: int, context_tokens: int) -> float:
-        """Seconds of a step without its prompts."""
-        shares = requests * self.decode_seconds + context_tokens * self.context_token_seconds
-        return self.step_seconds + shares
-
-    @property
-    def slower_each(self) -> float:
-        """The part by which an answer takes longer for each other one beside it, with ``USUAL_CONTEXT``."""
-        return self.decode_step_seconds(2, 2 * USUAL_CONTEXT) / self.decode_step_seconds(1, USUAL_CONTEXT) - 1
 
 
 class Blocks:
@@ -169,34 +133,21 @@ class Blocks:
                 self._idle[block] = None
 
 
+@dataclass(slots=True, eq=False)
 class _PlacedPrompt:
     """A request at its replica."""
 
-    __slots__ = (
-        "arrived",
-        "cached",
-        "computed",
-        "first_byte",
-        "gone",
-        "key",
-        "pinned",
-        "private",
-        "prompt",
-        "replica",
-    )
-
-    def __init__(self, key: int, prompt: Prompt, arrived: float) -> None:
-        self.key = key
-        self.prompt = prompt
-        self.arrived = arrived
-        self.first_byte = math.nan
-        self.cached = 0
-        self.computed = 0
-        self.pinned: list[int] = []
-        self.private = 0
-        self.replica = 0
-        self.gone = False
-        """Whether it was taken back."""
+    key: int
+    prompt: Prompt
+    arrived: float
+    first_byte: float = math.nan
+    cached: int = 0
+    computed: int = 0
+    pinned: list[int] = field(default_factory=list)
+    private: int = 0
+    replica: int = 0
+    gone: bool = False
+    """Whether it was taken back."""
 
 
 class _SimulatedReplica:
@@ -337,12 +288,18 @@ def simulate(
     engine: SimulatedEngine | None = None,
 ) -> list[PromptOutcome]:
     """Simulate ``prompts``: their outcomes, in the order in which they arrived."""
-    fleet = _Fleet(router, replicas, block_tokens, engine or SimulatedEngine())
-    return fleet.run(prompts)
+    return _Fleet(prompts, router, replicas, block_tokens, engine or SimulatedEngine()).run()
 
 
 class _Fleet:
-    def __init__(self, router: Router, replicas: int, block_tokens: int, engine: SimulatedEngine) -> None:
+    def __init__(
+        self,
+        prompts: Iterable[Prompt],
+        router: Router,
+        replicas: int,
+        block_tokens: int,
+        engine: SimulatedEngine,
+    ) -> None:
         self._router = router
         self._engine = engine
         self._block_tokens = block_tokens
@@ -352,32 +309,28 @@ class _Fleet:
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._order = count()
         self._keys = count()
-        self._rest: dict[str, deque[Prompt]] = {}
         self._placed: dict[int, _PlacedPrompt] = {}
         self._answers: list[tuple[int, PromptOutcome]] = []
+        ordered = sorted(prompts, key=lambda prompt: prompt.at)
+        self._check_fit(ordered)
+        self._sessions = SessionQueues(ordered)
 
-    def run(self, prompts: Iterable[Prompt]) -> list[PromptOutcome]:
-        for prompt in sorted(prompts, key=lambda prompt: prompt.at):
-            self._check_fit(prompt)
-            rest = self._rest.get(prompt.session) if prompt.session else None
-            if rest is not None:
-                rest.append(prompt)
-                continue
-            if prompt.session:
-                self._rest[prompt.session] = deque()
+    def run(self) -> list[PromptOutcome]:
+        for prompt in self._sessions.first:
             self._at(prompt.at, self._arrive, prompt)
         while self._heap:
             now, _, call, argument = heappop(self._heap)
             call(now, argument)
         return [answer for _, answer in sorted(self._answers)]
 
-    def _check_fit(self, prompt: Prompt) -> None:
-        need, there = blocks_of(prompt, self._block_tokens), self._engine.kv_tokens // self._block_tokens
-        if need > there:
-            raise PromptTooLarge(
-                f"a request of {prompt.tokens} + {prompt.output} tokens needs {need} KV blocks of "
-                f"{self._block_tokens} tokens; a replica has {there}: raise kv_tokens"
-            )
+    def _check_fit(self, prompts: Iterable[Prompt]) -> None:
+        there = self._engine.kv_tokens // self._block_tokens
+        for prompt in prompts:
+            if (need := blocks_of(prompt, self._block_tokens)) > there:
+                raise PromptTooLarge(
+                    f"a request of {prompt.tokens} + {prompt.output} tokens needs {need} KV blocks of "
+                    f"{self._block_tokens} tokens; a replica has {there}: raise kv_tokens"
+                )
 
     def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
         heappush(self._heap, (moment, next(self._order), call, argument))
@@ -446,7 +399,5 @@ class _Fleet:
 
     def _follow(self, now: float, session: str) -> None:
         """Have the next request of a session come."""
-        rest = self._rest.get(session)
-        if rest:
-            following = rest.popleft()
+        if following := self._sessions.next_of(session):
             self._at(max(now, following.at), self._arrive, following)

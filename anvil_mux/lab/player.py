@@ -1,27 +1,78 @@
-"""The sender of a script: each request at its moment, whatever else happens.
+"""The player of a script, and what a client of an OpenAI-compatible address sees of each request.
 
-The thread that plays waits for the next moment and begins a thread for each request, so a slow answer holds
-up nobody: an open loop. What follows upon an answer (the next request of a session) is due when the script
-says. ``most`` bounds how many are under way; one that is due beyond that is sent late, and its times count
-from when it was due.
+Each request is sent at its moment, whatever else happens. The thread that plays waits for the next moment and
+begins a thread for each request, so a slow answer holds up nobody: an open loop. What follows upon an answer
+(the next request of a session) is due when the script says. ``most`` bounds how many are under way; one that
+is due beyond that is sent late, and its times count from when it was due.
+
+A request is a streamed completion of a fixed length (``ignore_eos`` makes vLLM, SGLang and llama.cpp go on to
+the end; others ignore it). Each is sent on a connection of its own. The first token is the first event with
+text in it: servers also send events without any, so that clients see that they are there.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
+from urllib.parse import quote, urlsplit
 
 from anvil_mux.clock import Clock
-from anvil_mux.lab.script import FollowPlayed, PlayedRequest, Script
-from anvil_mux.lab.sending import PlayedAnswer
+from anvil_mux.errors import MuxError
+from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.script import BadScript, FollowPlayed, Script
+from anvil_mux.protocol import api
+from anvil_mux.serve.remote import NotRunning
 
 MOST = 512
 TELL_SECONDS = 1.0
+CONNECT_SECONDS = 10.0
+SILENT_SECONDS = 1200.0
+"""The longest silence before an answer, and within one, that is waited through."""
+TAIL_BYTES = 4096
+PIECE_BYTES = 1 << 16
+
+LAST_EVENT = (b'"finish_reason":"', b'"finish_reason": "')
+"""The marks of the event that says why an answer ended."""
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedAnswer:
+    """How one request was answered. Moments are seconds from the beginning of the run."""
+
+    number: int
+    model: str
+    session: str
+    due: float
+    sent: float
+    first: float
+    """When its first token came; nan: none did."""
+    ended: float
+    status: int
+    """0: there was no answer, or not a whole one."""
+    code: str
+    """The code of an error; empty: all is well."""
+    id: str = ""
+    backend: str = ""
+    """The backend that anvil-mux says it took among several."""
+    tokens: int = 0
+    """The length of the answer: as the server says, else its events with text."""
+    prompt_tokens: int | None = None
+    """The length of the input, as the server says."""
+    cached_tokens: int | None = None
+    """The part of the input that the engine had in its cache, as the server says."""
+
 
 Ask = Callable[[], PlayedAnswer]
-Prepare = Callable[[PlayedRequest, int, Callable[[], float]], Ask]
+Prepare = Callable[[Prompt, int, Callable[[], float]], Ask]
 """Makes what sends a request: of its number, with the clock of the run."""
 TellPlayed = Callable[[int, int, float], object]
 """Takes how many were answered, how many are under way, and the seconds so far."""
@@ -44,15 +95,15 @@ class Player:
         # Guards what stands below it.
         self._changed = clock.condition(lock := clock.lock())
         self._lock = lock
-        self._due: list[tuple[float, int, PlayedRequest]] = []
+        self._due: list[tuple[float, int, Prompt]] = []
         self._under_way = 0
 
     def play(self, script: Script, tell: TellPlayed = lambda *_: None) -> list[PlayedAnswer]:
         """The answers, in the order in which they ended; those so far, if Ctrl-C came."""
-        first, follow = script.begin()
+        follow = script.follow()
         self._began = self._clock.now()
         with self._lock:
-            for request in first:
+            for request in script.first:
                 self._add(request)
         try:
             while self._turn(follow):
@@ -65,7 +116,7 @@ class Player:
         """Seconds from the beginning of the run."""
         return self._clock.now() - self._began
 
-    def _add(self, request: PlayedRequest) -> None:
+    def _add(self, request: Prompt) -> None:
         heappush(self._due, (request.at, next(self._order), request))
 
     def _turn(self, follow: FollowPlayed) -> bool:
@@ -88,11 +139,11 @@ class Player:
             self._send(request, self._next[1], follow)
         return True
 
-    def _send(self, request: PlayedRequest, ask: Ask, follow: FollowPlayed) -> None:
+    def _send(self, request: Prompt, ask: Ask, follow: FollowPlayed) -> None:
         self._next = None
         self._clock.spawn(lambda: self._ask(request, ask, follow), f"replay-{request.model}")
 
-    def _ask(self, request: PlayedRequest, ask: Ask, follow: FollowPlayed) -> None:
+    def _ask(self, request: Prompt, ask: Ask, follow: FollowPlayed) -> None:
         """Send one request and wait for its answer, in its thread."""
         try:
             answer = ask()
@@ -104,3 +155,225 @@ class Player:
             with self._lock:
                 self._under_way -= 1
                 self._changed.notify_all()
+
+
+# One request
+
+
+class PlayedServer:
+    """A server that is asked. Any thread. ``path``: COMPLETIONS or CHAT."""
+
+    def __init__(self, url: str, key: str = "", path: str = COMPLETIONS) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.key = key
+        self._path = path
+        try:
+            parts = urlsplit(self.url)
+            self._address = parts.hostname or "", parts.port
+        except ValueError:
+            self._address = "", None
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        if not self._address[0] or parts.scheme not in kinds:
+            raise NotRunning(f"{url} is no address of a server; it looks like http://127.0.0.1:8080")
+        self._kind: type[http.client.HTTPConnection] = kinds[parts.scheme]
+        self._prefix = parts.path
+
+    @property
+    def name(self) -> str:
+        """The server's name in tables."""
+        host, port = self._address
+        return f"{host}:{port}" if port else host
+
+    def check_models(self, models: tuple[str, ...]) -> None:
+        """NotRunning if nobody answers, BadScript if one of the models is not there."""
+        status, answer = self._get("/v1/models")
+        listed = answer.get("data") if status == 200 and isinstance(answer, dict) else None
+        if not isinstance(listed, list):
+            raise NotRunning(f"{self.url} answers {status} to GET /v1/models{_words(answer)}")
+        known = [str(each.get("id")) for each in listed if isinstance(each, dict)]
+        for model in models:
+            if model not in known and self._get(f"/v1/models/{quote(model, safe='')}")[0] != 200:
+                raise BadScript(
+                    f"{self.url} does not serve {model}, but {', '.join(known) or 'nothing'}; "
+                    f"--model {model}=NAME says what it is called there"
+                )
+
+    def _get(self, path: str) -> tuple[int, Any]:
+        connection = self._kind(*self._address, timeout=CONNECT_SECONDS)
+        try:
+            connection.request("GET", self._prefix + path, headers=self._headers())
+            response = connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "strerror", None) or error or type(error).__name__
+            raise NotRunning(f"nobody answers at {self.url} ({why})") from None
+        finally:
+            connection.close()
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, None
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def prepare(
+        self,
+        request: Prompt,
+        number: int,
+        prompt: str,
+        id: str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> Callable[[], PlayedAnswer]:
+        """Make what sends the request and waits for its answer; ``now``: seconds from the run's beginning."""
+        asked = {
+            "model": request.model,
+            **(
+                {"messages": [{"role": "user", "content": prompt}]}
+                if self._path == CHAT
+                else {"prompt": prompt}
+            ),
+            "max_tokens": request.output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        headers = {**self._headers(), "Content-Type": "application/json", "X-Request-ID": id}
+        if request.session:
+            headers["X-Session-ID"] = request.session
+        body = json.dumps(asked).encode("ascii")
+        return lambda: _Asking(self, request, number, id).ask(body, headers, now)
+
+    def open(self) -> http.client.HTTPConnection:
+        return self._kind(*self._address, timeout=CONNECT_SECONDS)
+
+    @property
+    def path(self) -> str:
+        return self._prefix + self._path
+
+
+class _Asking:
+    """One request under way."""
+
+    def __init__(self, server: PlayedServer, request: Prompt, number: int, id: str) -> None:
+        self._server = server
+        self._request = request
+        self._number = number
+        self._id = id
+        self._status = 0
+        self._code = ""
+        self._backend = ""
+        self._first = math.nan
+        self._events = 0
+        self._tail = b""
+
+    def ask(self, body: bytes, headers: Mapping[str, str], now: Callable[[], float]) -> PlayedAnswer:
+        connection, sent = self._server.open(), now()
+        try:
+            connection.connect()
+            socket = connection.sock
+            socket.settimeout(min(self._request.patience, SILENT_SECONDS))
+            connection.request("POST", self._server.path, body, dict(headers))
+            with connection.getresponse() as response:
+                socket.settimeout(SILENT_SECONDS)
+                self._read(response, now)
+        except TimeoutError:
+            self._fail("left" if self._request.patience < SILENT_SECONDS else "silent")
+        except (OSError, http.client.HTTPException):
+            self._fail("cut" if self._status else "unreachable")
+        finally:
+            connection.close()
+        return self._answer(sent, now())
+
+    def _fail(self, code: str) -> None:
+        self._status, self._code = 0, code
+
+    def _read(self, response: http.client.HTTPResponse, now: Callable[[], float]) -> None:
+        self._status = response.status
+        self._backend = response.headers.get("X-Anvil-Backend", "").partition(";")[0]
+        if response.status != 200:
+            self._code = _code_of(response.read(TAIL_BYTES)) or http.client.responses.get(response.status, "")
+            return
+        rest = b""
+        while piece := response.read1(PIECE_BYTES):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: ") and not self._take(line, now):
+                    return
+        self._fail("cut")
+
+    def _take(self, line: bytes, now: Callable[[], float]) -> bool:
+        """Take one event of a stream; False: it was the last one."""
+        if line.startswith(b"data: [DONE]"):
+            return False
+        if b'"usage"' in line:
+            self._tail = line
+        if line.startswith(b'data: {"error"'):
+            self._fail(_code_of(line[6:]) or "cut")
+            return False
+        # Once there was text each event but the last has some, and reading them all would cost too much.
+        if math.isnan(self._first):
+            if _has_text(line):
+                self._first, self._events = now(), 1
+        else:
+            self._events += not any(mark in line for mark in LAST_EVENT)
+        return True
+
+    def _answer(self, sent: float, ended: float) -> PlayedAnswer:
+        tokens, prompt, cached = api.tokens_said(self._tail)
+        return PlayedAnswer(
+            number=self._number,
+            model=self._request.model,
+            session=self._request.session,
+            due=self._request.at,
+            sent=sent,
+            first=self._first,
+            ended=ended,
+            status=self._status,
+            code=self._code,
+            id=self._id,
+            backend=self._backend,
+            tokens=tokens or self._events,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+        )
+
+
+def _has_text(line: bytes) -> bool:
+    """Whether an event of a stream brings some of the answer."""
+    try:
+        choices = json.loads(line[6:]).get("choices") or ()
+        return any(
+            each.get("text")
+            or any(
+                (each.get("delta") or {}).get(name) for name in ("content", "reasoning_content", "reasoning")
+            )
+            for each in choices
+        )
+    except (ValueError, AttributeError):
+        return False
+
+
+def _code_of(text: bytes) -> str:
+    """The code of an error, or its kind: llama.cpp and vLLM have the status in place of a code."""
+    try:
+        error = json.loads(text).get("error")
+    except (ValueError, AttributeError):
+        return ""
+    code, kind = (error.get("code"), error.get("type")) if isinstance(error, dict) else ("", "")
+    return str((code if isinstance(code, str) else None) or kind or code or "")
+
+
+def _words(answer: Any) -> str:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return f": {message}" if message else ""
+
+
+def failure(answer: PlayedAnswer) -> MuxError | None:
+    """The error that an answer comes to, if it is none."""
+    if answer.status == 200:
+        return None
+    said = f"{answer.status} {answer.code}" if answer.status else answer.code
+    return BadScript(f"{answer.model} could not be asked: {said}")

@@ -41,6 +41,8 @@ OTHER = "#999999"
 """The colour of all models beyond those."""
 GREY = "#D0D0D0"
 INK = "#333333"
+SAMPLE = "#777777"
+"""The colour of states in a legend."""
 
 PANEL_INCHES = (3.5, 3.5)
 MOST_COLUMNS = 3
@@ -368,7 +370,9 @@ class _Panels:
                 for (state, model), spans in _spans(bars, models).items():
                     self._draw_bars(axes, spans, (top, height), state, self._colours.get(model, OTHER))
         axes.set_ylim(len(lanes), 0)
-        axes.set_yticks([lane + 0.5 for lane in range(len(lanes))], [_lane_name(gpu) for gpu in lanes])
+        axes.set_yticks(
+            [lane + 0.5 for lane in range(len(lanes))], [f"GPU {gpu}" if gpu else "no GPU" for gpu in lanes]
+        )
         axes.tick_params(left=False, bottom=False)
         for side in ("left", "bottom"):
             axes.spines[side].set_visible(False)
@@ -412,10 +416,10 @@ class _Panels:
         if OTHER in self._colours.values():
             shown.append(Patch(facecolor=OTHER, label="other models"))
         states = {bar.state for _, _, history, _ in self._runs for bar in history.bars}
-        for state, name in _STATES.items():
+        for state in _STATES:
             if state in states:
-                face, hatch = _looks(state, "#777777")
-                shown.append(Patch(facecolor=face, edgecolor="#777777", hatch=hatch, linewidth=0, label=name))
+                face, hatch = _looks(state, SAMPLE)
+                shown.append(Patch(facecolor=face, edgecolor=SAMPLE, hatch=hatch, linewidth=0, label=state))
         shown.append(Line2D([], [], **_MEAN, label="mean wait"))
         ends = {wait.end for _, _, history, _ in self._runs for wait in history.waits.values()}
         for end, name in _ENDS.items():
@@ -435,7 +439,8 @@ _SCALES: Sequence[tuple[float, str, Sequence[float]]] = (
     (86400.0, "days", (1, 2, 7, 14, 28, 91, 365, 36500)),
 )
 _MEAN: Any = {"color": INK, "linewidth": 1.0, "linestyle": (0, (4, 2))}
-_STATES = {"loading": "loading", "draining": "draining", "evicting": "evicting", "stuck": "stuck"}
+_STATES = ("loading", "draining", "evicting", "stuck")
+"""The states that a legend explains, if they come."""
 _ENDS = {"severed": "severed later", "unserved": "never served"}
 _MARKS = {"leased": "o", "severed": "x", "unserved": "+"}
 
@@ -487,10 +492,6 @@ def _put(bar: Bar, rows: list[list[Bar]]) -> None:
         row.append(bar)
         return
     rows.append([bar])
-
-
-def _lane_name(gpu: str) -> str:
-    return f"GPU {gpu}" if gpu else "no GPU"
 
 
 def _spans(

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anvil_mux.lab.workload import BadWorkload, find_among
-from anvil_mux.telemetry.eventlog import UNREADABLE, lines
+from anvil_mux.lab.simulate import Arrival
+from anvil_mux.lab.workload import BadWorkload, find_among, objects
 
 SHIPPED = Path(__file__).parent / "traces"
 """Traces that come with the program."""
@@ -39,11 +41,39 @@ class Prompt(NamedTuple):
     """
 
     at: float
+    """When it is due."""
     tokens: int
     output: int
     blocks: tuple[int, ...] = ()
-    """Ids of the whole blocks of its input, from the first on."""
+    """Ids of the whole blocks of its input, from the first on; equal ids begin alike."""
     session: str = ""
+    model: str = ""
+    """The name by which a server is asked; empty: there is only one model."""
+    patience: float = inf
+    """Seconds after which its client leaves, if no byte of the answer has come."""
+    arrival: Arrival | None = None
+    """The request of a workload that it stands for."""
+
+
+class SessionQueues:
+    """The prompts of sessions, of which each but the first waits for the answer to the one before."""
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self.first: list[Prompt] = []
+        """The prompts that wait for no other."""
+        self._rest: dict[str, deque[Prompt]] = {}
+        for prompt in prompts:
+            if prompt.session in self._rest:
+                self._rest[prompt.session].append(prompt)
+                continue
+            if prompt.session:
+                self._rest[prompt.session] = deque()
+            self.first.append(prompt)
+
+    def next_of(self, session: str) -> Prompt | None:
+        """The prompt that follows upon an answer, if there is one."""
+        rest = self._rest.get(session)
+        return rest.popleft() if rest else None
 
 
 @dataclass(frozen=True)
@@ -59,10 +89,13 @@ class Trace:
     """Requests without a session."""
 
     def draw(self, seed: int, sessions: int | None = None) -> list[Prompt]:
-        """The requests of one run: those of all sessions, or of so many, that come within ``seconds``."""
+        """The requests of one run: those of all sessions, or of so many, that come within ``seconds``.
+
+        BadWorkload if there is none.
+        """
         draw = random.Random(f"{self.name} {seed}")
         chosen: Sequence[tuple[Prompt, ...]] = self.sessions
-        if sessions is not None:
+        if sessions is not None and chosen:
             if sessions > len(chosen):
                 raise BadWorkload(f"{self.name} has {len(chosen)} sessions, not {sessions}")
             chosen = draw.sample(chosen, sessions)
@@ -71,46 +104,34 @@ class Trace:
             begin = draw.uniform(0.0, self.seconds)
             moved = [prompt._replace(at=begin + prompt.at) for prompt in session]
             drawn += [prompt for prompt in moved if prompt.at < self.seconds]
+        if not drawn:
+            raise BadWorkload(f"{self.name} has no request within {self.seconds:g} s with seed {seed}")
         return sorted(drawn, key=lambda prompt: prompt.at)
 
 
 def find(name: str) -> Path:
     """The trace of this path, or the shipped one of this name."""
-    return find_among(SHIPPED, "traces", name)
+    return find_among(name, " traces", SHIPPED)
 
 
 def read(path: Path) -> Trace:
     """The trace of a file; BadWorkload names the line that cannot be used."""
-    number, header, said = 0, {}, []
-    try:
-        for number, line in enumerate(lines(path), 1):
-            if number == 1:
-                header = _header(_object(line))
-            elif line.strip():
-                said.append(_prompt(_object(line), header["block_tokens"]))
-    except (ValueError, KeyError) as error:
-        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
-        raise BadWorkload(f"{path}:{max(number, 1)}: {what}") from None
-    except UNREADABLE as error:
-        raise BadWorkload(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not said:
+    header: dict[str, Any] = {}
+    prompts: list[Prompt] = []
+    with objects(path) as file:
+        for each in file:
+            if header:
+                prompts.append(_prompt(each, header["block_tokens"]))
+            else:
+                header = _header(each)
+    if not prompts:
         raise BadWorkload(f"{path}: holds no request")
     sessions: dict[str, list[Prompt]] = {}
-    for prompt in said:
+    for prompt in prompts:
         sessions.setdefault(prompt.session, []).append(prompt)
     alone = sessions.pop("", [])
     together = tuple([tuple(sorted(each, key=lambda p: p.at)) for each in sessions.values()])
     return Trace(header["trace"], header["block_tokens"], header["seconds"], together, tuple(alone))
-
-
-def _object(line: str) -> dict[str, Any]:
-    try:
-        said = json.loads(line)
-    except ValueError:
-        said = None
-    if not isinstance(said, dict):
-        raise ValueError(f"must be one JSON object, not {line.strip()[:60]!r}")
-    return said
 
 
 def _header(said: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +157,7 @@ def _whole(said: dict[str, Any], key: str, least: int) -> int:
 
 def _seconds(said: dict[str, Any], key: str) -> float:
     value = said[key]
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+    if type(value) not in (int, float) or not 0 <= value < inf:
         raise ValueError(f"{key}: must be seconds, 0 or more, not {json.dumps(value)}")
     return float(value)
 

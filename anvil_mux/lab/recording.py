@@ -1,22 +1,36 @@
-"""Turns an event log into the workload of its clients: what would another policy have done with it?"""
+"""Event logs of a running program: what it did, and what another policy would have done with its clients.
+
+``workload_of`` makes a workload of the clients of a log; a ``Recording`` is a log to be compared.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 
-from anvil_mux.lab.batching import ALONE, Batch, Batching
+from anvil_mux.config.config import Config
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import ALONE, USUAL_BATCHING, AssumedBatching, Batch, Batching
+from anvil_mux.lab.figures import figures
 from anvil_mux.lab.simulate import Arrival
-from anvil_mux.lab.workload import Workload
+from anvil_mux.lab.study import SAME_NAMES, Case, StudyRun, case_of
+from anvil_mux.lab.workload import ModelNames, Workload
 from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.scheduler.events import Event
-from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, whole
+from anvil_mux.telemetry import eventlog
+from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, config_of, whole
 from anvil_mux.telemetry.situation import Situation
 
+LOGGED = "(as logged)"
+"""The name, in place of a policy's, of what the running program itself did."""
+SLACK_SECONDS = 1.0
+"""Seconds that the threads of a running program may be late."""
 OTHER_LOAD_SECONDS = 10.0
 """Seconds to load a model, where the log has no load at all."""
 BEYOND_SECONDS = 2**-10
@@ -192,3 +206,69 @@ def _medians(seconds: Mapping[str, Sequence[float]], default: float) -> dict[str
     every = [value for values in seconds.values() for value in values]
     known = {model: median(values) for model, values in seconds.items() if values}
     return {**known, "": median(every or [default])}
+
+
+# Compared
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The event log of a running program."""
+
+    name: str
+    runs: Sequence[LoggedRun]
+    config: Config | None
+    """A configuration in place of those in the log."""
+    called: ModelNames = SAME_NAMES
+    """The names in that configuration of the log's models."""
+
+    def case(self, batching: AssumedBatching = USUAL_BATCHING) -> Case:
+        """The clients of the log, with the backends of its last run."""
+        logged = batching.of_backends(config_of(self.runs[-1].header))
+        made = workload_of(self.runs, self.name, logged)
+        case = case_of(made, self.name, self._config_of(self.runs[-1]), self.called)
+        return replace(case, batching=batching)
+
+    def run(self, *, checked: bool) -> StudyRun:
+        """The run of the program itself."""
+        wrong = [line for one in self.runs for line in self._check(one)] if checked else None
+        log, begins = _joined(whole(self.runs)), self.runs[0].begins
+        return StudyRun(
+            profile=self.name,
+            policy=LOGGED,
+            seed=0,
+            config=self._config_of(self.runs[-1]),
+            log=log,
+            figures=figures(log, begins=begins),
+            wrong=wrong,
+            begins=begins,
+        )
+
+    def _check(self, one: LoggedRun) -> list[str]:
+        is_its_own = self.config is None
+        return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins, is_its_own=is_its_own)
+
+    def _config_of(self, one: LoggedRun) -> Config:
+        return self.config or config_of(one.header)
+
+
+def read(
+    path: str, config: Config | None, warn: Callable[[str], object], called: ModelNames = SAME_NAMES
+) -> Recording:
+    runs = eventlog.read(path, warn)
+    if not runs:
+        raise BadLog(f"{path}: is empty")
+    return Recording(Path(path).name, runs, config, called)
+
+
+def _joined(runs: Sequence[LoggedRun]) -> list[Event]:
+    """One log of several runs, each of which counts seconds and tickets from its own beginning."""
+    log: list[Event] = []
+    tickets = 0
+    for one in runs:
+        since, before = one.header["began"] - runs[0].header["began"], tickets
+        for event in one.events:
+            ticket = event.ticket and event.ticket + before
+            log.append(event._replace(at=event.at + since, ticket=ticket))
+            tickets = max(tickets, ticket)
+    return log

@@ -5,55 +5,38 @@ Moments are seconds from the beginning of the run; ``speed`` divides those of th
 its sessions, but not what loads and answers take.
 
 A workload says how long a request is served, and a server can only be told how long an answer is. So the
-seconds become tokens, at the pace of the model's engine (pace.py). A trace of prompts says both lengths.
+seconds become tokens, at the pace of the model's engine. A trace of prompts says both lengths.
+
+The text of a prompt is made of random words of four bytes, a space among them, that nobody has seen, but for
+the parts that a trace says are shared: a block of a trace is always the same words, by its id. How many
+tokens of the model's tokenizer a word is, the engine's ``usage`` says in the warm-up; until then a token is
+four bytes.
 """
 
 from __future__ import annotations
 
-import json
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from anvil_mux.errors import MuxError
 from anvil_mux.lab import prompts, workload
-from anvil_mux.lab.prompts import Prompt, Trace
+from anvil_mux.lab.prompts import Prompt, SessionQueues, Trace
 from anvil_mux.lab.simulate import Arrival
-from anvil_mux.lab.workload import BadWorkload, ModelNames, Workload
-from anvil_mux.telemetry.eventlog import UNREADABLE, lines
+from anvil_mux.lab.workload import BadWorkload, Workload
 
 PROMPT_TOKENS = 32
 """The input of a request whose workload does not tell its length."""
+BLOCKS_KEPT = 1 << 15
 
 
 class BadScript(MuxError):
     """The traffic cannot be played against this server; says what to do."""
 
 
-class PlayedRequest(NamedTuple):
-    """One request, with what its input and its answer are to be."""
-
-    at: float
-    """When it is due."""
-    model: str
-    """The name by which the server is asked."""
-    tokens: int
-    """The length of its input."""
-    output: int
-    """The length of its answer."""
-    blocks: tuple[int, ...] = ()
-    """Ids of the whole blocks of its input; equal ids begin alike."""
-    session: str = ""
-    patience: float = inf
-    """Seconds after which its client leaves, if no byte of the answer has come."""
-    arrival: Arrival | None = None
-    """The request of the workload that it stands for."""
-
-
-FollowPlayed = Callable[[PlayedRequest, float], Iterable[PlayedRequest]]
+FollowPlayed = Callable[[Prompt, float], Iterable[Prompt]]
 """The requests that the end of one leads to, and when they are due."""
 
 
@@ -64,9 +47,7 @@ class Script:
     name: str
     models: tuple[str, ...]
     """The models that it asks for, by the server's names."""
-    resident: tuple[str, ...]
-    """The models that are to be loaded when it begins."""
-    first: tuple[PlayedRequest, ...]
+    first: tuple[Prompt, ...]
     """The requests whose moments are known."""
     follow: Callable[[], FollowPlayed]
     """Makes a fresh ``follow`` for one run: the requests that depend on answers."""
@@ -76,23 +57,16 @@ class Script:
     has_seconds: bool = False
     """Whether it says how long each request is served, so that swaps and waits can be simulated."""
 
-    def begin(self) -> tuple[Sequence[PlayedRequest], FollowPlayed]:
-        """The requests whose moments are known, and what follows upon their ends."""
-        return self.first, self.follow()
-
     def limited(self, limit: int) -> Script:
         """The same with so many requests at most."""
         first = self.first[:limit]
 
         def follow() -> FollowPlayed:
-            following, left = self.follow(), limit - len(first)
+            following, places = self.follow(), iter(range(limit - len(first)))
 
-            def few(request: PlayedRequest, now: float) -> Iterator[PlayedRequest]:
-                nonlocal left
-                for later in following(request, now):
-                    if left > 0:
-                        left -= 1
-                        yield later
+            def few(request: Prompt, now: float) -> Iterator[Prompt]:
+                for later, _ in zip(following(request, now), places, strict=False):
+                    yield later
 
             return few
 
@@ -101,52 +75,35 @@ class Script:
 
 def find(name: str) -> Workload | Trace:
     """The workload or the trace of prompts of this path, or the shipped one of this name; BadWorkload."""
-    path = Path(name)
-    if not path.exists():
-        shipped = {file.name.partition(".")[0]: file for file in _shipped()}
-        if name not in shipped:
-            raise BadWorkload(f"{name}: no such file; shipped: {', '.join(shipped)}")
-        path = shipped[name]
+    path = workload.find_among(name, "", workload.SHIPPED, prompts.SHIPPED)
     return prompts.read(path) if _is_trace(path) else workload.read(path)
-
-
-def _shipped() -> Iterator[Path]:
-    for folder in (workload.SHIPPED, prompts.SHIPPED):
-        yield from sorted(folder.glob(workload.SHIPPED_AS))
 
 
 def _is_trace(path: Path) -> bool:
     """Whether the header is that of a trace of prompts; readers say what is wrong with a file."""
     try:
-        header = json.loads(next(iter(lines(path)), ""))
-    except (ValueError, *UNREADABLE):
+        with workload.objects(path) as file:
+            return "trace" in next(file, {})
+    except BadWorkload:
         return False
-    return isinstance(header, dict) and "trace" in header
-
-
-def models_of(made: Workload, names: ModelNames) -> tuple[str, ...]:
-    """The server's names of a workload's models, each once."""
-    return tuple(dict.fromkeys(names.name(model) for model in made.load_seconds))
 
 
 def of_workload(
     made: Workload,
-    names: ModelNames,
     tokens_per_second: Mapping[str, float],
     *,
     speed: float = 1.0,
     tokens: int = PROMPT_TOKENS,
 ) -> Script:
-    """The script of a workload; ``tokens_per_second``: the pace of each model, by the server's name."""
+    """The script of a workload that has the server's names; ``tokens_per_second``: the pace of each model."""
 
-    def played(arrival: Arrival) -> PlayedRequest:
-        model = names.name(arrival.model)
-        return PlayedRequest(
+    def prompt(arrival: Arrival) -> Prompt:
+        return Prompt(
             at=arrival.at / speed,
-            model=model,
             tokens=tokens,
-            output=max(round(arrival.seconds * tokens_per_second[model]), 1),
+            output=max(round(arrival.seconds * tokens_per_second[arrival.model]), 1),
             session="" if arrival.sender is None else str(arrival.sender),
+            model=arrival.model,
             patience=arrival.patience,
             arrival=arrival,
         )
@@ -154,17 +111,16 @@ def of_workload(
     def follow() -> FollowPlayed:
         following = made.follow() if made.follow else None
 
-        def later(request: PlayedRequest, now: float) -> Iterator[PlayedRequest]:
+        def later(request: Prompt, now: float) -> Iterator[Prompt]:
             if following and request.arrival:
-                yield from map(played, following(request.arrival, now * speed))
+                yield from map(prompt, following(request.arrival, now * speed))
 
         return later
 
     return Script(
         name=made.name,
-        models=models_of(made, names),
-        resident=tuple(dict.fromkeys(names.name(model) for model in made.resident)),
-        first=tuple([played(each) for each in made.requests if each.leases]),
+        models=tuple(made.load_seconds),
+        first=tuple([prompt(each) for each in made.requests if each.leases]),
         follow=follow,
         clients=tuple(map(str, made.clients)),
         has_seconds=True,
@@ -185,48 +141,55 @@ def of_trace(
     ``scale`` multiplies all lengths, those of the blocks too, so that the same parts of prompts are shared.
     """
     block_tokens = max(round(trace.block_tokens * scale), 1)
-    drawn = trace.draw(seed, sessions if trace.sessions else None)
-    requests = [_scaled(prompt, model, trace.block_tokens, block_tokens, speed) for prompt in drawn]
-    if not requests:
-        raise BadScript(f"{trace.name} has no request within {trace.seconds:g} s with seed {seed}")
-    begun: set[str] = set()
-    first: list[PlayedRequest] = []
-    rest: list[PlayedRequest] = []
-    for request in requests:
-        (rest if request.session in begun else first).append(request)
-        begun |= {request.session} - {""}
+    ratio = block_tokens / trace.block_tokens
+    requests = [
+        prompt._replace(
+            at=prompt.at / speed,
+            tokens=max(round(prompt.tokens * ratio), len(prompt.blocks) * block_tokens, 1),
+            output=max(round(prompt.output * ratio), 1),
+            model=model,
+        )
+        for prompt in trace.draw(seed, sessions)
+    ]
+
+    def follow() -> FollowPlayed:
+        queues = SessionQueues(requests)
+
+        def later(request: Prompt, now: float) -> Iterator[Prompt]:
+            if following := queues.next_of(request.session):
+                yield following._replace(at=max(following.at, now))
+
+        return later
+
     return Script(
         name=trace.name,
         models=(model,),
-        resident=(model,),
-        first=tuple(first),
-        follow=lambda: _sessions(rest),
+        first=tuple(SessionQueues(requests).first),
+        follow=follow,
         block_tokens=block_tokens,
     )
 
 
-def _scaled(prompt: Prompt, model: str, before: int, after: int, speed: float) -> PlayedRequest:
-    ratio = after / before
-    return PlayedRequest(
-        at=prompt.at / speed,
-        model=model,
-        tokens=max(round(prompt.tokens * ratio), len(prompt.blocks) * after, 1),
-        output=max(round(prompt.output * ratio), 1),
-        blocks=prompt.blocks,
-        session=prompt.session,
-    )
+class PromptWriter:
+    """Writes the prompts of one run; ``tokens_per_word``: by model, 1 where it is not known."""
 
+    def __init__(self, seed: str, block_tokens: int, tokens_per_word: Mapping[str, float]) -> None:
+        self._seed = seed
+        self._block_tokens = block_tokens
+        self._tokens_per_word = tokens_per_word
+        self._block = lru_cache(BLOCKS_KEPT)(self._written)
 
-def _sessions(requests: Iterable[PlayedRequest]) -> FollowPlayed:
-    """Clients that each send their next request at its moment, but not before the answer to the last one."""
-    queues: dict[str, deque[PlayedRequest]] = {}
-    for request in requests:
-        queues.setdefault(request.session, deque()).append(request)
+    def write(self, request: Prompt, number: int) -> str:
+        """The prompt of the request of this number."""
+        each = self._tokens_per_word.get(request.model, 1.0)
+        ends = [round(n * self._block_tokens / each) for n in range(len(request.blocks) + 1)]
+        parts = [
+            self._block(str(block), end - begin)
+            for block, begin, end in zip(request.blocks, ends, ends[1:], strict=False)
+        ]
+        words = max(round(request.tokens / each) - ends[-1], 0 if any(parts) else 1)
+        return "".join([*parts, self._written(f"alone {number}", words)])
 
-    def follow(request: PlayedRequest, now: float) -> Iterator[PlayedRequest]:
-        queue = queues.get(request.session)
-        if queue:
-            following = queue.popleft()
-            yield following._replace(at=max(following.at, now))
-
-    return follow
+    def _written(self, name: str, words: int) -> str:
+        draw = random.Random(f"{self._seed} {name}")
+        return "".join([f"{word} " for word in draw.choices(range(100, 1000), k=words)])

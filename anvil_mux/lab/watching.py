@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anvil_mux.errors import MuxError
+from anvil_mux.lab.engines import SwapTimes
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import remote
 from anvil_mux.telemetry.situation import BackendRecord, Situation
@@ -26,18 +27,6 @@ SEEN_SECONDS = 5.0
 """How long the end of a run waits to be told of its last requests."""
 _SWAPPING = frozenset(("draining", "evicting", "loading", "cancelling"))
 _MOVES = _SWAPPING | {"ready", "stopped", "standby", "demoting", "stuck"}
-
-
-@dataclass(frozen=True)
-class SwapTimes:
-    """The seconds of loads and of evictions, by backend, in the order in which they ended."""
-
-    loads: Mapping[str, Sequence[float]]
-    evictions: Mapping[str, Sequence[float]]
-
-    def or_else(self, other: SwapTimes) -> SwapTimes:
-        """The same, with what only the other knows."""
-        return SwapTimes({**other.loads, **self.loads}, {**other.evictions, **self.evictions})
 
 
 @dataclass(frozen=True)
@@ -110,11 +99,8 @@ class EventWatch:
     @property
     def gpus(self) -> dict[str, tuple[str, ...]]:
         """The GPUs of each backend."""
-        return {name: tuple(about["gpus"]) for name, about in self._backends().items()}
-
-    def _backends(self) -> dict[str, Mapping[str, Any]]:
-        models = (self._snapshot or {}).get("models", {})
-        return {name: about for model in models.values() for name, about in model["backends"].items()}
+        models = (self._snapshot or {}).get("models", {}).values()
+        return {name: tuple(each["gpus"]) for model in models for name, each in model["backends"].items()}
 
     def swap_times(self, since: float = 0.0, until: float = math.inf) -> SwapTimes:
         """The times of swaps between two moments (Unix time, by this machine's clock)."""

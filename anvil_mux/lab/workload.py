@@ -2,7 +2,7 @@
 
 A ``Workload`` knows nothing of a compose file: it names models, says when requests for them arrive, how long
 the answer to each takes alone, and how long the models load. It comes from ``PROFILES`` (traffic made to
-order), from a file, or from the event log of a running program (eventlog.py).
+order), from a file, or from the event log of a running program (recording.py).
 
 A file holds JSON lines and may be compressed with gzip or xz. The first line is a header, every other one
 a request:
@@ -25,6 +25,7 @@ import math
 import random
 import string
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import merge
@@ -34,7 +35,8 @@ from typing import Any
 from anvil_mux.clock import count_in
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import MuxError
-from anvil_mux.lab.simulate import Arrival, Engines, Follow
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, Follow
 from anvil_mux.telemetry.eventlog import UNREADABLE, lines
 
 SHIPPED = Path(__file__).parent / "workloads"
@@ -334,28 +336,37 @@ SEEDED = frozenset({"mixed", "clients"})
 
 def find(name: str) -> Path:
     """The workload file of this path, or the shipped one of this name."""
-    return find_among(SHIPPED, "workloads", name)
+    return find_among(name, " workloads", SHIPPED)
 
 
-def find_among(folder: Path, what: str, name: str) -> Path:
-    """The file of this path, or the one of this name in ``folder``, where ``what`` is shipped."""
-    shipped = {file.name.partition(".")[0]: file for file in sorted(folder.glob(SHIPPED_AS))}
+def find_among(name: str, what: str, *folders: Path) -> Path:
+    """The file of this path, or the one of this name in ``folders``, where ``what`` is shipped."""
+    files = [file for folder in folders for file in sorted(folder.glob(SHIPPED_AS))]
+    shipped = {file.name.partition(".")[0]: file for file in files}
     if name in shipped and not Path(name).is_file():
         return shipped[name]
     if not Path(name).exists():
-        raise BadWorkload(f"{name}: no such file; shipped {what}: {', '.join(shipped) or 'none'}")
+        raise BadWorkload(f"{name}: no such file; shipped{what}: {', '.join(shipped)}")
     return Path(name)
 
 
-def read(path: Path) -> Workload:
-    """The workload of a file; BadWorkload names the line that cannot be used."""
-    reading = _WorkloadReader()
-    try:
+@contextmanager
+def objects(path: Path) -> Iterator[Iterator[dict[str, Any]]]:
+    """The objects of a file of JSON lines, to be read; BadWorkload names the line that cannot be used."""
+    number = 0
+
+    def each() -> Iterator[dict[str, Any]]:
+        nonlocal number
         for line in lines(path):
-            reading.take(line)
-        return reading.workload()
-    except ValueError as error:
-        raise BadWorkload(f"{path}:{max(reading.number, 1)}: {error}") from None
+            number += 1
+            if line.strip():
+                yield _parsed(line)
+
+    try:
+        yield each()
+    except (ValueError, KeyError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+        raise BadWorkload(f"{path}:{max(number, 1)}: {what}") from None
     except UNREADABLE as error:
         raise BadWorkload(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -370,50 +381,35 @@ def _parsed(line: str) -> dict[str, Any]:
     return said
 
 
+def read(path: Path) -> Workload:
+    """The workload of a file; BadWorkload names the line that cannot be used."""
+    with objects(path) as file:
+        header = next(file, None)
+        if header is None:
+            raise ValueError("is empty")
+        reading = _WorkloadReader(header)
+        for each in file:
+            reading.take(each)
+        return reading.workload()
+
+
 class _WorkloadReader:
     """The workload of the lines read so far."""
 
-    def __init__(self) -> None:
-        self.number = 0
-        """The number of the last line."""
-        self._header: dict[str, Any] = {}
-        self._load_seconds: dict[str, float] = {}
-        self._requests: list[Arrival] = []
-        self._sessions: dict[object, list[Arrival]] = {}
-
-    def take(self, line: str) -> None:
-        self.number += 1
-        if not line.strip():
-            return
-        said = _parsed(line)
-        if self._header:
-            self._take_request(said)
-        else:
-            self._take_header(said)
-
-    def workload(self) -> Workload:
-        if not self._requests:
-            raise ValueError("holds no request" if self._header else "is empty")
-        return Workload(
-            name=str(self._header["workload"]),
-            load_seconds=self._load_seconds,
-            requests=tuple(sorted(self._requests, key=lambda request: request.at)),
-            follow=partial(Sessions, self._sessions) if self._sessions else None,
-            resident=tuple(self._header.get("resident", ())),
-            stop_seconds=_seconds(self._header, "stop_seconds", 0.0),
-        )
-
-    def _take_header(self, said: dict[str, Any]) -> None:
-        models, resident = said.get("models"), said.get("resident", [])
-        if not said.get("workload") or not isinstance(models, dict) or not models:
+    def __init__(self, header: Mapping[str, Any]) -> None:
+        models, resident = header.get("models"), header.get("resident", [])
+        if not header.get("workload") or not isinstance(models, dict) or not models:
             raise ValueError('must be the header: {"workload": "a name", "models": {...}, ...}')
         self._load_seconds = {name: _load_seconds(name, about) for name, about in models.items()}
         if not isinstance(resident, list) or any(name not in [*models] for name in resident):
             raise ValueError(f"resident: must be a list of {', '.join(models)}, not {json.dumps(resident)}")
-        _seconds(said, "stop_seconds", 0.0)
-        self._header = said
+        self._name, self._resident = str(header["workload"]), tuple(resident)
+        self._stop_seconds = _seconds(header, "stop_seconds", 0.0)
+        self._requests: list[Arrival] = []
+        self._sessions: dict[object, list[Arrival]] = {}
 
-    def _take_request(self, said: dict[str, Any]) -> None:
+    def take(self, said: Mapping[str, Any]) -> None:
+        """Take the next request."""
         model, session = said.get("model"), said.get("session")
         if not isinstance(model, str) or model not in self._load_seconds:
             known = ", ".join(self._load_seconds)
@@ -429,6 +425,18 @@ class _WorkloadReader:
         self._requests.append(request)
         if session is not None:
             self._sessions[session] = []
+
+    def workload(self) -> Workload:
+        if not self._requests:
+            raise ValueError("holds no request")
+        return Workload(
+            name=self._name,
+            load_seconds=self._load_seconds,
+            requests=tuple(sorted(self._requests, key=lambda request: request.at)),
+            follow=partial(Sessions, self._sessions) if self._sessions else None,
+            resident=self._resident,
+            stop_seconds=self._stop_seconds,
+        )
 
 
 def _load_seconds(model: str, about: object) -> float:

@@ -1,7 +1,7 @@
 """The situation to which a log has led: the state of backends, queues and leases, as data.
 
 A fold over events. The event log writes it at the head of a file, so that the file can be read without those
-before it; whoever reads a log starts from there. ``simulate.check`` judges each event by it.
+before it; whoever reads a log starts from there. The checker of logs judges each event by it.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ from typing import Any
 from anvil_mux.clock import Clock
 from anvil_mux.commit import commit
 from anvil_mux.lab.figures import quantile
-from anvil_mux.lab.player import Player, Prepare
-from anvil_mux.lab.script import PlayedRequest, of_workload
-from anvil_mux.lab.sending import PlayedAnswer, PlayedServer, failure
+from anvil_mux.lab.player import PlayedAnswer, PlayedServer, Player, Prepare, failure
+from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.script import of_workload
 from anvil_mux.lab.simulate import Arrival
-from anvil_mux.lab.workload import ModelNames, Sessions, Tireless, Workload
+from anvil_mux.lab.workload import Sessions, Tireless, Workload
 from anvil_mux.scheduler.policies import POLICIES
 from tests.bench.bench_live import names, table, tell
 from tests.bench.bench_relay import cpu_name, free_port
@@ -215,9 +215,7 @@ class Hand:
         self._port = 0
         self.stop: Callable[[], object] = lambda: None
 
-    def prepare(
-        self, request: PlayedRequest, number: int, now: Callable[[], float]
-    ) -> Callable[[], PlayedAnswer]:
+    def prepare(self, request: Prompt, number: int, now: Callable[[], float]) -> Callable[[], PlayedAnswer]:
         def ask() -> PlayedAnswer:
             if self._model != request.model:
                 self.stop()
@@ -269,14 +267,14 @@ def warm(prepare: Prepare, made: Workload) -> None:
     """Each model once, so that what swaps cost is known; last the one that is loaded when clients come."""
     rest = [model for model in made.load_seconds if model not in made.resident]
     for number, model in enumerate([*rest, *made.resident]):
-        answer = prepare(PlayedRequest(0.0, model, 1, 4, patience=GIVE_UP), -1 - number, time.monotonic)()
+        answer = prepare(Prompt(0.0, 1, 4, model=model, patience=GIVE_UP), -1 - number, time.monotonic)()
         if error := failure(answer):
             raise error
 
 
 def play(made: Workload, pace: float, prepare: Prepare, clock: Clock) -> list[PlayedAnswer]:
     """The answers to a scenario; ``pace``: the tokens of a second of service."""
-    script = of_workload(made, ModelNames({}), dict.fromkeys(made.load_seconds, pace))
+    script = of_workload(made, dict.fromkeys(made.load_seconds, pace))
     return Player(prepare, clock).play(script)
 
 

@@ -40,7 +40,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from anvil_mux.lab import study
+from anvil_mux.lab import report, study
 from anvil_mux.lab.workload import ClientGroups
 from anvil_mux.scheduler.policies import POLICIES, Policy, Queue, Resident, Snapshot, build_policy
 from tests.bench import clairvoyant, overload
@@ -166,7 +166,7 @@ def print_clients(policies: Sequence[str], *, known_costs: bool) -> None:
                 for name in ("requests", "wait_mean_seconds", "wait_rms_seconds")
             ]
             longest = max([run.figures.wait_max_seconds for run in runs])
-            share = study.least_to_most([run.fairness for run in runs])
+            share = report.least_to_most([run.fairness for run in runs])
             print(f"{setting}  {policy:12}{answers:>8.0f}{mean:>7.1f}{rms:>7.1f}{longest:>9.1f}{share:>12}")
 
 

@@ -28,12 +28,14 @@ from typing import Any
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.lab.simulate import Arrival, HostBack, HostLost, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Evict, Load, Step, Ticket
+from tests.lab.facts import HostBack, HostLost
 
 HOSTS, GPUS, BACKENDS = 32, 2, 1000
 """The greatest system that promises are made for."""

@@ -31,8 +31,9 @@ from statistics import median
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.lab import study
+from anvil_mux.lab.checker import check
 from anvil_mux.lab.figures import figures
-from anvil_mux.lab.simulate import Arrival, check, simulate
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.study import Case
 from anvil_mux.lab.workload import Workload
 from anvil_mux.scheduler.policies import POLICIES

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.lab.script import PlayedRequest
-from anvil_mux.lab.sending import PlayedAnswer
+from anvil_mux.lab.player import PlayedAnswer
+from anvil_mux.lab.prompts import Prompt
 from tests.baton import BatonClock
 from tests.bench import bench_peers
 from tests.bench.bench_peers import Engine, Row, measured, medians, options, play, summary, traffic
 
-Times = Callable[[PlayedRequest], tuple[float, float]]
+Times = Callable[[Prompt], tuple[float, float]]
 
 
 def answers(scenario: str, times: Times, *words: str) -> tuple[list[PlayedAnswer], Row]:
@@ -27,7 +27,7 @@ def answers(scenario: str, times: Times, *words: str) -> tuple[list[PlayedAnswer
     made = traffic(scenario, given)
     found: list[PlayedAnswer] = []
 
-    def prepare(request: PlayedRequest, number: int, now: Callable[[], float]) -> Callable[[], PlayedAnswer]:
+    def prepare(request: Prompt, number: int, now: Callable[[], float]) -> Callable[[], PlayedAnswer]:
         def ask() -> PlayedAnswer:
             sent, (wait, rest) = now(), times(request)
             clock.sleep(wait)

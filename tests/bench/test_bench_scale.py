@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.lab.simulate import check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.simulate import simulate
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.multiplexer.overview import HOLD_SECONDS
 from tests.bench.bench_scale import (

@@ -35,7 +35,8 @@ from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.host import checkpoint
 from anvil_mux.lab import plot, study
-from anvil_mux.lab.simulate import Arrival, Engines, simulate
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint

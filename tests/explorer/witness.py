@@ -1,7 +1,7 @@
 """The witness: who holds what, kept from the facts that were told and from what came back.
 
 It shares no belief with the scheduler: it asks it nothing, and computes needs, ties and room from the
-configuration. What can be judged by events alone, the checker of logs does (lab/simulate.py), and what events
+configuration. What can be judged by events alone, the checker of logs does (lab/checker.py), and what events
 say of cool-downs and of swaps that have begun is read by the fold that this checker uses.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.lab.simulate import check
+from anvil_mux.lab.checker import check
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.steps import Cancel, Demote, Effects, Evict, Load, Step, Ticket
 from anvil_mux.telemetry.situation import Situation

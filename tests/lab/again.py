@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.lab import recording, study
+from anvil_mux.lab import recording
 from anvil_mux.lab.workload import Workload
 from tests.running import Running, seen
 
@@ -30,7 +30,7 @@ def recorded(mux: Running, log: Path, requests: int) -> Workload:
     """The clients of the event log, once it has the end of so many requests."""
     seen(log.read_text, lambda text: text.count('"released"') >= requests)
     assert mux.get("/healthz")["leases"] == 0
-    return recording.workload_of(study.read_log(str(log), None, pytest.fail).runs)
+    return recording.workload_of(recording.read(str(log), None, pytest.fail).runs)
 
 
 def sent(file: Path) -> list[Sent]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.cli.main import main
-from anvil_mux.lab.runs import Replay
+from anvil_mux.lab.replay import Replay
 from tests.fake_engine import SSE_HEAD, Asked, FakeEngine, chunk
 
 TEXT = {"choices": [{"index": 0, "text": "hi", "finish_reason": None}]}

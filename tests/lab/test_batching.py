@@ -7,8 +7,10 @@ from math import inf
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.lab.batching import Batch, Batching
-from anvil_mux.lab.simulate import Arrival, Death, Engines, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Batch, Batching, Engines
+from anvil_mux.lab.simulate import Arrival, simulate
+from tests.lab.facts import Death
 
 
 def ends(batching: Batching, *requests: tuple[float, float]) -> list[float]:

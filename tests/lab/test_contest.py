@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import DEFAULT_ROUTING
-from anvil_mux.lab import contest, objectives
-from anvil_mux.lab.contest import InFlightRouter, Scenario, draw, run
-from anvil_mux.lab.fleet import REFUSED, PromptOutcome, SimulatedEngine, simulate
-from anvil_mux.lab.objectives import Attainment, Objectives
+from anvil_mux.lab import contest, engines, report
+from anvil_mux.lab.contest import Attainment, InFlightRouter, Objectives, Scenario, draw, run
+from anvil_mux.lab.engines import SimulatedEngine
+from anvil_mux.lab.fleet import REFUSED, PromptOutcome, simulate
 from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.workload import BadWorkload
 
 
 def fields(trace: str, sessions: int = 0, seeds: int = 1) -> list[Scenario]:
@@ -190,9 +191,9 @@ def test_the_table_compares_with_the_default_run_by_run() -> None:
         for field in fields("claude_code_le64k", 20, seeds=2)
         for policy in (DEFAULT_ROUTING, "round_robin")
     ]
-    default, other = contest.table(results)
+    default, other = report.routing_table(results)
     assert default[2:4] == (f"{DEFAULT_ROUTING} (default)", "2")
-    assert len(default) == len(other) == len(contest.HEAD)
+    assert len(default) == len(other) == len(report.ROUTING_HEAD)
     assert default[-1] == ""
     assert other[-1].endswith("longer in 2 of 2")
 
@@ -200,7 +201,7 @@ def test_the_table_compares_with_the_default_run_by_run() -> None:
 def test_csv_has_a_line_for_each_run_and_columns_for_the_classes() -> None:
     [field] = fields("claude_code_le64k", 10)
     file = io.StringIO()
-    contest.write_csv([run(field, policy) for policy in ("round_robin", "sticky")], file)
+    report.write_routing_csv([run(field, policy) for policy in ("round_robin", "sticky")], file)
     file.seek(0)
     lines = list(csv.DictReader(file))
     assert [line["policy"] for line in lines] == ["round_robin", "sticky"]
@@ -211,7 +212,7 @@ def test_attainment_is_read_off_what_became_of_each_request() -> None:
     refused = PromptOutcome(Prompt(0.0, 100, 11), REFUSED, 10.0, math.inf, math.inf, 0)
     quick, late, slow = answer(1.0), answer(2.5), answer(1.0)._replace(finished=17.0)
     one_token = answer(2.0, output=1)
-    found = objectives.attained([quick, late, slow, one_token, refused], Objectives(ttft=2.0, tpot=0.2))
+    found = contest.attained([quick, late, slow, one_token, refused], Objectives(ttft=2.0, tpot=0.2))
     assert found == Attainment(slo_ttft=0.6, slo_tpot=0.6, slo=0.4, refused=1)
 
 
@@ -231,9 +232,9 @@ def test_a_refused_request_has_no_latency_and_its_session_goes_on() -> None:
 def test_the_table_has_columns_for_objectives_where_there_are_any() -> None:
     [field] = fields("claude_code_le64k", 20)
     kept = Objectives(ttft=0.5)
-    rows = list(contest.table([run(field, policy, kept=kept) for policy in ("sticky", "round_robin")]))
-    assert all(len(row) == len((*contest.HEAD, *contest.KEPT)) for row in rows)
-    parts = [float(row[len(contest.HEAD)]) for row in rows]
+    rows = list(report.routing_table([run(field, policy, kept=kept) for policy in ("sticky", "round_robin")]))
+    assert all(len(row) == len((*report.ROUTING_HEAD, *report.KEPT_HEAD)) for row in rows)
+    parts = [float(row[len(report.ROUTING_HEAD)]) for row in rows]
     assert 0 < parts[1] < parts[0] < 1
 
 
@@ -247,8 +248,8 @@ def test_the_table_has_columns_for_objectives_where_there_are_any() -> None:
 )
 def test_what_is_no_objective_is_told(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        objectives.read(text)
-    assert objectives.read("tpot=0.1") == Objectives(6.0, 0.1)
+        contest.read_objectives(text)
+    assert contest.read_objectives("tpot=0.1") == Objectives(6.0, 0.1)
 
 
 # What may be asked for
@@ -264,7 +265,7 @@ def test_all_leaves_out_what_refuses_requests_for_a_prediction() -> None:
 
 
 def test_an_engine_is_the_default_but_for_what_is_said() -> None:
-    made = contest.read_engine("kv_tokens=100000,step_seconds=0.01")
+    made = engines.read_engine("kv_tokens=100000,step_seconds=0.01")
     assert (made.kv_tokens, made.step_seconds, made.step_tokens) == (100_000, 0.01, 8192)
     for text, problem in [
         ("kv=1", "unknown setting 'kv' of an engine; known: ingress_seconds"),
@@ -272,11 +273,11 @@ def test_an_engine_is_the_default_but_for_what_is_said() -> None:
         ("kv_tokens=-5", "kv_tokens must be 0 or more"),
     ]:
         with pytest.raises(ValueError, match=problem):
-            contest.read_engine(text)
+            engines.read_engine(text)
 
 
 def test_a_trace_that_has_nothing_in_time_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "late.jsonl"
     file.write_text('{"trace": "late", "block_tokens": 64, "seconds": 10}\n{"at": 20, "in": 5, "out": 1}\n')
-    with pytest.raises(contest.BadContest, match="late has no request within 10 s"):
+    with pytest.raises(BadWorkload, match="late has no request within 10 s"):
         list(draw([str(file)], (), range(1), 2, SimulatedEngine()))

@@ -61,6 +61,6 @@ def test_there_are_commands_and_one_of_them_asks_another_server() -> None:
     assert any(ELSEWHERE in command for command in COMMANDS)
 
 
-@pytest.mark.parametrize("head", [report.HEAD, report.CLIENTS_HEAD])
+@pytest.mark.parametrize("head", [report.REPLAY_HEAD, report.CLIENTS_HEAD])
 def test_the_tables_of_the_page_have_the_columns_of_the_command(head: tuple[str, ...]) -> None:
     assert list(head) in [line.split() for line in PAGE.splitlines()]

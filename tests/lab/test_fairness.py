@@ -13,7 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.overdue import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.policies import POLICIES

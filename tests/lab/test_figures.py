@@ -4,9 +4,11 @@ from dataclasses import asdict
 
 import pytest
 
+from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.figures import fairness, figures
-from anvil_mux.lab.simulate import Arrival, Death, Engines, simulate
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Event
+from tests.lab.facts import Death
 from tests.lab.test_simulate import LAYOUTS, TWO, Config
 
 ENGINES = Engines({"a": 3.0, "b": 6.0}, stop_seconds=0.5)

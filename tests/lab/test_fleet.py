@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from anvil_mux.lab.fleet import Blocks, PromptOutcome, PromptTooLarge, SimulatedEngine, simulate
+from anvil_mux.lab.engines import SimulatedEngine
+from anvil_mux.lab.fleet import Blocks, PromptOutcome, PromptTooLarge, simulate
 from anvil_mux.lab.prompts import Prompt
 
 PLAIN = SimulatedEngine(

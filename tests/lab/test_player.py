@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from anvil_mux.lab import prompts, script, workload
-from anvil_mux.lab.player import Player
-from anvil_mux.lab.script import PlayedRequest, Script
-from anvil_mux.lab.sending import PlayedAnswer
+from anvil_mux.lab.player import PlayedAnswer, Player
+from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.script import Script
 from anvil_mux.lab.simulate import Arrival
 from anvil_mux.lab.workload import ModelNames, Workload
 from tests.baton import BatonClock
@@ -19,7 +19,7 @@ from tests.baton import BatonClock
 NAMES = ModelNames({})
 
 
-def answered(request: PlayedRequest, number: int, sent: float, first: float, ended: float) -> PlayedAnswer:
+def answered(request: Prompt, number: int, sent: float, first: float, ended: float) -> PlayedAnswer:
     return PlayedAnswer(
         number=number,
         model=request.model,
@@ -35,12 +35,12 @@ def answered(request: PlayedRequest, number: int, sent: float, first: float, end
     )
 
 
-def play(made: Script, seconds: Callable[[PlayedRequest], float], most: int = 512) -> list[PlayedAnswer]:
+def play(made: Script, seconds: Callable[[Prompt], float], most: int = 512) -> list[PlayedAnswer]:
     """The answers to a script by a server that takes so long for each request."""
     clock: Any = BatonClock()
     answers: list[PlayedAnswer] = []
 
-    def prepare(request: PlayedRequest, number: int, now: Callable[[], float]) -> Callable[[], PlayedAnswer]:
+    def prepare(request: Prompt, number: int, now: Callable[[], float]) -> Callable[[], PlayedAnswer]:
         def ask() -> PlayedAnswer:
             sent = now()
             clock.sleep(seconds(request))
@@ -56,7 +56,7 @@ def play(made: Script, seconds: Callable[[PlayedRequest], float], most: int = 51
 
 
 def of(made: Workload, **settings: Any) -> Script:
-    return script.of_workload(made, NAMES, dict.fromkeys(made.load_seconds, 10.0), **settings)
+    return script.of_workload(made, dict.fromkeys(made.load_seconds, 10.0), **settings)
 
 
 def test_an_open_loop_sends_at_its_moments_however_long_answers_take() -> None:
@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_the_answers_so_far() -> None:
     clock: Any = BatonClock()
     players: list[Player] = []
 
-    def prepare(request: PlayedRequest, number: int, now: Callable[[], float]) -> Callable[[], PlayedAnswer]:
+    def prepare(request: Prompt, number: int, now: Callable[[], float]) -> Callable[[], PlayedAnswer]:
         return lambda: answered(request, number, now(), now(), now())
 
     def tell(done: int, under_way: int, seconds: float) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.lab import plot
+from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.plot import Bar, CannotDraw, History, PlottedWait, draw
-from anvil_mux.lab.simulate import Arrival, Engines, simulate
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import PROFILES
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event

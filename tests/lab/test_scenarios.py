@@ -13,7 +13,8 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.seam import Evicted
-from anvil_mux.lab.simulate import Arrival, Outcome, simulate
+from anvil_mux.lab.engines import Outcome
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.steps import Load, Step
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk

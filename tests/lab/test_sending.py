@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from anvil_mux.errors import MuxError
-from anvil_mux.lab.script import PlayedRequest
-from anvil_mux.lab.sending import CHAT, PlayedAnswer, PlayedServer
+from anvil_mux.lab.player import CHAT, PlayedAnswer, PlayedServer
+from anvil_mux.lab.prompts import Prompt
 from tests.fake_engine import SSE_HEAD, Asked, FakeEngine, chunk
 
-ASKED = PlayedRequest(1.0, "m", 8, 3, session="s-1")
+ASKED = Prompt(1.0, 8, 3, session="s-1", model="m")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ USAGE = {
 DONE = event(b"[DONE]") + b"0\r\n\r\n"
 
 
-def ask(engine: FakeEngine, answer: bytes, request: PlayedRequest = ASKED, path: str = "") -> PlayedAnswer:
+def ask(engine: FakeEngine, answer: bytes, request: Prompt = ASKED, path: str = "") -> PlayedAnswer:
     moments = iter(range(100))
     asked: list[Asked] = []
 

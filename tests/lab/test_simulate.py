@@ -1,4 +1,4 @@
-"""The simulator keeps every invariant in worlds of all kinds, and the checker sees what is broken."""
+"""The simulator keeps every invariant in worlds of all kinds."""
 
 import random
 from dataclasses import dataclass, replace
@@ -9,13 +9,15 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.lab.simulate import Arrival, Death, Engines, Outcome, Unloading, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines, Outcome
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL
-from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
 from anvil_mux.scheduler.steps import Cancel, Load
+from tests.lab.facts import Death, Unloading
 from tests.seeds import seeds
 
 
@@ -521,95 +523,3 @@ def test_sets_that_name_their_gpus_in_opposite_order_do_not_lock_each_other_out(
     log = simulate(config, trace, Engines(other_load_seconds=3.0))
     assert check(log, config) == []
     assert sum(event.kind == "released" for event in log) == 200
-
-
-# What the checker sees. Each log is sound but for its last event, or the one marked.
-
-
-def said(*events, config=TWO):
-    """What ``check`` says of events written as (moment, kind, name, ticket, more...)."""
-    models = {backend.name: backend.model for backend in config.backends}
-    log = []
-    for at, kind, name, ticket, *more in events:
-        fields = dict(more[0]) if more else {}
-        where = "" if kind in ("queued", "gone", "failed", "deferred") else name
-        size = fields.pop("size", 1 if kind == "leased" else 0)
-        log.append(Event(at, kind, models.get(name, name), where, ticket, size, **fields))
-    return check(log, config)
-
-
-UP = [(0.0, "queued", "a", 1), (0.0, "loading", "a", 0), (3.0, "ready", "a", 0), (3.0, "leased", "a", 1)]
-FOR_B = {"seconds": 5.0, "target": "b"}
-DRAINING = [*UP, (4.0, "queued", "b", 2), (4.0, "draining", "a", 0, FOR_B)]
-
-
-def test_a_sound_log_has_no_fault():
-    assert said(*UP) == []
-    assert said(*DRAINING, (9.0, "severed", "a", 1), (9.0, "evicting", "a", 0)) == []
-    assert said(*UP, (5.0, "released", "a", 1)) == []
-    assert said((0.0, "pinned", "a", 0), (0.0, "unpinned", "a", 0), *DRAINING) == []
-    cancelled = [*UP[:2], (1.0, "gone", "a", 1), (1.0, "cancelling", "a", 0), (2.0, "stopped", "a", 0)]
-    assert said(*cancelled, (2.0, "queued", "a", 2), (2.0, "loading", "a", 0)) == []  # without cool-down
-
-
-@pytest.mark.parametrize(
-    ("events", "problem"),
-    [
-        ([*UP, (2.0, "released", "a", 1)], "time goes backwards"),
-        ([(0.0, "queued", "a", 1), (0.0, "ready", "a", 0), (0.0, "released", "a", 1)], "still waits"),
-        ([*DRAINING, (5.0, "leased", "a", 3)], "not ready"),
-        ([*UP, (4.0, "failed", "a", 1)], "ends twice"),
-        ([*UP, (4.0, "queued", "a", 1)], "has ended"),
-        ([(0.0, "queued", "a", 1), (51.0, "failed", "a", 1)], "queue_timeout"),
-        ([*UP, (4.0, "queued", "b", 2), (4.0, "loading", "b", 0)], "overfull"),
-        ([*UP, (4.0, "evicting", "a", 0)], "it was ready"),
-        ([*DRAINING, (9.5, "evicting", "a", 0)], "longer than drain_timeout"),
-        ([*UP, (4.0, "draining", "a", 0, FOR_B)], "for nobody"),
-        ([*DRAINING[:-1], (4.0, "draining", "a", 0, {**FOR_B, "seconds": 5.5})], "than its drain_timeout"),
-        ([(0.0, "pinned", "a", 0), *DRAINING], "it is pinned"),
-        ([*DRAINING, (5.0, "gone", "b", 2), (5.0, "evicting", "a", 0)], "nobody waits for b"),
-        ([(0.0, "loading", "a", 0)], "nobody waits for it"),
-        ([*UP[:2], (1.0, "cancelling", "a", 0)], "somebody waits for it"),
-        ([*UP[:2], (1.0, "gone", "a", 1), (1.0, "cancelling", "a", 0, {"target": "b"})], "for nobody"),
-        ([*UP, (4.0, "released", "a", 1), (5.0, "released", "a", 1)], "held no lease"),
-        ([*UP, (4.0, "queued", "b", 2), (25.0, "released", "a", 1)], "overdue"),
-        ([*UP, (4.0, "queued", "b", 2, {"bound": 5.0}), (9.5, "released", "a", 1)], "overdue"),
-        (
-            [
-                *UP[:2],
-                (1.0, "stopped", "a", 0, {"cause": Cause("load_failed", detail="no")}),
-                (1.0, "failed", "a", 1),
-                (5.0, "queued", "a", 2),
-                (5.0, "loading", "a", 0),
-            ],
-            "cool-down",
-        ),
-    ],
-)
-def test_the_checker_names_what_is_wrong(events, problem):
-    assert any(problem in line for line in said(*events)), said(*events)
-
-
-@pytest.mark.parametrize(
-    ("own", "moment", "overdue"),
-    [
-        (None, 23.5, False),
-        (None, 24.5, True),
-        (5.0, 8.5, False),
-        (5.0, 9.5, True),
-        (30.0, 33.5, False),
-        (30.0, 34.5, True),
-    ],
-)
-def test_the_checker_knows_the_max_wait_of_each_model(own, moment, overdue):
-    config = replace(TWO, backends=(one("a", "0"), one("b", "0", max_wait=own)))
-    found = said(*UP, (4.0, "queued", "b", 2), (moment, "released", "a", 1), config=config)
-    assert any("b is overdue" in line for line in found) == overdue
-
-
-def test_slack_forgives_what_threads_are_late():
-    config = Config(policy="eager", backends=TWO.backends, queue_timeout=50.0)
-    log = [Event(0.0, "queued", "a", ticket=1), Event(0.0, "loading", "a", "a")]
-    log.append(Event(50.01, "failed", "a", ticket=1))
-    assert len(check(log, config)) == 1
-    assert check(log, config, slack=0.1) == []

@@ -9,9 +9,12 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import ConfigError
-from anvil_mux.lab import study
-from anvil_mux.lab.simulate import Arrival, Engines, simulate
-from anvil_mux.lab.study import AssumedBatching, Recording, StudyRun
+from anvil_mux.lab import engines, report, study
+from anvil_mux.lab.engines import AssumedBatching, Engines
+from anvil_mux.lab.figures import figures
+from anvil_mux.lab.recording import LOGGED, Recording, read
+from anvil_mux.lab.simulate import Arrival, simulate
+from anvil_mux.lab.study import StudyRun
 from anvil_mux.lab.workload import (
     PROFILES,
     SHIPPED,
@@ -154,7 +157,7 @@ def test_an_engine_does_at_once_what_its_kind_does_or_what_is_assumed():
     ],
 )
 def test_what_is_assumed_can_be_said_in_part(text, read):
-    assert study.read_batching(text) == read
+    assert engines.read_batching(text) == read
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_what_is_assumed_can_be_said_in_part(text, read):
 )
 def test_what_cannot_be_assumed_is_told(text, problem):
     with pytest.raises(ValueError, match=problem):
-        study.read_batching(text)
+        engines.read_batching(text)
 
 
 # What policies know
@@ -326,7 +329,7 @@ def test_what_is_shipped_runs_soundly(name):
 
 def one(policy, seed, waits, *, wrong=(), profile="mixed"):
     log = [Event(float(n), "leased", "a", "a", n, 0, wait) for n, wait in enumerate(waits, 1)]
-    return StudyRun(profile, policy, seed, Config(()), log, study.figures(log), wrong)
+    return StudyRun(profile, policy, seed, Config(()), log, figures(log), wrong)
 
 
 def test_a_row_has_every_figure_by_its_name():
@@ -346,7 +349,7 @@ def test_a_row_has_every_figure_by_its_name():
 
 def test_the_table_has_the_means_over_the_seeds_and_the_longest_wait_of_all():
     runs = [one("eager", 0, [1.0, 1.0]), one("debounce", 0, [4.0]), one("eager", 1, [3.0, 9.0], wrong=["x"])]
-    first, second = (dict(zip(study.HEAD, row, strict=True)) for row in study.table(runs))
+    first, second = (dict(zip(report.STUDY_HEAD, row, strict=True)) for row in report.study_table(runs))
     assert (first["PROFILE"], first["POLICY"], first["RUNS"], first["REQUESTS"]) == (
         "mixed",
         "eager",
@@ -367,11 +370,11 @@ def test_it_is_told_how_much_the_client_gets_who_gets_the_least():
         answers[event.model] += event.kind == "released"
     assert run.row()["fairness"] == run.fairness
     assert run.fairness == pytest.approx(answers["b"] / (answers["a"] / 2), abs=0.1)
-    [row] = [dict(zip(study.HEAD, row, strict=True)) for row in study.table([run])]
+    [row] = [dict(zip(report.STUDY_HEAD, row, strict=True)) for row in report.study_table([run])]
     assert row["LEAST/MOST"] == f"{run.fairness:.2f}"
     [run] = study.study(study.profiles(["mixed"], 1), ["eager"])
     assert run.fairness is None
-    assert [row[-2:] for row in study.table([run])] == [("-", "0")]
+    assert [row[-2:] for row in report.study_table([run])] == [("-", "0")]
 
 
 def test_logs_are_kept_only_for_those_who_want_them():
@@ -398,7 +401,7 @@ LOG = simulate(WORLD, [Arrival(1.0, "a", 4.0), Arrival(2.0, "b", 1.0)], Engines(
 def test_what_ran_is_told_as_it_was_beside_what_another_policy_would_have_done():
     recording = recorded(LOG, config=WORLD)
     was = recording.run(checked=True)
-    assert (was.policy, was.wrong, was.figures) == (study.LOGGED, [], study.figures(LOG))
+    assert (was.policy, was.wrong, was.figures) == (LOGGED, [], figures(LOG))
     again = study.run(recording.case(), "eager")
     assert again.figures == was.figures
     late = study.run(recording.case(), "time_slice").figures
@@ -422,7 +425,7 @@ def test_a_log_simulated_under_its_own_policy_is_the_same_whatever_engines_do_at
 def test_several_starts_of_the_program_are_one_log():
     was = recorded(LOG, LOG, config=WORLD).run(checked=False)
     assert (was.figures.requests, was.figures.swaps) == (4, 4)
-    assert was.figures.makespan_seconds == 1000.0 + study.figures(LOG).makespan_seconds
+    assert was.figures.makespan_seconds == 1000.0 + figures(LOG).makespan_seconds
     assert [event.at for event in was.log] == sorted(event.at for event in was.log)
 
 
@@ -442,4 +445,4 @@ def test_a_log_is_checked_against_the_compose_file_and_threads_may_be_a_little_l
 def test_an_empty_log_is_told(tmp_path):
     (tmp_path / "events").touch()
     with pytest.raises(eventlog.BadLog, match="events: is empty"):
-        study.read_log(str(tmp_path / "events"), None, print)
+        read(str(tmp_path / "events"), None, print)

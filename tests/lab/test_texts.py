@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from anvil_mux.lab.script import PlayedRequest
-from anvil_mux.lab.texts import PromptWriter
+from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.script import PromptWriter
 
-ASKED = PlayedRequest(0.0, "m", 100, 1)
+ASKED = Prompt(0.0, 100, 1, model="m")
 
 
 def words(text: str) -> list[str]:

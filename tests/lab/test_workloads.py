@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.lab.simulate import check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.simulate import simulate
 from anvil_mux.lab.workload import SHIPPED, SHIPPED_AS, find, read
 
 FILES = sorted(SHIPPED.glob(SHIPPED_AS))

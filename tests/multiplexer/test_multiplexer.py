@@ -24,22 +24,9 @@ from anvil_mux.errors import (
     WaitedTooLong,
 )
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.lab.simulate import (
-    Arrival,
-    Death,
-    Engines,
-    HostBack,
-    HostDrained,
-    HostGone,
-    HostLost,
-    Outcome,
-    PauseBegun,
-    PauseEnded,
-    Reload,
-    Unloading,
-    check,
-    simulate,
-)
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines, Outcome
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer import multiplexer
 from anvil_mux.multiplexer.doubts import KNOWN_SECONDS, REFUSED_SECONDS
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -51,6 +38,17 @@ from anvil_mux.scheduler.progress import LogProgress, Progress
 from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
 from anvil_mux.scheduler.wait_estimate import WaitEstimate
 from tests.baton import BatonClock, Deadlock
+from tests.lab.facts import (
+    Death,
+    HostBack,
+    HostDrained,
+    HostGone,
+    HostLost,
+    PauseBegun,
+    PauseEnded,
+    Reload,
+    Unloading,
+)
 from tests.lab.hosts import FLEETS, world_of_hosts, world_of_pauses
 from tests.lab.test_simulate import LAYOUTS, POLICIES, one, world
 from tests.seeds import seeds

@@ -13,9 +13,10 @@ import worlds
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.lab import simulate, study, workload
+from anvil_mux.lab import engines, simulate, study, workload
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
+from tests.lab import facts
 
 WHAT = {"Load": "load", "Cancel": "cancel", "Evict": "evict", "Demote": "demote"}
 
@@ -44,8 +45,8 @@ def entry_of(entry: list[Any]) -> Any:
     if what == "request":
         return request_of(at, *rest)
     if what == "reload":
-        return simulate.Reload(at, config_of(rest[0]))
-    return {"death": simulate.Death, "unload": simulate.Unloading}[what](at, *rest)
+        return facts.Reload(at, config_of(rest[0]))
+    return {"death": facts.Death, "unload": facts.Unloading}[what](at, *rest)
 
 
 def request_of(at: float, model: str, seconds: float, patience: float, leases: bool, sender: str) -> Any:
@@ -56,7 +57,7 @@ def request_of(at: float, model: str, seconds: float, patience: float, leases: b
 def perform_of(world: dict[str, Any], config: Config) -> Any:
     gpus = {backend.name: backend.gpus for backend in config.backends if backend.vram}
 
-    def perform(step: Any, nth: int) -> simulate.Outcome:
+    def perform(step: Any, nth: int) -> engines.Outcome:
         what = WHAT[type(step).__name__]
         asked = getattr(step, "how", ""), getattr(step, "to", "")
         how, to = (KINDS.get(level, level) for level in asked)
@@ -64,7 +65,7 @@ def perform_of(world: dict[str, Any], config: Config) -> Any:
         error = {"": None, "load": LoadError("no"), "engine": BackendError("no")}[ending.error]
         residual = dict.fromkeys(gpus.get(step.backend, ()), ending.residual) if ending.residual else {}
         taken = KEYS.get(ending.how, ending.how) or None
-        return simulate.Outcome(ending.seconds, error, taken, residual, ending.host_bytes)
+        return engines.Outcome(ending.seconds, error, taken, residual, ending.host_bytes)
 
     return perform
 

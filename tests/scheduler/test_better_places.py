@@ -7,17 +7,11 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.lab.simulate import (
-    Arrival,
-    Engines,
-    HostBack,
-    HostLost,
-    Outcome,
-    Unloading,
-    check,
-    simulate,
-)
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines, Outcome
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.causes import Cause
+from tests.lab.facts import HostBack, HostLost, Unloading
 from tests.scheduler.test_group import Driver, backend
 
 REPLICAS = backend("m0", "0", model="m"), backend("m1", "1", model="m")

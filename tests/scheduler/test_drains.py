@@ -10,7 +10,9 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import WouldWaitTooLong
-from anvil_mux.lab.simulate import Arrival, Engines, HostDrained, Reload, Unloading, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.drains import RunningAnswer
@@ -19,6 +21,7 @@ from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Ticket, Wait
 from anvil_mux.telemetry import eventlog
+from tests.lab.facts import HostDrained, Reload, Unloading
 from tests.scheduler.test_group import A, B, C, Driver, backend
 from tests.scheduler.test_wait_estimate import ask
 

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.lab.simulate import Arrival, Engines, simulate
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.eviction import (
     Candidate,
     LeastDemand,

@@ -10,7 +10,9 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.profile import Profile
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
-from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler import planner

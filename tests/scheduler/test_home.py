@@ -10,10 +10,13 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.lab.simulate import Arrival, Engines, Outcome, Unloading, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines, Outcome
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.status import model_state
 from anvil_mux.scheduler.steps import Cancel, Load
+from tests.lab.facts import Unloading
 from tests.scheduler.test_group import Driver, backend
 from tests.scheduler.test_hosts import Fleet, on
 

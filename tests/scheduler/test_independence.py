@@ -5,7 +5,9 @@ import random
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.policies import POLICIES, Snapshot, Stay, SwapTo
 from tests.scheduler.test_group import Driver, backend
 

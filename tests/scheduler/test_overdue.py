@@ -6,7 +6,9 @@ from math import inf
 import pytest
 
 from anvil_mux.config.config import Config
-from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.model import model_settings
 from anvil_mux.scheduler.overdue import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.planner import FIRST_SERVICE_SECONDS

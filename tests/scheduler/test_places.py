@@ -6,7 +6,9 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
-from anvil_mux.lab.simulate import Arrival, Engines, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event

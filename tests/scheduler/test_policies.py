@@ -9,7 +9,9 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError
-from anvil_mux.lab.simulate import Arrival, Engines, Outcome, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines, Outcome
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.causes import POLICY, Cause, is_decided
 from anvil_mux.scheduler.policies import (
     FEW,
@@ -770,7 +772,7 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class():
         ("debounce", {"quiet": 10**400}, "quiet must be a number of at least 0 and at most 31536000, a year"),
         ("debounce", {"quiet": 1e15}, "quiet must be a number of at least 0 and at most 31536000, a year"),
         ("cost_aware", {"cap": True}, "cap must be a number of at least 0"),
-        ("anvil_mux.lab.simulate:Engines", {}, "has no method `decide`"),
+        ("anvil_mux.lab.engines:Engines", {}, "has no method `decide`"),
         ("anvil_mux.scheduler.policies:Policy", {}, "is not a dataclass"),
     ],
 )

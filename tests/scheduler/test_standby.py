@@ -6,7 +6,9 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
-from anvil_mux.lab.simulate import Arrival, Engines, Outcome, _Simulation, check, simulate
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Engines, Outcome
+from anvil_mux.lab.simulate import Arrival, _Simulation, simulate
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.settling import Settling

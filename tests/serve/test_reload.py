@@ -29,7 +29,7 @@ from anvil_mux.host import local
 from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
-from anvil_mux.lab.simulate import check
+from anvil_mux.lab.checker import check
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.serve import reloading
 from anvil_mux.serve import terminal as printed_on

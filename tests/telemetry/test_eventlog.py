@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu, Service
-from anvil_mux.lab.batching import Batching
+from anvil_mux.lab.checker import check
+from anvil_mux.lab.engines import Batching
 from anvil_mux.lab.figures import figures
 from anvil_mux.lab.plot import Bar, History
 from anvil_mux.lab.recording import BEYOND_SECONDS, workload_of
-from anvil_mux.lab.simulate import Arrival, check, simulate
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import PROFILES, Workload
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event

@@ -10,7 +10,8 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.presets import Preset
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
-from anvil_mux.lab.simulate import Arrival, Engines, simulate
+from anvil_mux.lab.engines import Engines
+from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.causes import Cause, Kind

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from anvil_mux.errors import MuxError
-from anvil_mux.lab.pace import EnginePace, UsualAnswer, warm_up
-from anvil_mux.lab.script import PlayedRequest
-from anvil_mux.lab.sending import PlayedAnswer
+from anvil_mux.lab.engines import EnginePace
+from anvil_mux.lab.player import PlayedAnswer
+from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.replay import UsualAnswer, warm_up
 from tests.lab.test_player import answered
 
 
@@ -26,10 +27,10 @@ class Engines:
         self.at_once = at_once
         self.asked: list[tuple[str, int]] = []
 
-    def __call__(self, requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
+    def __call__(self, requests: Sequence[Prompt]) -> list[PlayedAnswer]:
         return [self.answer(each, number, len(requests)) for number, each in enumerate(requests)]
 
-    def answer(self, request: PlayedRequest, number: int, together: int) -> PlayedAnswer:
+    def answer(self, request: Prompt, number: int, together: int) -> PlayedAnswer:
         self.asked.append((request.model, request.output))
         made = min(together, self.at_once)
         ended = (0.1 + (request.output - 1) / self.fast) * (1 + self.slower_each * (made - 1))
@@ -85,7 +86,7 @@ def test_each_model_is_loaded_as_often_as_asked_for() -> None:
 def test_of_several_rounds_the_middle_one_counts() -> None:
     engines = Engines(20.0, 0.5)
 
-    def ask(requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
+    def ask(requests: Sequence[Prompt]) -> list[PlayedAnswer]:
         if requests[0].output == 1:  # a round begins
             engines.fast, engines.slower_each = next(moments)
         return engines(requests)
@@ -96,7 +97,7 @@ def test_of_several_rounds_the_middle_one_counts() -> None:
 
 
 def test_a_model_that_does_not_answer_ends_it() -> None:
-    def ask(requests: Sequence[PlayedRequest]) -> list[PlayedAnswer]:
+    def ask(requests: Sequence[Prompt]) -> list[PlayedAnswer]:
         return [PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, status=503, code="load_failed")]
 
     with pytest.raises(MuxError, match="a could not be asked: 503 load_failed"):

@@ -6,12 +6,12 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import ConfigError
-from anvil_mux.lab import compared, script
-from anvil_mux.lab.compared import Comparison, SeenEngines
-from anvil_mux.lab.pace import EnginePace
-from anvil_mux.lab.sending import PlayedAnswer
+from anvil_mux.lab import script
+from anvil_mux.lab.comparison import Comparison, compare, served_names
+from anvil_mux.lab.engines import EnginePace, SeenEngines, SwapTimes
+from anvil_mux.lab.player import PlayedAnswer
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.lab.watching import SwapTimes, ToldLog
+from anvil_mux.lab.watching import ToldLog
 from anvil_mux.lab.workload import ModelNames, Workload
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.steps import Load
@@ -22,7 +22,7 @@ CONFIG = Config(
 WORKLOAD = Workload(
     "w", {"a": 1.0, "b": 1.0}, (Arrival(0.0, "b", 1.0), Arrival(0.5, "a", 2.0)), resident=("a",)
 )
-SCRIPT = script.of_workload(WORKLOAD, ModelNames({"a": "first"}), {"first": 10.0, "b": 10.0})
+SCRIPT = script.of_workload(WORKLOAD.renamed(ModelNames({"a": "first"})), {"first": 10.0, "b": 10.0})
 PACES = {"first": EnginePace(0.1, 10.0), "b": EnginePace(0.1, 10.0)}
 BEGINS = {
     "backends": {"a-1": {"model": "a", "state": "ready"}},
@@ -56,9 +56,7 @@ def comparison(seen: SwapTimes, slower: float) -> Comparison:
         missed=0,
     )
     answers = [answer(0, "b", 10), answer(1, "first", 20)]
-    return compared.compare(
-        SCRIPT, CONFIG, paces=PACES, expected=EXPECTED, seen=seen, told=told, answers=answers
-    )
+    return compare(SCRIPT, CONFIG, paces=PACES, expected=EXPECTED, seen=seen, told=told, answers=answers)
 
 
 def test_the_simulation_of_what_really_happened_is_what_really_happened() -> None:
@@ -101,4 +99,4 @@ def test_each_load_takes_what_it_took() -> None:
 
 def test_a_compose_file_without_the_models_is_refused() -> None:
     with pytest.raises(ConfigError, match="serves first, a, b, and not c"):
-        compared.served_names(CONFIG, ["a", "c"])
+        served_names(CONFIG, ["a", "c"])

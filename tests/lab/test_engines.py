@@ -7,8 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from anvil_mux.config.profile import Profile
-from anvil_mux.lab.fleet import SimulatedEngine
-from anvil_mux.lab.profiled import fitted, measured
+from anvil_mux.lab.engines import SimulatedEngine, fitted, measured
 
 
 def test_an_engine_that_is_measured_and_fitted_is_itself() -> None:

@@ -1,8 +1,8 @@
 """The same script in virtual time, beside what was measured, and where the difference comes from.
 
 What is simulated is what could be known beforehand: the configuration, how long each model loads and is
-evicted, and how long each answer takes alone and beside others (pace.py, batching.py), as seen in the
-warm-up.
+evicted, and how long each answer takes alone and beside others (engines.py), as seen in the warm-up.
+
 The difference is then taken apart by what was measured: first the answers of the simulation last as long as
 the real ones did, then its loads and evictions too. What is left is of what a simulation does not know.
 """
@@ -17,50 +17,17 @@ from typing import Any
 
 from anvil_mux.config.config import Config, models_by_name
 from anvil_mux.errors import ConfigError
-from anvil_mux.lab.batching import Batching
+from anvil_mux.lab.engines import Batching, EnginePace, SeenEngines, SwapTimes, mean_of_all
 from anvil_mux.lab.figures import Figures, figures
-from anvil_mux.lab.pace import EnginePace
-from anvil_mux.lab.script import PlayedRequest, Script
-from anvil_mux.lab.sending import PlayedAnswer
-from anvil_mux.lab.simulate import Arrival, Engines, Outcome, simulate
-from anvil_mux.lab.watching import SwapTimes, ToldLog
+from anvil_mux.lab.player import PlayedAnswer
+from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.script import Script
+from anvil_mux.lab.simulate import Arrival, simulate
+from anvil_mux.lab.watching import ToldLog
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.steps import Cancel, Load, Step
 
 RequestKey = tuple[str, int]
 """A model, and the number of a request for it."""
-
-
-class SeenEngines:
-    """Steps that take what they were seen to take, each backend its own.
-
-    ``in_order``: its first load takes what its first one took, and so on; else each takes their mean.
-    """
-
-    def __init__(self, times: SwapTimes, *, in_order: bool) -> None:
-        self.times = times
-        self.in_order = in_order
-        self._count: Counter[tuple[str, bool]] = Counter()
-        self.means = Engines(
-            load_seconds={name: fmean(seconds) for name, seconds in times.loads.items()},
-            other_load_seconds=_mean_of_all(times.loads),
-            stop_seconds=_mean_of_all(times.evictions),
-        )
-
-    def __call__(self, step: Step, nth: int) -> Outcome:
-        if isinstance(step, Cancel):
-            return self.means(step, nth)
-        loads = isinstance(step, Load)
-        known = (self.times.loads if loads else self.times.evictions).get(step.backend)
-        if not known:
-            return self.means(step, nth)
-        number = self._count[step.backend, loads]
-        self._count[step.backend, loads] += 1
-        return Outcome(known[number] if self.in_order and number < len(known) else fmean(known))
-
-
-def _mean_of_all(times: Mapping[str, Sequence[float]]) -> float:
-    return _mean(each for seconds in times.values() for each in seconds)
 
 
 def _mean_expected(expected: Mapping[str, Sequence[float]], seen: Mapping[str, Sequence[float]]) -> float:
@@ -170,7 +137,7 @@ def compare(
     # What the feed says first may be a moment old: who loads in it was ready when the run began.
     there = ("ready", "loading")
     resident = [name for name, each in told.begins["backends"].items() if each["state"] in there]
-    virtual = _VirtualReplay(script, config, paces, resident)
+    virtual = _VirtualReplay(script, config, paces, resident, served_names(config, script.models))
     as_expected = SeenEngines(expected.or_else(seen), in_order=False)
     simulated = virtual.run(as_expected)
     return Comparison(
@@ -179,8 +146,8 @@ def compare(
         with_answers=virtual.run(as_expected, really).figures,
         with_swaps=virtual.run(SeenEngines(seen.or_else(expected), in_order=True), really).figures,
         answer_seconds=(simulated.answer_seconds, _mean(really.values())),
-        load_seconds=(_mean_expected(expected.loads, seen.loads), _mean_of_all(seen.loads)),
-        evict_seconds=(_mean_expected(expected.evictions, seen.evictions), _mean_of_all(seen.evictions)),
+        load_seconds=(_mean_expected(expected.loads, seen.loads), mean_of_all(seen.loads)),
+        evict_seconds=(_mean_expected(expected.evictions, seen.evictions), mean_of_all(seen.evictions)),
     )
 
 
@@ -189,30 +156,28 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(found) if found else 0.0
 
 
+@dataclass(frozen=True)
 class _VirtualReplay:
     """A script in virtual time, on engines of a known pace."""
 
-    def __init__(
-        self, script: Script, config: Config, paces: Mapping[str, EnginePace], resident: Sequence[str]
-    ) -> None:
-        self._script = script
-        self._config = config
-        self._paces = paces
-        self._resident = resident
-        self._names = served_names(config, script.models)
+    script: Script
+    config: Config
+    paces: Mapping[str, EnginePace]
+    resident: Sequence[str]
+    names: Mapping[str, str]
+    """The models of the configuration by the names that the script asks for."""
 
     def run(self, engines: SeenEngines, answers: Mapping[RequestKey, float] | None = None) -> SimulatedReplay:
         """Simulate; with ``answers``, each of them takes as long as they say, beside whatever others."""
-        engines = SeenEngines(engines.times, in_order=engines.in_order)
-        first, follow = self._script.begin()
+        follow = self.script.follow()
         numbers: Counter[str] = Counter()
         really = answers or {}
 
-        def arrival(request: PlayedRequest) -> Arrival:
+        def arrival(request: Prompt) -> Arrival:
             key = request.model, numbers[request.model]
             numbers[request.model] += 1
-            seconds = really.get(key, self._paces[request.model].seconds(request.output))
-            name = self._names[request.model]
+            seconds = really.get(key, self.paces[request.model].seconds(request.output))
+            name = self.names[request.model]
             return Arrival(request.at, name, seconds, request.patience, sender=(key, request))
 
         def later(ended: Arrival, now: float) -> Iterable[Arrival]:
@@ -221,12 +186,12 @@ class _VirtualReplay:
             return map(arrival, follow(request, now))
 
         log = simulate(
-            self._config,
-            list(map(arrival, sorted(first, key=lambda each: each.at))),
+            self.config,
+            list(map(arrival, sorted(self.script.first, key=lambda each: each.at))),
             engines,
-            resident=self._resident,
+            resident=self.resident,
             follow=later,
-            costs=engines.means.costs(self._config),
+            costs=engines.means.costs(self.config),
             batching=self._batching() if answers is None else {},
         )
         begun = {event.ticket: event.at for event in log if event.kind == "leased"}
@@ -235,5 +200,5 @@ class _VirtualReplay:
 
     def _batching(self) -> dict[str, Batching]:
         """Each backend's engine as it was measured to make several answers at a time."""
-        of_model = {self._names[model]: pace.batching for model, pace in self._paces.items()}
-        return {b.name: of_model[b.model] for b in self._config.backends if b.model in of_model}
+        of_model = {self.names[model]: pace.batching for model, pace in self.paces.items()}
+        return {b.name: of_model[b.model] for b in self.config.backends if b.model in of_model}
