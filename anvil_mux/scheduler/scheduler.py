@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from anvil_mux.config.change import compare
 from anvil_mux.config.config import Config, gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
@@ -22,9 +23,8 @@ from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.layout import Layout, shared_settings
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.preparing import Prepared, prepare
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, Effects, Step, Ticket, TokenUsage
@@ -347,37 +347,20 @@ class Scheduler:
         self._settling.close()
         return NOTHING
 
-    def prepare(self, config: Config) -> Prepared:
-        """Find out what follows from another configuration. Without the lock, and no fact."""
-        return prepare(self.layout.config, config)
-
-    def reconfigured(self, config: Config | Prepared, now: float, expected: Iterable[str] = ()) -> Effects:
-        """Another configuration holds from now on; ``expected``: backends that may run already.
-
-        It is prepared here if it was not before, or if another one holds by now than it was prepared for.
-        """
-        prepared = config if isinstance(config, Prepared) else self.prepare(config)
-        if prepared.before is not self.layout.config:
-            prepared = self.prepare(prepared.config)
-        change = prepared.change
+    def reconfigured(self, config: Config, now: float, expected: Iterable[str] = ()) -> Effects:
+        """Another configuration holds from now on; ``expected``: backends that may run already."""
+        change, settings = compare(self.layout.config, config), shared_settings(config)
         self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
-        concerned = self.layout.replaced_by(prepared, prepared.replaced)
-        for group in concerned:
-            group.requested.retire(leaving, prepared.settings.models.keys(), now)
-        self.layout.take(prepared)
-        exchange = self.layout.regroup(prepared.replaced, concerned)
-        if prepared.loses_models:
-            self.costs.keep(prepared.settings.models.__contains__)
+        for group in self.layout.groups:
+            group.requested.retire(leaving, settings.models.keys(), now)
+        if not self.layout.served <= settings.models.keys():
+            self.costs.keep(settings.models.__contains__)
+        self.layout.take(config, settings)
+        exchange = self.layout.regroup()
         self.expected(expected)
-        asked = self._settling.exchanged(exchange, now, self.layout.going_on(prepared))
-        if self.layout.pause.refuses:  # since now, it may be
-            waiting = self.layout.with_queues(self.layout.models)
-            for group in waiting:
-                group.admission.fail_refused(now)
-            asked = list(dict.fromkeys((*asked, *waiting)))
-        return self._settling.settle(asked, now, exchange.gone)
+        return self._settling.settle(self._settling.exchanged(exchange, now), now, exchange.gone)
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""

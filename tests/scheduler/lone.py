@@ -8,26 +8,30 @@ from typing import Any
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
-from anvil_mux.scheduler.building import Draft, build_state, fill
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.index import Index
+from anvil_mux.scheduler.layout import Draft, build_state, fill, shared_settings
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.outcomes import NOTHING_HELD
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import Policy
-from anvil_mux.scheduler.preparing import prepare
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import Common
+from anvil_mux.scheduler.state import Common, GroupState
 
 
 def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None) -> GpuGroup:
     """Build the one GPU group of a configuration; GPUs that nothing ties are in it all the same."""
-    footprints, index, settings = Footprints(), Index(), prepare(Config(()), config).settings
+    footprints, settings = Footprints(), shared_settings(config)
+    groups: dict[str, list[GpuGroup]] = {}
+    models = {
+        name: Model(name, each, settings.routings[each.routing], full=settings.full)
+        for name, each in settings.models.items()
+    }
+    states: dict[str, list[GroupState]] = {}
     common = Common(
         settings=settings._replace(policy=policy or settings.policy),
         emit=emit,
@@ -36,16 +40,15 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
         footprints=footprints,
         hosts={"": HostRecord()},
         memories={"": HostMemory(config.host_memory, footprints)},
-        models=index.models,
-        states=index.states,
+        models=models,
+        states=states,
     )
     draft = Draft("+".join(sorted(name for name, _ in gpu_groups(config.backends))), "", config.backends)
-    group = GpuGroup(build_state(draft, common), index.groups_of)
+    group = GpuGroup(build_state(draft, common), groups)
     fill(group.state, draft)
-    for name, of_model in settings.models.items():
-        index.models[name] = Model(name, of_model, settings.routings[of_model.routing], full=settings.full)
-    for name, change in index.exchange({}, [group]).items():
-        index.models[name].change((), change.come, index.rank_of)
+    for name, model in models.items():
+        model.take(group.state.own_slots[name])
+        groups[name], states[name] = [group], [group.state]
     group.state.remodelled()
     return group
 
