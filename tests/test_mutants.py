@@ -107,7 +107,7 @@ MUTANTS = {
         "",
     ),
     "a load that was cancelled counts as failed": (
-        "outcomes",
+        "facts",
         '        self._moves.enter(slot, "cancelled", now)\n',
         '        self._moves.enter(slot, "cancelled", now)\n        slot.note_load_failed(now, "", ())\n',
     ),
@@ -263,7 +263,7 @@ MUTANTS = {
         "swap.emptied = victim.since",
     ),
     "nothing is learned from a swap": (
-        "outcomes",
+        "facts",
         "        self._swaps.learn(slot, way, seconds)\n",
         "",
     ),
@@ -303,8 +303,8 @@ HOST_MUTANTS = {
     ),
     "what is found on a host that is back is left as it was": (
         "scheduler",
-        "(group.host_facts, group.host_facts.free(now))",
-        "(group.host_facts, [])",
+        "(group.facts, group.facts.host_freed(now))",
+        "(group.facts, [])",
     ),
     "more backends of a model are loaded than may be": (
         "residents",

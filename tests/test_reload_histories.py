@@ -9,10 +9,9 @@ import pytest
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.layout import BY_NAME, Layout
 from anvil_mux.scheduler.model import settings_of
-from anvil_mux.scheduler.steps import Demote, Evict, Load
+from anvil_mux.scheduler.steps import Demote, Evict, FoundBackend, Load
 from anvil_mux.sim.simulate import (
     Arrival,
     Death,

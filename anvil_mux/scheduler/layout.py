@@ -28,9 +28,8 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.hosts import HostRecord, Pause
 from anvil_mux.scheduler.model import Model, model_settings, settings_of
-from anvil_mux.scheduler.pause import Pause
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.planner import nearest, worth
 from anvil_mux.scheduler.policies import build_policy

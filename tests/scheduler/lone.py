@@ -10,12 +10,12 @@ from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.facts import NOTHING_HELD
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.layout import Draft, build_state, fill, shared_settings
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.outcomes import NOTHING_HELD
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import Policy
 from anvil_mux.scheduler.queue import ModelQueue
@@ -68,8 +68,8 @@ class LoneGroup:
         )
         self.give_up, self.fail_all = self.group.admission.give_up, self.group.admission.fail_all
         self.sever_all, self.retired = self.group.moves.sever_all, self.group.requested.retire
-        self.expected, self.looked_at = self.group.outcomes.expect, self.group.outcomes.looked_at
-        self.memory_seen = self.group.outcomes.memory_seen
+        self.expected, self.looked_at = self.group.facts.expect, self.group.facts.looked_at
+        self.memory_seen = self.group.facts.memory_seen
 
     def __repr__(self) -> str:
         return repr(self.group)
@@ -88,21 +88,21 @@ class LoneGroup:
         return replicas.in_flight
 
     def adopt(self, name: str, at: float) -> bool:
-        return self.group.outcomes.adopt(self.slots[name], at)
+        return self.group.facts.adopt(self.slots[name], at)
 
     def adopt_standby(
         self, name: str, at: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> bool:
-        return self.group.outcomes.adopt_standby(self.slots[name], at, how, residual, host_bytes)
+        return self.group.facts.adopt_standby(self.slots[name], at, how, residual, host_bytes)
 
     def loaded(self, name: str, at: float, how: str = "stop") -> None:
-        self.group.outcomes.loaded(self.slots[name], at, how)
+        self.group.facts.loaded(self.slots[name], at, how)
 
     def load_failed(self, name: str, at: float, error: LoadError) -> None:
-        self.group.outcomes.load_failed(self.slots[name], at, error)
+        self.group.facts.load_failed(self.slots[name], at, error)
 
     def load_cancelled(self, name: str, at: float) -> None:
-        self.group.outcomes.load_cancelled(self.slots[name], at)
+        self.group.facts.load_cancelled(self.slots[name], at)
 
     def evicted(
         self,
@@ -113,18 +113,18 @@ class LoneGroup:
         host_bytes: int = 0,
         **left: Any,
     ) -> None:
-        self.group.outcomes.evicted(
+        self.group.facts.evicted(
             self.slots[name], at, residual=residual, how=how, host_bytes=host_bytes, **left
         )
 
     def evict_failed(self, name: str, at: float, why: str) -> None:
-        self.group.outcomes.evict_failed(self.slots[name], at, why)
+        self.group.facts.evict_failed(self.slots[name], at, why)
 
     def died(self, name: str, at: float, why: str, log: Iterable[str] = ()) -> None:
-        self.group.outcomes.died(self.slots[name], at, why, log)
+        self.group.facts.died(self.slots[name], at, why, log)
 
     def unanswering(self, name: str, at: float) -> None:
-        self.group.outcomes.unanswering(self.slots[name], at)
+        self.group.facts.unanswering(self.slots[name], at)
 
     def silent(self, name: str, at: float) -> None:
         self.group.admission.leave_silent(self.slots[name], at)
