@@ -107,7 +107,7 @@ MUTANTS = {
         "",
     ),
     "a load that was cancelled counts as failed": (
-        "facts",
+        "scheduler/facts",
         '        self._moves.enter(slot, "cancelled", now)\n',
         '        self._moves.enter(slot, "cancelled", now)\n        slot.note_load_failed(now, "", ())\n',
     ),
@@ -263,7 +263,7 @@ MUTANTS = {
         "swap.emptied = victim.since",
     ),
     "nothing is learned from a swap": (
-        "facts",
+        "scheduler/facts",
         "        self._swaps.learn(slot, way, seconds)\n",
         "",
     ),
@@ -323,7 +323,7 @@ def copied(folder, name, mutant=None):
         text = path.read_text()
         place = target / path.relative_to(SOURCE)
         place.parent.mkdir(exist_ok=True)
-        if mutant and path.stem == mutant[0]:
+        if mutant and path.match(f"{mutant[0]}.py"):
             assert text.count(mutant[1]) == 1, f"the text to replace is not in {path.name} exactly once"
             text = text.replace(mutant[1], mutant[2])
         place.write_text(text.replace("anvil_mux", name))

@@ -26,7 +26,7 @@ from anvil_mux.scheduler.steps import Crash, FoundBackend
 NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
-class Facts:
+class GroupFacts:
     """The facts about the backends of one GPU group, and about its host."""
 
     def __init__(self, state: GroupState, admission: Admission, moves: Moves, swaps: GroupSwaps) -> None:

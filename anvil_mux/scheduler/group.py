@@ -61,7 +61,7 @@ from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.decider import Decider
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.facts import Facts
+from anvil_mux.scheduler.facts import GroupFacts
 from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
@@ -88,7 +88,7 @@ class GpuGroup:
         self.swaps = swaps = GroupSwaps(
             state, self.moves, lambda model: [group.swaps for group in groups_of[model]]
         )
-        self.facts = Facts(state, self.admission, self.moves, swaps)
+        self.facts = GroupFacts(state, self.admission, self.moves, swaps)
         self.requested = Requested(
             state, self.admission, swaps, lambda model: [group.requested for group in groups_of[model]]
         )

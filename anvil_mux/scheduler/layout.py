@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Exchanged(NamedTuple):
-    """What has taken the place of GPU groups."""
+    """The GPU groups that took the place of others."""
 
     made: Sequence[GpuGroup]
     """The groups that have been filled anew, in the order of all."""
