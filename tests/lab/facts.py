@@ -7,10 +7,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from anvil_mux.config.config import Config
-from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import NOTHING, Effects
+from anvil_mux.scheduler.steps import NOTHING, Effects, FoundBackend
 
 
 class Unloading(NamedTuple):
