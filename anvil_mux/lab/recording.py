@@ -1,6 +1,6 @@
 """Event logs of a running program: what it did, and what another policy would have done with its clients.
 
-``workload_of`` makes a workload of the clients of a log; a ``Recording`` is a log to be compared.
+A ``Recording`` is a log that is compared with simulations; ``workload_of`` makes a workload of its clients.
 """
 
 from __future__ import annotations
@@ -35,6 +35,72 @@ OTHER_LOAD_SECONDS = 10.0
 """Seconds to load a model, where the log has no load at all."""
 BEYOND_SECONDS = 2**-10
 """The service that a severed request is held to have lacked."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The event log of a running program."""
+
+    name: str
+    runs: Sequence[LoggedRun]
+    config: Config | None
+    """A configuration in place of those in the log."""
+    called: ModelNames = SAME_NAMES
+    """The names in that configuration of the log's models."""
+
+    def case(self, batching: AssumedBatching = USUAL_BATCHING) -> Case:
+        """The clients of the log, with the backends of its last run."""
+        logged = batching.of_backends(config_of(self.runs[-1].header))
+        made = workload_of(self.runs, self.name, logged)
+        case = case_of(made, self.name, self._config_of(self.runs[-1]), self.called)
+        return replace(case, batching=batching)
+
+    def run(self, *, checked: bool) -> StudyRun:
+        """The run of the program itself."""
+        wrong = [line for one in self.runs for line in self._check(one)] if checked else None
+        log, begins = _joined(whole(self.runs)), self.runs[0].begins
+        return StudyRun(
+            profile=self.name,
+            policy=LOGGED,
+            seed=0,
+            config=self._config_of(self.runs[-1]),
+            log=log,
+            figures=figures(log, begins=begins),
+            wrong=wrong,
+            begins=begins,
+        )
+
+    def _check(self, one: LoggedRun) -> list[str]:
+        is_its_own = self.config is None
+        return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins, is_its_own=is_its_own)
+
+    def _config_of(self, one: LoggedRun) -> Config:
+        return self.config or config_of(one.header)
+
+
+def read(
+    path: str, config: Config | None, warn: Callable[[str], object], called: ModelNames = SAME_NAMES
+) -> Recording:
+    runs = eventlog.read(path, warn)
+    if not runs:
+        raise BadLog(f"{path}: is empty")
+    return Recording(Path(path).name, runs, config, called)
+
+
+def _joined(runs: Sequence[LoggedRun]) -> list[Event]:
+    """One log of several runs, each of which counts seconds and tickets from its own beginning."""
+    log: list[Event] = []
+    tickets = 0
+    for one in runs:
+        since, before = one.header["began"] - runs[0].header["began"], tickets
+        for event in one.events:
+            ticket = event.ticket and event.ticket + before
+            log.append(event._replace(at=event.at + since, ticket=ticket))
+            tickets = max(tickets, ticket)
+    return log
+
+
+# Its clients
 
 
 def workload_of(
@@ -206,69 +272,3 @@ def _medians(seconds: Mapping[str, Sequence[float]], default: float) -> dict[str
     every = [value for values in seconds.values() for value in values]
     known = {model: median(values) for model, values in seconds.items() if values}
     return {**known, "": median(every or [default])}
-
-
-# Compared
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The event log of a running program."""
-
-    name: str
-    runs: Sequence[LoggedRun]
-    config: Config | None
-    """A configuration in place of those in the log."""
-    called: ModelNames = SAME_NAMES
-    """The names in that configuration of the log's models."""
-
-    def case(self, batching: AssumedBatching = USUAL_BATCHING) -> Case:
-        """The clients of the log, with the backends of its last run."""
-        logged = batching.of_backends(config_of(self.runs[-1].header))
-        made = workload_of(self.runs, self.name, logged)
-        case = case_of(made, self.name, self._config_of(self.runs[-1]), self.called)
-        return replace(case, batching=batching)
-
-    def run(self, *, checked: bool) -> StudyRun:
-        """The run of the program itself."""
-        wrong = [line for one in self.runs for line in self._check(one)] if checked else None
-        log, begins = _joined(whole(self.runs)), self.runs[0].begins
-        return StudyRun(
-            profile=self.name,
-            policy=LOGGED,
-            seed=0,
-            config=self._config_of(self.runs[-1]),
-            log=log,
-            figures=figures(log, begins=begins),
-            wrong=wrong,
-            begins=begins,
-        )
-
-    def _check(self, one: LoggedRun) -> list[str]:
-        is_its_own = self.config is None
-        return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins, is_its_own=is_its_own)
-
-    def _config_of(self, one: LoggedRun) -> Config:
-        return self.config or config_of(one.header)
-
-
-def read(
-    path: str, config: Config | None, warn: Callable[[str], object], called: ModelNames = SAME_NAMES
-) -> Recording:
-    runs = eventlog.read(path, warn)
-    if not runs:
-        raise BadLog(f"{path}: is empty")
-    return Recording(Path(path).name, runs, config, called)
-
-
-def _joined(runs: Sequence[LoggedRun]) -> list[Event]:
-    """One log of several runs, each of which counts seconds and tickets from its own beginning."""
-    log: list[Event] = []
-    tickets = 0
-    for one in runs:
-        since, before = one.header["began"] - runs[0].header["began"], tickets
-        for event in one.events:
-            ticket = event.ticket and event.ticket + before
-            log.append(event._replace(at=event.at + since, ticket=ticket))
-            tickets = max(tickets, ticket)
-    return log
