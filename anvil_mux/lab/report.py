@@ -14,16 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from anvil_mux.config.config import DEFAULT_ROUTING
-from anvil_mux.lab.comparison import Comparison
-from anvil_mux.lab.contest import Attainment, Latencies, Result
 from anvil_mux.lab.figures import Figures, fairness, quantile
-from anvil_mux.lab.player import PlayedAnswer
-from anvil_mux.lab.study import StudyRun
-from anvil_mux.lab.watching import ToldLog
 from anvil_mux.protocol.completions import finite
+
+if TYPE_CHECKING:  # each command loads what it needs itself
+    from anvil_mux.lab.comparison import Comparison
+    from anvil_mux.lab.contest import Attainment, Latencies, Result
+    from anvil_mux.lab.player import PlayedAnswer
+    from anvil_mux.lab.study import StudyRun
+    from anvil_mux.lab.watching import ToldLog
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -128,7 +130,7 @@ def routing_table(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
 
 
 def _latencies(runs: Sequence[Latencies]) -> Iterator[str]:
-    for each in fields(Latencies)[1:]:
+    for each in fields(runs[0])[1:]:
         mean = fmean(getattr(run, each.name) for run in runs)
         yield f"{mean:.0f}" if each.name.endswith("_ms") else f"{mean:.3f}"
 
@@ -371,6 +373,8 @@ def _errors(group: Sequence[LiveRun]) -> str:
 
 def write_answers_csv(runs: Iterable[LiveRun], file: TextIO) -> None:
     """A line for each request; moments are seconds from the beginning of its run."""
+    from anvil_mux.lab.player import PlayedAnswer
+
     names = [each.name for each in fields(PlayedAnswer)]
     writer = csv.DictWriter(file, ["script", "at", "repeat", *names, "waited"], lineterminator="\n")
     writer.writeheader()
