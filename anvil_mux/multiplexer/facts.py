@@ -13,9 +13,8 @@ from anvil_mux.errors import UnknownModel
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
 from anvil_mux.multiplexer.doubts import Doubts
+from anvil_mux.multiplexer.driver import SchedulerDriver, address_of
 from anvil_mux.multiplexer.lease import EngineRun, Lease
-from anvil_mux.multiplexer.performer import address_of
-from anvil_mux.multiplexer.shell import Shell
 from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
@@ -31,19 +30,19 @@ class Facts:
     """
 
     def __init__(
-        self, shell: Shell, host: AnyHost, has_heard: Callable[[tuple[str, int], float], bool]
+        self, driver: SchedulerDriver, host: AnyHost, has_heard: Callable[[tuple[str, int], float], bool]
     ) -> None:
-        self._shell = shell
-        self._scheduler = shell.scheduler
-        self._apply = shell.apply
+        self._driver = driver
+        self._scheduler = driver.scheduler
+        self._apply = driver.apply
         self._has_heard = has_heard
         self.doubts = Doubts(
-            clock=shell.clock,
-            lock=shell.lock,
+            clock=driver.clock,
+            lock=driver.lock,
             slot=self._scheduler.layout.slot,
             observer=host,
             consequences=self,
-            limit=lambda: shell.config.upstream_timeout,
+            limit=lambda: driver.config.upstream_timeout,
         )
 
     # From engines
@@ -71,7 +70,7 @@ class Facts:
             slot = self._scheduler.layout.slot(backend)
             if slot is None or (loaded is not None and slot.loaded != loaded):
                 return NOTHING
-            if load is not None and load != self._shell.loads.get(backend, 0):
+            if load is not None and load != self._driver.loads.get(backend, 0):
                 return NOTHING
             return self._scheduler.died(backend, now, why, log)
 
@@ -90,10 +89,10 @@ class Facts:
 
     def is_heard(self, backend: str, since: float) -> bool:
         """Whether any request got a part of an answer from the backend since a moment."""
-        with self._shell.lock:
+        with self._driver.lock:
             slot = self._scheduler.layout.slot(backend)
             answered = slot.answered if slot else -FOREVER
-            run = self._shell.runs.get(backend)
+            run = self._driver.runs.get(backend)
         return answered > since or (run is not None and self._has_heard(run.address, since))
 
     def observed(self, backend: str, load: EngineLoad | None) -> None:
@@ -127,7 +126,7 @@ class Facts:
         found |= {n: FoundBackend(e.how, e.residual, e.host_bytes) for n, e in (standby or {}).items()}
 
         def fact(now: float) -> Effects:
-            self._shell.runs |= {name: EngineRun(address_of(url)) for name, url in running.items()}
+            self._driver.runs |= {name: EngineRun(address_of(url)) for name, url in running.items()}
             return self._scheduler.host_back(host, now, found)
 
         self._apply(fact)
@@ -168,9 +167,9 @@ class Facts:
             slot = self._scheduler.layout.slot(name)
             if slot is None or slot.state != "stopped":
                 return Effects()
-            self._shell.loads.pop(name, None)
+            self._driver.loads.pop(name, None)
             if address:
-                self._shell.runs[name] = EngineRun(address)
+                self._driver.runs[name] = EngineRun(address)
                 return self._scheduler.adopted(name, now)
             assert left is not None
             return self._scheduler.adopted_standby(name, now, left.how, left.residual, left.host_bytes)
@@ -184,16 +183,16 @@ class Facts:
     ) -> list[str]:
         """Apply another configuration while requests run on; the rest is as with ``adopt``."""
         found = [*running, *(standby or {})]
-        self._shell.reconfigure(config, found)
+        self._driver.reconfigure(config, found)
         refused = self.adopt(running, standby)
         self.looked_at(found)
         return refused
 
     def reload_failed(self, why: str) -> None:
         """Another configuration was refused, and nothing has changed."""
-        with self._shell.lock:
+        with self._driver.lock:
             cause = Cause("bad_configuration", detail=why)
-            self._shell.emit(Event(self._shell.clock.now(), "reload_failed", "", cause=cause))
+            self._driver.emit(Event(self._driver.clock.now(), "reload_failed", "", cause=cause))
 
     def unload(self, model: str, *, when_idle: bool = False) -> bool:
         """Evicts ``model`` after its drain, and stops one in standby; False if there is nothing to be done.
@@ -221,9 +220,9 @@ class Facts:
     def _must_be_served(self, model: str) -> None:
         """UnknownModel if it was served until a moment ago. Under the lock."""
         if model not in self._scheduler.layout.models:
-            raise UnknownModel(model, self._shell.served)
+            raise UnknownModel(model, self._driver.served)
 
     def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
         """Take the reports of all other anvil-mux on the replicas that are shared with them."""
-        for model in self._shell.served:
+        for model in self._driver.served:
             self._apply(partial(self._scheduler.heard, model, told))
