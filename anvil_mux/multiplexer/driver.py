@@ -17,18 +17,19 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, safely
+from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, Lock, safely
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.errors import Cancelled, LoadError, MuxError
+from anvil_mux.config.keys import Key
+from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
-from anvil_mux.multiplexer.counts import RequestCounts
 from anvil_mux.multiplexer.lease import EngineRun, Granted
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Event
@@ -321,6 +322,47 @@ class SchedulerDriver:
             del self._gone[name]
             for table in tables if name not in wanted else ():
                 table.pop(name, None)
+
+
+class RequestCounts:
+    """How many requests wait for models, and how many each API key has under way and waiting.
+
+    The driver's lock guards them. Of keys that have no limit nothing is counted.
+    """
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        # The lock guards what follows.
+        self.waiting = 0
+        """Requests that wait for any model."""
+        self._under_way: Counter[Key] = Counter()
+        self._waiting: Counter[Key] = Counter()
+
+    @contextmanager
+    def under_way(self, key: Key) -> Iterator[None]:
+        """One of the requests that ``key`` may have at once, until the end; TooManyRequests."""
+        with self._lock:
+            count = self._under_way[key]
+            if key.requests is not None and count >= key.requests:
+                raise TooManyRequests(f"This API key has reached its limit of concurrent requests ({count}).")
+            self._under_way[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way[key] -= 1
+
+    def check_waiting(self, key: Key, limit: int) -> None:
+        """TooManyRequests if so many requests of ``key`` wait already. Under the lock."""
+        count = self._waiting[key]
+        if count >= limit:
+            raise TooManyRequests(f"This API key has {count} requests waiting already, as many as it may.")
+
+    def count_waiting(self, ticket: Ticket, change: int) -> None:
+        """Count a ticket that waits, or waits no longer. Under the lock."""
+        self.waiting += change
+        if isinstance(ticket.sender, Key) and ticket.sender.waiting is not None:
+            self._waiting[ticket.sender] += change
 
 
 def cut(ticket: Ticket) -> None:

@@ -6,7 +6,7 @@ What engines, hosts and people say comes in through ``facts``, and questions go 
 
 Threads wait in three functions: ``_wait_for_lease`` (requests, without the lock: a queue of hundreds that is
 admitted at once must not queue up for it), the one thread of the driver that waits for steps, and where an
-engine is in doubt (``doubts.py``). Nothing slow happens while the lock is held. Any thread may call any
+engine is in doubt (``Doubts``). Nothing slow happens while the lock is held. Any thread may call any
 public method.
 """
 

@@ -25,7 +25,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer import multiplexer
-from anvil_mux.multiplexer.doubts import KNOWN_SECONDS, REFUSED_SECONDS
+from anvil_mux.multiplexer.facts import KNOWN_SECONDS, REFUSED_SECONDS
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler import group
 from anvil_mux.scheduler.causes import Cause
