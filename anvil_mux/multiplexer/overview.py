@@ -95,8 +95,8 @@ class Overview:
     def choose(self, names: Sequence[str]) -> str:
         """The one of several names, in order of preference, whose model is to serve a request that comes now.
 
-        A resident one, if any with a place; else one that is coming; else the first that can be loaded. A
-        server elsewhere is resident, but none of them while its circuit is open.
+        A resident one, if any with a place; else one that is coming; else the first that can be loaded. An
+        external server is resident, but none of them while its circuit is open.
         """
         with self._lock:
             now = self._clock.now()
@@ -114,7 +114,7 @@ class Overview:
         return best[0] if best else names[0]
 
     def _is_cut_off(self, model: Model) -> bool:
-        """Whether its server is elsewhere, and gets no requests now."""
+        """Whether its server is external, and gets no requests now."""
         backend = model.slots[0].backend
         return bool(backend.url) and self._circuits.refuses(backend.name)
 

@@ -22,6 +22,7 @@ import logging
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -74,12 +75,13 @@ def serve(
     keys, tls = checked(config, insecure=options.insecure)
     _prepare_process()
     signals, notifier = Signals(), Notifier(os.environ)
+    is_ending = threading.Lock()
 
     def taken_over(why: str) -> None:
-        """End the program, since another anvil-mux has the cluster now. Any thread."""
-        if signals.code is None:
-            signals.end(TAKEN_OVER_CODE)
+        """End the program, once, since another anvil-mux has the cluster now. Any thread."""
+        if is_ending.acquire(blocking=False):
             say(f"{why}: this anvil-mux ends, its engines keep running", options.log_format)
+            signals.end(TAKEN_OVER_CODE)
 
     event_log = appended("event log", options.event_log)
     with locked(config) as lock, access_log(options) as access, event_log as events:
