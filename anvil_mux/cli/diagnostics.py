@@ -12,7 +12,7 @@ from typing import Any
 from anvil_mux.cli.output import say
 from anvil_mux.cli.screen import paint
 from anvil_mux.config.diagnostic import as_diagnostic
-from anvil_mux.config.pages import page_of, where_pages_are
+from anvil_mux.config.problems import page_of, where_pages_are
 from anvil_mux.errors import printable
 
 COLORS = {"error": "31", "warning": "33", "hint": "36"}

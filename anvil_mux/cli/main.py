@@ -881,7 +881,7 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
 
 def _report_problems(error: ConfigError, given: argparse.Namespace) -> int:
     from anvil_mux.cli import diagnostics
-    from anvil_mux.config.pages import page_of
+    from anvil_mux.config.problems import page_of
 
     if given.json:
         pages = [page_of(problem) for problem in error.problems]

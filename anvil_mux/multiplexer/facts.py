@@ -19,9 +19,8 @@ from anvil_mux.multiplexer.lease import EngineRun, Lease
 from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.steps import NOTHING, Crash, Effects, Ticket
+from anvil_mux.scheduler.steps import NOTHING, Crash, Effects, FoundBackend, Ticket
 
 KNOWN_SECONDS = 2.0
 """Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""

@@ -25,7 +25,7 @@ from typing import TextIO
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.config.config import Config
-from anvil_mux.proxy.pausing import KeptPause
+from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.serve.invocation import CannotServe
