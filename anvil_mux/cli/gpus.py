@@ -12,7 +12,7 @@ from anvil_mux.config.settings import gib
 from anvil_mux.host.check import VendorGpus
 from anvil_mux.host.seam import HostGpu
 from anvil_mux.scheduler.footprint import to_declare
-from anvil_mux.serve.learned import Known
+from anvil_mux.serve.state_files import Known
 
 
 def as_json(found: Sequence[VendorGpus]) -> list[dict[str, Any]]:

@@ -48,8 +48,8 @@ from anvil_mux.errors import BackendError, ConfigError, MuxError
 if TYPE_CHECKING:
     from anvil_mux.cluster.cluster import Cluster
     from anvil_mux.config.config import Backend, Config
-    from anvil_mux.serve.learned import Known
     from anvil_mux.serve.remote import RunningMux
+    from anvil_mux.serve.state_files import Known
 
 EXIT_CODES = {
     0: "done",
@@ -323,9 +323,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    from anvil_mux.serve.options import Options
+    from anvil_mux.serve.invocation import Options
+    from anvil_mux.serve.invocation import say as tell
     from anvil_mux.serve.program import serve
-    from anvil_mux.serve.terminal import say as tell
 
     if given.demo:
         _choose_demo(given)
@@ -392,15 +392,15 @@ def _check_files(given: argparse.Namespace) -> int:
     from anvil_mux.cli import diagnostics, gpus
     from anvil_mux.config.config import LOCAL
     from anvil_mux.host import check
-    from anvil_mux.serve import elsewhere
-    from anvil_mux.serve.credentials import open_address, secrets
+    from anvil_mux.serve import polling
+    from anvil_mux.serve.configuration import open_address, secrets
 
     cluster = _reached(given)
     config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
     keyring, _ = secrets(config)
     known = _learned(config)
     warnings = [*config.warnings, *_slow_loads(config, known), *_lacking(config)]
-    warnings += elsewhere.warnings(config.backends)
+    warnings += polling.warnings(config.backends)
     warnings += [*keyring.warnings, *filter(None, [open_address(config, keyring)])]
     hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
     seen = _check_hosts(config, cluster) if cluster else []
@@ -534,7 +534,7 @@ def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
 
 def _learned(config: Config) -> Known:
     """Read the figures that anvil-mux has learned while it served these backends."""
-    from anvil_mux.serve.learned import LearnedFile
+    from anvil_mux.serve.state_files import LearnedFile
     from anvil_mux.state import state_folder
 
     return LearnedFile(state_folder(config.project, os.environ), say).read(config)

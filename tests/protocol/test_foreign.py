@@ -142,10 +142,9 @@ OWN = {
     "lab/workload.py",
     "protocol/foreign.py",
     "protocol/naming.py",
-    "serve/learned.py",
-    "serve/pause_file.py",
+    "serve/polling.py",
     "serve/remote.py",
-    "serve/store.py",
+    "serve/state_files.py",
     "telemetry/eventlog.py",
     "telemetry/usage.py",
 }
