@@ -9,7 +9,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.serve.learned import Known, LearnedByHost, LearnedFile, as_text, recalled
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.running import serving
 
 AB = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))))

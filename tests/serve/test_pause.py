@@ -11,7 +11,7 @@ import pytest
 
 from anvil_mux.proxy.pausing import KeptPause
 from anvil_mux.serve.pause_file import PauseFile
-from tests.cli.test_cli import compose, state
+from tests.cli.demo import compose, state
 from tests.running import seen, serving
 
 __all__ = ["state"]

@@ -35,7 +35,7 @@ from anvil_mux.serve import terminal as printed_on
 from anvil_mux.serve.building import Parts
 from anvil_mux.sim.simulate import check
 from anvil_mux.telemetry.eventlog import config_of, read
-from tests.cli.test_cli import PROJECT, ROOT, TIMEOUT, state
+from tests.cli.demo import PROJECT, ROOT, TIMEOUT, state
 from tests.running import Running, seen, serve, serving
 
 __all__ = ["state"]
