@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
 from anvil_mux.config.diagnostic import as_diagnostic
-from anvil_mux.config.pages import page_of, where_pages_are
 from anvil_mux.errors import MuxError, printable
 
 T = TypeVar("T")
@@ -139,6 +138,8 @@ def progress() -> Callable[[str], None]:
 
 def print_diagnostics(found: Sequence[tuple[str, str]]) -> None:
     """Print diagnostics, each with its kind: error, warning or hint."""
+    from anvil_mux.config.pages import where_pages_are
+
     pages: dict[str, None] = {}
     for kind, diagnostic in sorted(found, key=_order):
         say(f"{paint(kind, COLORS[kind], sys.stderr)}: {printable(as_diagnostic(diagnostic).said)}")
@@ -160,10 +161,16 @@ def _below(diagnostic: str, pages: dict[str, None]) -> Iterator[str]:
         first, *rest = write.splitlines()
         yield f"write: {first}"
         yield from (f"       {line}" for line in rest)
-    page = page_of(diagnostic)
+    page = _page(diagnostic)
     if page and page not in pages:
         pages[page] = None
         yield f"see {page}"
+
+
+def _page(diagnostic: str) -> str:
+    from anvil_mux.config.pages import page_of
+
+    return page_of(diagnostic)
 
 
 def diagnostics_as_json(found: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -179,5 +186,5 @@ def _in_parts(kind: str, diagnostic: Any) -> dict[str, Any]:
         "key": ".".join(diagnostic.key),
         "text": str(diagnostic),
         "write": diagnostic.write,
-        "page": page_of(diagnostic),
+        "page": _page(diagnostic),
     }
