@@ -107,7 +107,7 @@ MUTANTS = {
         "",
     ),
     "a load that was cancelled counts as failed": (
-        "outcomes",
+        "scheduler/facts",
         '        self._moves.enter(slot, "cancelled", now)\n',
         '        self._moves.enter(slot, "cancelled", now)\n        slot.note_load_failed(now, "", ())\n',
     ),
@@ -263,7 +263,7 @@ MUTANTS = {
         "swap.emptied = victim.since",
     ),
     "nothing is learned from a swap": (
-        "outcomes",
+        "scheduler/facts",
         "        self._swaps.learn(slot, way, seconds)\n",
         "",
     ),
@@ -303,8 +303,8 @@ HOST_MUTANTS = {
     ),
     "what is found on a host that is back is left as it was": (
         "scheduler",
-        "(group.host_facts, group.host_facts.free(now))",
-        "(group.host_facts, [])",
+        "(group.facts, group.facts.host_freed(now))",
+        "(group.facts, [])",
     ),
     "more backends of a model are loaded than may be": (
         "residents",
@@ -323,7 +323,7 @@ def copied(folder, name, mutant=None):
         text = path.read_text()
         place = target / path.relative_to(SOURCE)
         place.parent.mkdir(exist_ok=True)
-        if mutant and path.stem == mutant[0]:
+        if mutant and path.match(f"{mutant[0]}.py"):
             assert text.count(mutant[1]) == 1, f"the text to replace is not in {path.name} exactly once"
             text = text.replace(mutant[1], mutant[2])
         place.write_text(text.replace("anvil_mux", name))

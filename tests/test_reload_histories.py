@@ -9,11 +9,9 @@ import pytest
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.scheduler.index import BY_NAME
-from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.layout import BY_NAME, Layout
 from anvil_mux.scheduler.model import settings_of
-from anvil_mux.scheduler.steps import Demote, Evict, Load
+from anvil_mux.scheduler.steps import Demote, Evict, FoundBackend, Load
 from anvil_mux.sim.simulate import (
     Arrival,
     Death,
@@ -880,8 +878,8 @@ def test_a_reload_that_concerns_very_many_gpus_ends_where_one_of_few_does(after,
     trace.sort(key=lambda entry: entry.at)
     story(trace, wide("m"), takes_its_time_anywhere, resident=resident, seeds=1)
     layouts = []
-    exchange = Layout._exchange
-    monkeypatch.setattr(Layout, "_exchange", lambda self, *a: layouts.append(self) or exchange(self, *a))
+    regroup = Layout.regroup
+    monkeypatch.setattr(Layout, "regroup", lambda self: layouts.append(self) or regroup(self))
     log = simulate(wide("m"), trace, takes_its_time_anywhere, resident=resident)
     audit(layouts[-1])
     assert {slot.name for slot in layouts[-1].slots} == {backend.name for backend in after.backends}
@@ -920,17 +918,15 @@ def test_a_pause_that_begins_while_a_reload_is_carried_out_holds_for_all_gpus(af
 @pytest.mark.parametrize("hosts", [("",), ("", "h", "k")])
 @pytest.mark.parametrize("seed", seeds(8, of=20))
 def test_after_an_exchange_of_gpu_groups_each_is_where_the_tables_say(seed, hosts, monkeypatch):
-    """The tables hold what they would if all of them were made anew."""
-    exchange, count = Layout._exchange, 0
+    note, count = Layout._note, 0
 
-    def audited(layout, drafts, old):
+    def audited(layout, groups):
         nonlocal count
-        made = exchange(layout, drafts, old)
+        note(layout, groups)
         audit(layout)
         count += 1
-        return made
 
-    monkeypatch.setattr(Layout, "_exchange", audited)
+    monkeypatch.setattr(Layout, "_note", audited)
     start, trace, perform = wild_history(seed, hosts)
     simulate(start, trace, perform)
     assert count > 1

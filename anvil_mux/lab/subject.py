@@ -22,9 +22,8 @@ from anvil_mux.lab.worlds import Fact, SmallWorld
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import Cancel, Demote, Effects, Evict, Load, Step, Ticket
+from anvil_mux.scheduler.steps import Cancel, Demote, Effects, Evict, FoundBackend, Load, Step, Ticket
 
 MakeScheduler = Callable[..., Scheduler]
 REQUESTS = ("request", "wish")

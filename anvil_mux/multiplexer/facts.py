@@ -19,9 +19,8 @@ from anvil_mux.multiplexer.shell import Shell
 from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.steps import NOTHING, Crash, Effects
+from anvil_mux.scheduler.steps import NOTHING, Crash, Effects, FoundBackend
 
 
 class Facts:

@@ -38,7 +38,7 @@ from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.pause import PAUSED
+from anvil_mux.scheduler.hosts import PAUSED
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage

@@ -164,19 +164,16 @@ class Shell:
         return effects
 
     def reconfigure(self, config: Config, expected: Iterable[str]) -> None:
-        """Another configuration holds from now on. What follows from it alone is found without the lock."""
-        prepared, names = self.scheduler.prepare(config), config.names
+        """Another configuration holds from now on."""
 
         def fact(now: float) -> Effects:
-            self._take(config, names)
-            effects = self.scheduler.reconfigured(prepared, now, expected=expected)
-            wanted = prepared.settings.wanted
-            for name in prepared.different:
-                slot = self.scheduler.layout.slot(name)
-                if found := slot.backend if slot else wanted.get(name):
-                    self.backends[name] = found
-            self._gone.update(dict.fromkeys(prepared.change.removed))
-            self._forget_gone(wanted)
+            self._take(config, config.names)
+            effects = self.scheduler.reconfigured(config, now, expected=expected)
+            layout = self.scheduler.layout
+            self.backends |= layout.wanted
+            self.backends |= {slot.name: slot.backend for slot in layout.slots}
+            self._gone.update(dict.fromkeys(name for name in self.backends if name not in layout.wanted))
+            self._forget_gone(layout.wanted)
             return effects
 
         self.apply(fact)

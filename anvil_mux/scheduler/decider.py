@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import attrgetter
 
-from anvil_mux.scheduler import home
 from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.causes import POLICY, Cause
 from anvil_mux.scheduler.events import Event
@@ -20,7 +19,7 @@ from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, takeover, victims, waiting
 from anvil_mux.scheduler.policies import FOREVER, Decision, Spill, Stay, Unload
-from anvil_mux.scheduler.preloads import next_preload
+from anvil_mux.scheduler.preloads import home_moments, next_home, next_preload
 from anvil_mux.scheduler.refusals import lack_of_memory
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.snapshot import Contest, ask, contests, snapshot
@@ -88,7 +87,7 @@ class Decider:
         state = self._state
         moments = [model.queue.overdue_at for model in models]
         moments += self._upkeep.moments()
-        moments += home.moments(state, now) if state.homes else ()
+        moments += home_moments(state, now) if state.homes else ()
         for slot in state.stayers if models or state.preloads else ():
             moments.append(slot.stays_until)
         for swap in state.swaps:
@@ -191,7 +190,7 @@ class Decider:
         state = self._state
         if models or state.swaps or not (state.preloads or state.homes):
             return False
-        found = next_preload(state, now) or (home.next_home(state, now) if state.homes else None)
+        found = next_preload(state, now) or (next_home(state, now) if state.homes else None)
         if found is None:
             return False
         for victim in found.victims:

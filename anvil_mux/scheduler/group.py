@@ -13,7 +13,7 @@ one ``GroupState`` (state.py):
     planner.py     the backends that could be loaded, and their victims; snapshot.py: what the policy is shown
     decider.py     the next step: overdue queues, the policy, preloads (preloads.py), upkeep.py
     group_swaps.py swaps under way (swap.py); moves.py: states of backends (slot.py), events and steps
-    outcomes.py    the facts about steps and backends; host_facts.py: about their host
+    facts.py       the facts about backends, and about their host
     requested.py   unloads, pins, another configuration
 
 Invariants:
@@ -29,9 +29,9 @@ Invariants:
     loaded instead on GPUs that nobody holds, where it is served no later. A queue of higher priority takes a
     drain over, but not that for an overdue queue. One begun is finished, unless its load is cancelled: when
     it is unloaded by hand (requests that wait for it fail), or when nobody waits for it any more and another
-    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (home.py), which
-    makes way for a queue. If a target that nobody waits for any more does not fit although its victims have
-    left, no others go for it: the swap ends. Requests that wait behind others at a busy replica count as
+    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (preloads.py),
+    which makes way for a queue. If a target that nobody waits for any more does not fit although its victims
+    have left, no others go for it: the swap ends. Requests that wait behind others at a busy replica count as
     waiting for another replica, if no queue waits for its GPUs; so do those in the queue of a resident model
     whose backends take only so many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
@@ -61,11 +61,10 @@ from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.decider import Decider
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.facts import GroupFacts
 from anvil_mux.scheduler.group_swaps import GroupSwaps
-from anvil_mux.scheduler.host_facts import HostFacts
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.outcomes import Outcomes
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.refusals import not_resident, of_crashes
 from anvil_mux.scheduler.replicas import nobody_takes
@@ -89,8 +88,7 @@ class GpuGroup:
         self.swaps = swaps = GroupSwaps(
             state, self.moves, lambda model: [group.swaps for group in groups_of[model]]
         )
-        self.outcomes = Outcomes(state, self.admission, self.moves, swaps)
-        self.host_facts = HostFacts(state, self.admission, self.moves, swaps, self.outcomes)
+        self.facts = GroupFacts(state, self.admission, self.moves, swaps)
         self.requested = Requested(
             state, self.admission, swaps, lambda model: [group.requested for group in groups_of[model]]
         )

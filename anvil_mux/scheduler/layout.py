@@ -1,4 +1,4 @@
-"""The GPU groups of a configuration, and what a reload makes of them.
+"""The GPU groups of a configuration, the tables of where everything is, and what a reload makes of both.
 
 A reload changes the configuration while requests run. A backend that goes on (change.py) keeps its slot with
 all that hangs on it: state, leases, memory. One that was changed or removed is leaving (group.py): its slot
@@ -8,47 +8,49 @@ models, so a request for a backend that changed waits on, and one for a model th
 at once. GPU groups that a new backend ties together become one, and stay one: swaps that are under way may
 not be cut.
 
-A reload costs what it changes. Settings that all groups share are put in the place of others by one
-assignment (``Common.settings``); a backend that goes on gets its new description where it is; only groups in
-which backends come or leave, and those of a GPU that is declared anew, are filled anew (building.py). What
-follows from the configurations alone is found beforehand (preparing.py); where everything is, is noted in
-index.py.
+A reload rebuilds by name: every GPU group is filled anew, with the slots that it has, and every table is made
+anew of what the groups have then. A GPU group that goes on keeps its state; so does one into which others are
+merged, once it has taken over what was under way there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.scheduler.building import Draft, build_state, describe, fill
+from anvil_mux.routing import pipeline
+from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.index import Index
-from anvil_mux.scheduler.model import Model, settings_of
-from anvil_mux.scheduler.pause import Pause
-from anvil_mux.scheduler.placement import gpu_groups, group_name
-from anvil_mux.scheduler.planner import nearest
-from anvil_mux.scheduler.preparing import Prepared, prepare
+from anvil_mux.scheduler.hosts import HostRecord, Pause
+from anvil_mux.scheduler.model import Model, model_settings, settings_of
+from anvil_mux.scheduler.placement import Placement, gpu_groups
+from anvil_mux.scheduler.planner import nearest, worth
+from anvil_mux.scheduler.policies import build_policy
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import Common, GroupState
+from anvil_mux.scheduler.state import LISTED, Common, GroupState, SharedSettings, Timeouts
+
+BY_NAME = attrgetter("name")
+
+T = TypeVar("T")
 
 
 class Exchanged(NamedTuple):
-    """The GPU groups of which something has changed."""
+    """The GPU groups that took the place of others."""
 
-    old: Sequence[GpuGroup]
-    """The groups that there were before; of them those go on that are ``made``, too."""
     made: Sequence[GpuGroup]
-    """The groups that there are now."""
+    """The groups that have been filled anew, in the order of all."""
     gone: Sequence[GpuGroup]
-    """The old ones of which nothing goes on, but that tickets ended there."""
-    models: Collection[str]
-    """The models that have backends in any of them, or are described otherwise."""
+    """The groups of which nothing goes on, but that tickets ended there."""
+    models: Iterable[str]
+    """The models that have or had backends in any of them."""
 
 
 class Layout:
@@ -63,38 +65,47 @@ class Layout:
         *,
         emit_leases: bool,
     ) -> None:
-        self._index = index = Index()
-        self.models, self.of_model, self.of_backend = index.models, index.of_model, index.of_backend
-        self.groups, self.by_name, self.spread = index.groups, index.by_name, index.spread
-        self.groups_of, self.states_of = index.groups_of, index.states
-        """Model -> the groups that have backends of it, by name, which the groups have, too; their states."""
+        self.config = config
+        self.groups: list[GpuGroup] = []
+        """All groups, in the order of their last backends in the configuration."""
+        self.by_name: dict[str, GpuGroup] = {}
+        self.of_backend: dict[str, GpuGroup] = {}
+        self.models: dict[str, Model] = {}
+        """All models, also those that are about to go."""
+        self.of_model: dict[str, GpuGroup] = {}
+        """Model -> the group in which its queue stands."""
+        self.groups_of: dict[str, list[GpuGroup]] = {}
+        """Model -> the groups that have backends of it, by name."""
+        self.states_of: dict[str, list[GroupState]] = {}
+        """Model -> the states of these groups."""
+        self.spread: list[str] = []
+        """The models with backends in several groups."""
         self.hosts: dict[str, HostRecord] = {}
-        """All hosts, by name; ``records``: those that have groups."""
+        """All hosts, by name."""
         self.pause = Pause()
         """The pause of all of them."""
         self.memories: dict[str, HostMemory] = {}
         """Host -> its memory; ``bounded``: where that is bounded."""
         self.bounded: dict[str, HostMemory] = {}
+        self._on_host: dict[str, list[GpuGroup]] = {}
         self._moving: set[str] = set()
         """The backends that have not left their host yet, and go to another one."""
-        self._misnamed: dict[GpuGroup, None] = {}
-        """The groups that have lost all backends on some of their GPUs."""
-        prepared = prepare(Config(()), config)
+        settings = shared_settings(config)
         self._common = common = Common(
-            settings=prepared.settings,
+            settings=settings,
             emit=emit,
             emit_leases=emit_leases,
             costs=costs,
             footprints=footprints,
             hosts=self.hosts,
             memories=self.memories,
-            models=index.models,
-            states=index.states,
+            models=self.models,
+            states=self.states_of,
         )
         self.touched = common.touched
         """The states in which something has changed: see ``Common.touched``."""
-        self.take(prepared)
-        self.regroup(prepared.replaced, ())
+        self.take(config, settings)
+        self.regroup()
 
     # Questions
 
@@ -136,32 +147,21 @@ class Layout:
     @property
     def records(self) -> list[HostRecord]:
         """The hosts that have groups."""
-        return list(self._index.records.values())
+        return [self.hosts[name] for name in self._on_host]
 
     @property
-    def moved(self) -> list[str]:
-        """The backends that go to another host, and have left the one that they were on: ``move``."""
-        return [name for name in self._moving if self.of_backend[name].slots[name].is_left]
+    def moved(self) -> bool:
+        """Whether a backend that goes to another host has left the one that it was on: ``regroup``."""
+        return any(self.of_backend[name].slots[name].is_left for name in self._moving)
 
     def on_host(self, host: str) -> list[GpuGroup]:
         """The groups of a host, by name."""
-        return self._index.by_host.get(host, [])
+        return self._on_host.get(host, [])
 
     def waiting_for(self, exchange: Exchanged) -> list[GpuGroup]:
-        """The groups that are to be asked after an exchange, in the order of all: those that it changed, and
-        those elsewhere in which queues stand, or may, of models that it concerns."""
-        return self._index.in_order({**dict.fromkeys(exchange.made), **self.with_queues(exchange.models)})
-
-    def going_on(self, prepared: Prepared) -> dict[GpuGroup, None]:
-        """The groups that go on as they are, and may decide otherwise under this configuration."""
-        names = [name for name in prepared.go_on if name in self.of_backend]
-        groups = self.groups if prepared.concerns_all else [self.of_backend[name] for name in names]
-        models = [self.of_backend[name].slots[name].model for name in names]
-        found = self.with_queues([*models, *prepared.different_models])
-        for host in prepared.budgets:
-            found |= dict.fromkeys(self.on_host(host))
-        found.update(dict.fromkeys(groups))
-        return found
+        """The groups that are to be asked after an exchange: those that it changed, and those elsewhere in
+        which queues stand, or may, of models that it concerns."""
+        return list({**dict.fromkeys(exchange.made), **self.with_queues(exchange.models)})
 
     def with_queues(self, models: Iterable[str]) -> dict[GpuGroup, None]:
         """The groups in which queues of these models stand, or may."""
@@ -173,101 +173,61 @@ class Layout:
 
     # Changes
 
-    def replaced_by(self, prepared: Prepared, backends: Iterable[str]) -> list[GpuGroup]:
-        """The groups that a configuration changes, or ties together, by these backends: see ``regroup``."""
-        found = self._concerned(backends, prepared.settings.wanted)
-        found |= dict.fromkeys(filter(None, map(self._index.of_gpu, prepared.different_gpus)))
-        return self._index.in_order(found)
-
-    def take(self, prepared: Prepared) -> None:
+    def take(self, config: Config, settings: SharedSettings) -> None:
         """Another configuration holds from now on, also for the backends and models that go on."""
-        self.config, self._index.places = prepared.config, prepared.places
-        self._common.settings = prepared.settings
-        self.pause.waits = prepared.config.when_paused == "wait"
-        for name, budget in prepared.budgets.items():
-            self._set_budget(name, budget)
+        before, self.config, self._common.settings = self.config, config, settings
+        self.pause.waits = config.when_paused == "wait"
+        for host in dict.fromkeys(("", *(each.host for each in config.backends))):
+            if host not in self.hosts:
+                self.hosts[host] = HostRecord(host, pause=self.pause)
+                self.memories[host] = HostMemory(None, self._common.footprints)
+            self.memories[host].budget = config.memory_of(host)
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
-        for name in prepared.go_on:
-            self._describe(name)
-        self._set_models(prepared.different_models, rerouted=prepared.rerouted)
+        for group in self.groups:
+            for slot in group.slots.values():
+                wanted = settings.wanted.get(slot.name)
+                if wanted and not slot.leaving and slot.backend != wanted:
+                    _describe(group.state, slot, wanted)
+        self._set_models(self.models.values(), rerouted=_routing_of(before) != _routing_of(config))
 
-    def _set_budget(self, host: str, budget: int | None) -> None:
-        if host not in self.hosts:
-            self.hosts[host] = HostRecord(host, pause=self.pause)
-            self.memories[host] = HostMemory(None, self._common.footprints)
-        self.memories[host].budget = budget
-
-    def _set_models(self, models: Iterable[str], *, rerouted: bool = False) -> None:
-        """Have models go by the settings that follow from the configuration.
-
-        While a backend of one leaves they are those of its backends as they are. ``rerouted``: routing
-        policies are other ones, also where their names are the same.
-        """
-        settings = self._common.settings
-        for model in [self.models[name] for name in models if name in self.models]:
-            before = model.settings
-            wanted = settings.models.get(model.name, before)
-            if [slot for slot in model.active if slot.leaving]:
-                own = [slot.backend for slot in model.slots if slot.model == model.name]
-                wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
-            routing = model.routing
-            if rerouted or wanted.routing != before.routing:
-                routing = settings.routings.get(wanted.routing, routing)
-            model.set(wanted, routing)
-            if wanted.bounded is not before.bounded:
-                self._remodelled(model.name)
-
-    def _remodelled(self, model: str) -> None:
-        for group in self.groups_of[model]:
-            group.state.remodelled()
-
-    def _describe(self, backend: str) -> None:
-        """Have a backend that goes on go by its new description."""
-        slot = self.slot(backend)
-        if slot and not slot.leaving:
-            describe(self.of_backend[backend].state, slot, self.wanted[backend])
-
-    def _concerned(self, backends: Iterable[str], described: Mapping[str, Backend]) -> dict[GpuGroup, None]:
-        """The groups that these backends are in, or are to be in; those whose name does not fit any more."""
-        found = dict.fromkeys(self._misnamed)
-        for name in backends:
-            if name in self.of_backend:
-                found[self.of_backend[name]] = None
-            wanted = described.get(name)
-            for gpu in wanted.gpu_names if wanted else ():
-                if group := self._index.of_gpu(gpu):
-                    found[group] = None
-        return found
-
-    def move(self) -> Exchanged:
-        """Give the backends that have ``moved`` their slots on their new hosts."""
-        return self.regroup(self.moved, self.concerned(self.moved))
-
-    def concerned(self, backends: Iterable[str]) -> list[GpuGroup]:
-        """The groups that backends are in, or are to be in: see ``regroup``."""
-        return self._index.in_order(self._concerned(backends, self.wanted))
-
-    def regroup(self, backends: Iterable[str], old: Sequence[GpuGroup]) -> Exchanged:
-        """Give the backends that are in ``old`` groups, and those given, the groups that they are to be in.
-
-        ``old``: all groups that they are in, or are to be in.
-        """
-        names = {*backends, *(name for group in old for name in group.slots)}
-        staying = {slot.name: slot.backend for group in old for slot in group.leaving}
-        places = self._index.places
-        wanted = [self._description(name) for name in sorted(names & places.keys(), key=places.__getitem__)]
-        moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
-        self._moving = (self._moving - names) | moving
-        members = [*staying.values(), *(each for each in wanted if each.name not in moving)]
-        drafts, gone = [], dict.fromkeys(old)
+    def regroup(self) -> Exchanged:
+        """Give all backends the groups that they are to be in."""
+        staying = {slot.name: slot.backend for slot in self.leaving}
+        wanted = [self._description(name) for name in self.wanted]
+        self._moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
+        members = [*staying.values(), *(each for each in wanted if each.name not in self._moving)]
+        drafts = []
         for name, together in gpu_groups(members, lambda each: [group.name for group in self._before(each)]):
             own = {each.name: staying.get(each.name, each) for each in together}
-            merged = list(dict.fromkeys(group for each in together for group in self._before(each)))
-            states = [group.state for group in merged]
-            drafts.append(Draft(name, together[0].host, list(own.values()), states))
-            for group in merged:
-                gone.pop(group, None)
-        return self._exchange(drafts, old)._replace(gone=list(gone))
+            before = dict.fromkeys(group.state for each in together for group in self._before(each))
+            drafts.append(Draft(name, together[0].host, list(own.values()), list(before)))
+        go_on = {state for draft in drafts for state in draft.before}
+        gone = [group for group in self.groups if group.state not in go_on]
+        models = dict.fromkeys(self.models)
+        self._note([self._filled(draft) for draft in drafts])
+        return Exchanged(self.groups, gone, models | dict.fromkeys(self.models))
+
+    def renew(self, group: GpuGroup) -> Exchanged:
+        """Have a group do without a slot that was left for good, or with another of the same backend."""
+        models = dict.fromkeys(group.state.own_slots)
+        staying = {slot.name: slot.backend for slot in group.leaving}
+        described = {name: self._description(name) for name in group.slots if name in self.wanted}
+        here = [each for name in group.slots if (each := staying.get(name) or described.get(name))]
+        made = self._filled(Draft(group.name, group.host.name, here, [group.state]))
+        self._note([made if each is group else each for each in self.groups])
+        return Exchanged([made], (), models | dict.fromkeys(made.state.own_slots))
+
+    def place_queue(self, model: Model, now: float, changed: Iterable[GroupState] | None = None) -> None:
+        """Choose anew in which group the queue of a model with backends in several stands.
+
+        ``changed``: the states that have changed since it was chosen last. As long as the one where it stands
+        has not, only these may be better.
+        """
+        states, home = self.states_of[model.name], self.of_model[model.name].state
+        if changed is not None and home not in (changed := list(changed)):
+            states = [home, *changed]
+        model.home = nearest(states, model, now).name
+        self.of_model[model.name] = self.by_name[model.home]
 
     def _description(self, backend: str) -> Backend:
         """The description of a backend of the configuration: that of its slot, if it goes on."""
@@ -278,56 +238,6 @@ class Layout:
         """The group in which a backend is until now, if there is one on its host."""
         group = self.of_backend.get(backend.name)
         return [group] if group and group.host.name == backend.host else []
-
-    def renew(self, group: GpuGroup) -> Exchanged:
-        """Have a group do without a slot that was left for good, or with another of the same backend."""
-        staying = {slot.name: slot.backend for slot in group.leaving}
-        wanted = self.wanted
-        members = [
-            staying.get(name) or (wanted.get(name) and self._description(name)) for name in group.slots
-        ]
-        here = [each for each in members if each]
-        draft = Draft(group.name, group.host.name, here, [group.state])
-        exchange = self._exchange([draft], [group])
-        if not here or group_name(here) != group.name:
-            self._misnamed.update(dict.fromkeys(exchange.made))
-        return exchange
-
-    def place_queue(self, model: Model, now: float, changed: Collection[GroupState] | None = None) -> None:
-        """Choose anew in which group the queue of a model with backends in several stands.
-
-        ``changed``: the states that have changed since it was chosen last. As long as the one where it stands
-        has not, only these may be better.
-        """
-        states, home = self._index.states[model.name], self.of_model[model.name].state
-        if changed is not None and home not in changed:
-            states = [home, *changed]
-        model.home = nearest(states, model, now).name
-        self.of_model[model.name] = self.by_name[model.home]
-
-    def _exchange(self, drafts: Sequence[Draft], old: Sequence[GpuGroup]) -> Exchanged:
-        """Have the groups of ``drafts``, which go on from the ``old`` ones, or are these."""
-        before = {group: group.state.own_slots for group in old}
-        names = [(group, name) for group in old for name in group.slots]
-        made = [self._filled(draft) for draft in drafts]
-        changes = self._index.exchange(before, made)
-        for group in made:
-            group.state.remodelled()
-        for name, change in changes.items():
-            if name in self.models and self.models[name].change(
-                change.gone, change.come, self._index.rank_of
-            ):
-                self._remodelled(name)
-        for group, name in names:
-            self._forget(group, name)
-        for group in old:
-            self._misnamed.pop(group, None)
-            if self.by_name.get(group.name) is not group:
-                self.touched.pop(group.state, None)
-        own = (*before.values(), *(group.state.own_slots for group in made))
-        models = dict.fromkeys(name for each in own for name in each)
-        self._set_models(models)
-        return Exchanged(old, made, (), models)
 
     def _filled(self, draft: Draft) -> GpuGroup:
         """The group of a draft: the one that it goes on from, if that need not be another."""
@@ -341,8 +251,157 @@ class Layout:
             self.models[name] = Model(name, of_model, settings.routings[of_model.routing], full=settings.full)
         return group
 
-    def _forget(self, group: GpuGroup, backend: str) -> None:
-        """Forget that a backend was in a group, as far as it is there no longer."""
-        slot = self.slot(backend)
-        if slot is None or slot.backend.host != group.host.name:
-            self.memories[group.host.name].leave(backend)
+    def _note(self, groups: Iterable[GpuGroup]) -> None:
+        """Have all tables say what these groups have. They are changed in place: others keep them."""
+        places = {name: place for place, name in enumerate(self.wanted)}
+
+        def rank(group: GpuGroup) -> tuple[int, str]:
+            return max([places.get(name, -1) for name in group.slots], default=-1), group.name
+
+        self.groups[:] = sorted(groups, key=rank)
+        by_name = {group.name: group for group in sorted(self.groups, key=BY_NAME)}
+        _exchange(self.by_name, by_name)
+        _exchange(self.of_backend, {name: group for group in self.groups for name in group.slots})
+        self._on_host = {}
+        groups_of: dict[str, list[GpuGroup]] = {}
+        for group in by_name.values():
+            self._on_host.setdefault(group.host.name, []).append(group)
+            for name in group.state.own_slots:
+                groups_of.setdefault(name, []).append(group)
+        _exchange(self.groups_of, groups_of)
+        _exchange(self.states_of, {name: [each.state for each in own] for name, own in groups_of.items()})
+        states = {group.state for group in self.groups}
+        for state in [each for each in self.touched if each not in states]:
+            del self.touched[state]
+        for host, memory in self.memories.items():
+            memory.keep({slot.name for each in self.on_host(host) for slot in each.slots.values()})
+        self._note_models()
+
+    def _note_models(self) -> None:
+        """Have all models, and the groups, know which backends are a model's own."""
+        slots: dict[str, list[Slot]] = {}
+        for group in self.groups:
+            for name, own in group.state.own_slots.items():
+                slots.setdefault(name, []).extend(own)
+        _exchange(self.models, {name: model for name, model in self.models.items() if name in slots})
+        homes = {name: self._home(self.models[name]) for name in self.models}
+        _exchange(self.of_model, homes)
+        self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
+        for name, model in self.models.items():
+            model.take(slots[name])
+            model.home = homes[name].name if name in self.spread else ""
+        self._set_models(self.models.values())
+        for group in self.groups:
+            group.state.remodelled()
+
+    def _home(self, model: Model) -> GpuGroup:
+        """The group in which a model's queue stands: where it was, if it has backends there."""
+        own = self.groups_of[model.name]
+        return next((group for group in own if group.name == model.home), own[0])
+
+    def _set_models(self, models: Iterable[Model], *, rerouted: bool = False) -> None:
+        """Have models go by the settings that follow from the configuration.
+
+        While a backend of one leaves they are those of its backends as they are. ``rerouted``: routing
+        policies are other ones, also where their names are the same.
+        """
+        settings = self._common.settings
+        for model in models:
+            wanted = settings.models.get(model.name, model.settings)
+            if [slot for slot in model.active if slot.leaving]:
+                own = [slot.backend for slot in model.slots if slot.model == model.name]
+                wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
+            routing = model.routing
+            if rerouted or wanted.routing != model.settings.routing:
+                routing = settings.routings.get(wanted.routing, routing)
+            model.set(wanted, routing)
+
+
+class Draft(NamedTuple):
+    """A GPU group as it is to be."""
+
+    name: str
+    host: str
+    backends: Sequence[Backend]
+    before: Sequence[GroupState] = ()
+    """The states of the groups that it goes on from."""
+
+
+def build_state(draft: Draft, common: Common) -> GroupState:
+    """The state of a GPU group that is new, with what was under way in those that it goes on from."""
+    state = GroupState(
+        name=draft.name,
+        common=common,
+        placement=Placement((), (), lambda: common.settings.eviction, common.hosts),
+        host=common.hosts[draft.host],
+        memory=common.memories[draft.host],
+    )
+    for each in draft.before:
+        state.settled += each.settled
+        state.taken_back += each.taken_back
+        state.swaps += each.swaps
+        state.preloads += each.preloads
+        state.unseen |= each.unseen
+        state.placement.others = {**state.placement.others, **each.placement.others}
+    return state
+
+
+def fill(state: GroupState, draft: Draft) -> None:
+    """Give a GPU group its backends. They keep the slots that they have, unless they left them for good."""
+    settings, placement = state.common.settings, state.placement
+    kept = {name: slot for each in draft.before for name, slot in each.slots.items() if not slot.is_left}
+    names = dict.fromkeys(gpu for backend in draft.backends for gpu in backend.gpu_names)
+    gpus = [settings.gpus.get(name) or Gpu(name) for name in names]
+    for slot in placement.fill(draft.backends, gpus, kept):
+        state.memory.join(slot, partial(worth, state))
+        placement.measure(slot, state.footprints.held(slot.name, slot.backend.service.digest))
+    new = [slot for slot in state.slots.values() if slot.backend.preload and slot.name not in kept]
+    state.filled(_by_model(state.slots.values(), settings.wanted))
+    state.preloads = [*new, *state.preloads]
+
+
+def _describe(state: GroupState, slot: Slot, backend: Backend) -> None:
+    """Have a backend that goes on described otherwise."""
+    before = slot.backend
+    state.placement.describe(backend, slot)
+    state.placement.measure(slot, state.footprints.held(slot.name, slot.backend.service.digest))
+    state.models[slot.model].described(slot)
+    if LISTED(before) != LISTED(backend):
+        state.described()
+
+
+def _by_model(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str, list[Slot]]:
+    """Model -> its slots, also those that are of another until they are left."""
+    found: dict[str, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.model, []).append(slot)
+        coming = wanted.get(slot.name)
+        if coming and coming.model != slot.model:
+            found.setdefault(coming.model, []).append(slot)
+    return found
+
+
+def shared_settings(config: Config) -> SharedSettings:
+    """The settings of a configuration that GPU groups and models go by; ValueError: a plug-in is unfit."""
+    names = dict.fromkeys((config.routing, *filter(None, [each.routing for each in config.backends])))
+    routings: dict[str, Routing] = {name: pipeline.build(name, config.routing_policies) for name in names}
+    return SharedSettings(
+        timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
+        policy=build_policy(config.policy, config.policy_settings),
+        eviction=build_eviction(config.eviction, config.eviction_settings),
+        gpus={gpu.name: gpu for gpu in config.gpus},
+        wanted={each.name: each for each in config.backends},
+        models=model_settings(config),
+        routings=routings,
+        full=config.routing_mode == "full",
+    )
+
+
+def _routing_of(config: Config) -> tuple[object, ...]:
+    return config.routing, config.routing_policies, config.routing_mode
+
+
+def _exchange(table: dict[str, T], other: Mapping[str, T]) -> None:
+    """Have a table say what another one says."""
+    table.clear()
+    table.update(other)

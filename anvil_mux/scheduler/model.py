@@ -6,8 +6,7 @@ It is there as long as any backend is its own: a reload changes it in place.
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,9 +18,6 @@ from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.replicas import Replicas
 from anvil_mux.scheduler.slot import LOADING, Slot
-
-SEVERAL = 10
-"""The share of a model's slots, one in so many, up to which those that come are put in one by one."""
 
 
 class ModelSettings(NamedTuple):
@@ -89,7 +85,7 @@ class Model:
     limited: bool = field(init=False)
     """Whether its queue is admitted in parts."""
     _order: dict[Slot, int] = field(default_factory=dict, repr=False)
-    """The slots by their place among all; empty: it was not asked for since that changed."""
+    """The slots, each with its place among them."""
     home: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
@@ -120,45 +116,29 @@ class Model:
 
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
-        is_same = settings[4:] == self.settings[4:] and routing is self.routing
         self.settings, self.routing = settings, routing
-        if is_same and not self.queue.tickets:
-            return  # of thousands of models only the first four have changed
         self.limited = settings.limited
         self.queue.go_on(limited=settings.limited, most=settings.max_wait)
         if self.replicas:
             self.replicas.set(routing, staged=settings.staged)
 
-    def change(
-        self, gone: Collection[Slot], come: Sequence[Slot], place: Callable[[Slot], tuple[int, str]]
-    ) -> bool:
-        """Do without the slots that are ``gone``, and with those that ``come``; some may be among both.
-
-        ``place``: where the GPU group of a slot stands among all; the slots of one group come in their order.
-        Returns whether there are several for the first time, or not any more.
-        """
-        if gone:
-            self.slots[:] = [slot for slot in self.slots if slot not in gone]
-        if len(come) * SEVERAL < len(self.slots):
-            for slot in come:
-                insort(self.slots, slot, key=place)
-        else:
-            self.slots += come
-            self.slots.sort(key=place)
-        self._order, here = {}, set(come)
-        left = [slot for slot in gone if slot not in here]
+    def take(self, slots: Sequence[Slot]) -> None:
+        """Have just these backends, in the order of all."""
+        before, self._order = self._order, {slot: nth for nth, slot in enumerate(slots)}
+        left = [slot for slot in before if slot not in self._order]
+        come = [slot for slot in slots if slot not in before]
+        self.slots[:] = slots
         for slot in left:
             self.active.pop(slot, None)
         for slot in come:
             self.note(slot)
         self.renew_ready()
-        if self.replicas and len(self.slots) > 1:
+        if len(slots) < 2:
+            self.replicas = None
+        elif self.replicas:
             self.replicas.change(left, come)
-            return False
-        before, self.replicas = self.replicas, None
-        if len(self.slots) > 1:
+        else:
             self.replicas = Replicas(self.slots, self.routing, staged=self.settings.staged, full=self.full)
-        return before is not self.replicas
 
     def note(self, slot: Slot) -> None:
         """Note that a backend has entered a state, or is the target of a swap or is so no longer."""
@@ -173,7 +153,6 @@ class Model:
         """Bring up to date which backends may be leased, in their order."""
         self.ready = [slot for slot in self.active if slot.serves]
         if len(self.ready) > 1:
-            self._order = self._order or {slot: nth for nth, slot in enumerate(self.slots)}
             self.ready.sort(key=self._order.__getitem__)
 
     def takes(self, owner: str = "") -> bool:

@@ -360,18 +360,18 @@ class Adaptive:
     evictions, both drains.
 
     * A model that answers stays until its turn is over. A turn begins when the model is there and somebody
-      waits for its GPUs, and lasts for ``S``: of clients who ask again once they are answered, the root of
-      the mean square of their waits is least at that length (docs/policies.md). It lasts for up to half as
-      long again where the model's own queue would fill quickly. How quickly, the rates tell: of ``n`` clients
-      who wait for their answers all but one may join a queue, so that growth / rate is 1 - 1/n, and 1 where
-      requests come whatever is answered. From 3 clients on a turn grows with their number.
+      waits for its GPUs, and lasts for 1.5 ``S``. Of clients who ask again once they are answered, the root
+      of the mean square of their waits is least at ``S`` (docs/policies.md), and flat there: at 1.5 ``S`` it
+      is 2 % more, and a fifth more requests are answered.
     * Once nobody else comes to the queue, all its clients are in it. Those of the model that answers are
       taken to be alike: they join its queue while it drains, so that a drain costs them nothing. Then ``S``
       counts the loads and evictions alone, and the turn is the number of whole answers next to that. A queue
       is complete when it is as long as its model's queues were of late, and has been quiet for longer than
       arrivals at random are: of ``n`` that came within ``span`` seconds, nobody follows for another ``t``
       with probability ``(span / (span + t)) ** (n - 1)``. The silence of one or two tells nothing: they are
-      complete unless queues were longer, or the model that answers has more clients.
+      complete unless queues were longer, or the model that answers has more clients. How many it has, the
+      rates tell: of ``n`` who wait for their answers all but one may join a queue, so that growth / rate is
+      1 - 1/n, and 1 where requests come whatever is answered.
     * An idle model is evicted once enough requests wait. If a queue grows by ``l`` requests a second, and
       that of the model that goes by ``r`` once it is gone, the fewest request-seconds are lost when the
       queue has ``S * sqrt(l * r)`` requests at its model's arrival: the square root rule of lot sizes
@@ -490,7 +490,7 @@ class _Turn:
             spared = math.sqrt(2 * growth * (lost * seconds + expected) * service)
             self.enough = max(seconds * math.sqrt(growth * lost) + again - spared, 0.0)
         begun = max(begun, oldest)
-        self.over = begun + seconds * min(max(clients / FEW, 1.0), LONGEST_TURN)
+        self.over = begun + TURN * seconds
         """When the residents have had their turn."""
         if complete < self.over:
             answers = max(round(ways / (service + pause)), 1)
@@ -512,12 +512,12 @@ def _complete(queue: Queue, others: float) -> float:
 
 
 FEW = 3
-"""The number of clients that make no turn longer, and of requests that tell whether more will come."""
+"""The number of requests whose silence tells whether more will come."""
+TURN = 1.5
+"""The length of a turn, as a multiple of what is lost between two. At ``r`` the mean square of the waits is
+``(1 + r) ** 2 / (4 * r)`` times its least, and a model answers for ``r / (1 + r)`` of the time."""
 ANSWER_SECONDS = 1.0
 """About how long a model serves at the least once it is loaded; a load of no time is not worth everything."""
-LONGEST_TURN = 1.5
-"""The most by which many clients make a turn longer. With 8 against 1 the root mean square of the waits is
-the same from 1.3 to 2.0, and the longest wait grows from 14 to 18 s (`bin/bench policies --clients`)."""
 RARE = 0.1
 """The probability of a pause after which no more are expected to come."""
 PAUSES = 2.0

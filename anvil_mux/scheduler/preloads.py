@@ -1,9 +1,16 @@
-"""Preloads: of backends that are configured so, and of stages that a model in use lacks.
+"""The loads of a GPU group for which no request waits: preloads, and the returns of home backends.
 
-They are begun only while no queue waits and no swap is under way, evict no backend that has had work, and
-stop none in standby. Of a model with a ``most`` so many backends are preloaded, where there is room first.
-Two other loads that no request waits for are begun elsewhere: one that wakes a backend on its way to a deeper
-standby level (upkeep.py), and another replica of a busy model (decider.py).
+Both are begun only while no queue waits and no swap is under way, and stop no backend in standby.
+
+* Preloads are of backends that are configured so, and of stages that a model in use lacks. They evict no
+  backend that has had work. Of a model with a ``most`` so many backends are preloaded, where there is room
+  first.
+* A home backend comes back when nothing else was wanted on its GPUs for a while: the residents that must go
+  for it have no lease, and were not used for ``home_after``. Once its load has failed, or it was unloaded by
+  hand, it waits until a request has loaded it.
+
+Two other such loads are begun elsewhere: one that wakes a backend on its way to a deeper standby level
+(upkeep.py), and another replica of a busy model (decider.py).
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from typing import NamedTuple
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import victims
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.residents import may_come
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
@@ -68,3 +76,61 @@ def complete(state: GroupState, model: Model, now: float) -> bool:
             each.changed()
             any_lacking = True
     return any_lacking
+
+
+class _Return(NamedTuple):
+    """The return of a home backend."""
+
+    at: float = FOREVER
+    victims: tuple[Slot, ...] = ()
+
+
+def next_home(state: GroupState, now: float) -> Preload | None:
+    """The home backend that is to come back now, once its victims are evicted."""
+    for slot in state.homes:
+        found = _return(state, slot, now)
+        if found.at > now:
+            continue
+        if found.victims:
+            return Preload(slot, list(found.victims), Cause("make_room", slot.model))
+        if state.memory.has_room(slot):
+            return Preload(slot, [], Cause("home", seconds=_home_after(state, slot)))
+    return None
+
+
+def home_moments(state: GroupState, now: float) -> list[float]:
+    """When home backends come back, as things are."""
+    return [_return(state, slot, now).at for slot in state.homes]
+
+
+def comes_back_at(state: GroupState, slot: Slot, now: float) -> float:
+    """When a home backend comes back, as things are; infinite: it does not."""
+    return _return(state, slot, now).at
+
+
+def _return(state: GroupState, slot: Slot, now: float) -> _Return:
+    if not _may_return(state, slot):
+        return _Return()
+    found = victims(state, slot, state.busy_gpus(), frozenset(), now)
+    if found is None or any(each.backend.home or each.state == "standby" for each in found):
+        return _Return()
+    others = [each for each in state.slots.values() if not state.placement.fit_together(slot, each)]
+    concerned = dict.fromkeys((*others, *found))
+    if any(each.holders for each in concerned):
+        return _Return()
+    left = slot.since if slot.state == "stopped" else -FOREVER
+    quiet = max([left, *(each.used for each in concerned)]) + _home_after(state, slot)
+    return _Return(max([quiet, *(each.stays_until for each in found)]), tuple(found))
+
+
+def _may_return(state: GroupState, slot: Slot) -> bool:
+    if slot.state not in ("stopped", "standby") or slot.coming or slot.leaving:
+        return False
+    if slot.failed_starts or slot.unloaded or not slot.host.takes_loads:
+        return False
+    return may_come(state.models[slot.model], slot)
+
+
+def _home_after(state: GroupState, slot: Slot) -> float:
+    own = slot.backend.home_after
+    return state.timeouts.home_after if own is None else own

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from anvil_mux.config.change import compare
 from anvil_mux.config.config import Config, gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
@@ -21,13 +22,11 @@ from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.layout import Layout, shared_settings
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.preparing import Prepared, prepare
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, Effects, Step, Ticket, TokenUsage
+from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, Effects, FoundBackend, Step, Ticket, TokenUsage
 
 BackendFact = Callable[[GpuGroup, Slot], object]
 """A fact about a backend, told to its GPU group."""
@@ -115,23 +114,23 @@ class Scheduler:
 
     def loaded(self, step: Step, now: float, how: str) -> Effects:
         """The backend answers; ``how``: the standby level that it really came back from."""
-        return self._reported(step, now, lambda group, slot: group.outcomes.loaded(slot, now, how))
+        return self._reported(step, now, lambda group, slot: group.facts.loaded(slot, now, how))
 
     def load_failed(self, step: Step, now: float, error: LoadError) -> Effects:
         """The backend did not become ready, and holds nothing."""
-        return self._reported(step, now, lambda group, slot: group.outcomes.load_failed(slot, now, error))
+        return self._reported(step, now, lambda group, slot: group.facts.load_failed(slot, now, error))
 
     def load_cancelled(self, step: Step, now: float) -> Effects:
         """The load ended before its time, and what it had begun was stopped."""
-        return self._reported(step, now, lambda group, slot: group.outcomes.load_cancelled(slot, now))
+        return self._reported(step, now, lambda group, slot: group.facts.load_cancelled(slot, now))
 
     def evicted(self, step: Step, now: float, **left: Any) -> Effects:
         """The backend left its GPUs, or reached a deeper standby level; ``left``: see Outcomes.evicted."""
-        return self._reported(step, now, lambda group, slot: group.outcomes.evicted(slot, now, **left))
+        return self._reported(step, now, lambda group, slot: group.facts.evicted(slot, now, **left))
 
     def evict_failed(self, step: Step, now: float, why: str) -> Effects:
         """The backend may still hold its GPUs."""
-        return self._reported(step, now, lambda group, slot: group.outcomes.evict_failed(slot, now, why))
+        return self._reported(step, now, lambda group, slot: group.facts.evict_failed(slot, now, why))
 
     def report_failed(self, step: Step, now: float, why: str) -> Effects:
         """The report of a step was a mistake: if its backend is still as it was, it is to be stopped."""
@@ -139,7 +138,7 @@ class Scheduler:
         if slot is None or (slot.state, "evict_failed") not in TRANSITIONS:
             return NOTHING
         self._settling.forget_steps([step.backend])
-        return self._told(step.backend, now, lambda group, slot: group.outcomes.evict_failed(slot, now, why))
+        return self._told(step.backend, now, lambda group, slot: group.facts.evict_failed(slot, now, why))
 
     def _reported(self, step: Step, now: float, fact: BackendFact) -> Effects:
         return self._told(step.backend, now, fact) if self._settling.ends(step) else NOTHING
@@ -151,16 +150,16 @@ class Scheduler:
         for name in backends:
             group = self.layout.of_backend.get(name)
             if group and not group.slots[name].host.is_lost:
-                group.outcomes.expect(name)
+                group.facts.expect(name)
         return NOTHING
 
     def looked_at(self, backend: str, now: float) -> Effects:
         """The backend was looked at: if it was not adopted it holds nothing (any more)."""
-        return self._told(backend, now, lambda group, slot: group.outcomes.looked_at(backend))
+        return self._told(backend, now, lambda group, slot: group.facts.looked_at(backend))
 
     def adopted(self, backend: str, now: float) -> Effects:
         """The backend ran before this program did; NOTHING if it cannot stay beside the others."""
-        return self._took_over(backend, now, lambda group, slot: group.outcomes.adopt(slot, now))
+        return self._took_over(backend, now, lambda group, slot: group.facts.adopt(slot, now))
 
     def adopted_standby(
         self, backend: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
@@ -168,7 +167,7 @@ class Scheduler:
         """The backend was in standby, at the level ``how``; NOTHING if there is no room for ``residual``."""
 
         def fact(group: GpuGroup, slot: Slot) -> bool:
-            return group.outcomes.adopt_standby(slot, now, how, residual, host_bytes)
+            return group.facts.adopt_standby(slot, now, how, residual, host_bytes)
 
         return self._took_over(backend, now, fact)
 
@@ -180,11 +179,11 @@ class Scheduler:
 
     def died(self, backend: str, now: float, why: str, log: Iterable[str] = ()) -> Effects:
         """The backend ended without being told to; ``log``: what its engine had printed last."""
-        return self._told(backend, now, lambda group, slot: group.outcomes.died(slot, now, why, log))
+        return self._told(backend, now, lambda group, slot: group.facts.died(slot, now, why, log))
 
     def unanswering(self, backend: str, now: float) -> Effects:
         """The engine of the backend does not answer: it is to be stopped without a drain."""
-        return self._told(backend, now, lambda group, slot: group.outcomes.unanswering(slot, now))
+        return self._told(backend, now, lambda group, slot: group.facts.unanswering(slot, now))
 
     def silent(self, backend: str, now: float) -> Effects:
         """The engine of a replica was asked for its figures, and did not answer."""
@@ -214,7 +213,7 @@ class Scheduler:
         named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
         record = self.layout.hosts.get(host)
         there = [] if record is None or record.is_lost else self.layout.on_host(host)
-        return self._settling.settle([each for each in there if each.outcomes.memory_seen(named)], now)
+        return self._settling.settle([each for each in there if each.facts.memory_seen(named)], now)
 
     # Facts about hosts
 
@@ -245,7 +244,7 @@ class Scheduler:
         groups = self.layout.on_host(host)
         for group in groups:
             self._settling.forget_steps(group.slots)
-            group.host_facts.lost(now)
+            group.facts.host_lost(now)
         return self._settling.settle(groups, now)
 
     def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
@@ -257,12 +256,12 @@ class Scheduler:
         if record is None or not record.is_lost:
             return NOTHING
         groups = self.layout.on_host(host)
-        held = [(group.host_facts, group.host_facts.free(now)) for group in groups]
+        held = [(group.facts, group.facts.host_freed(now)) for group in groups]
         record.is_lost, record.is_gone = False, False
         self._emit(Event(now, "host_back", "", cause=Cause("host_back", host=host)))
         for facts, slots in held:
             self._settling.forget_steps([slot.name for slot in slots])
-            facts.back(now, found, slots)
+            facts.host_back(now, found, slots)
         return self._settling.settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:
@@ -273,7 +272,7 @@ class Scheduler:
         record.is_gone = True
         groups = self.layout.on_host(host)
         for group in groups:
-            group.host_facts.gone(now)
+            group.facts.host_gone(now)
         return self._settling.settle(groups, now)
 
     # Facts from people
@@ -288,7 +287,7 @@ class Scheduler:
         self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
-            group.host_facts.cleared(now, cleared=drained)
+            group.facts.host_cleared(now, cleared=drained)
         return self._settling.settle(groups, now)
 
     def paused(self, now: float, until: float = FOREVER) -> Effects:
@@ -313,7 +312,7 @@ class Scheduler:
     def _clear(self, now: float, *, cleared: bool) -> Effects:
         """Have all go that is on any host, or stay."""
         for group in self.layout.groups:
-            group.host_facts.cleared(now, cleared=cleared)
+            group.facts.host_cleared(now, cleared=cleared)
         return self._settling.settle(self.layout.groups, now)
 
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:
@@ -347,37 +346,20 @@ class Scheduler:
         self._settling.close()
         return NOTHING
 
-    def prepare(self, config: Config) -> Prepared:
-        """Find out what follows from another configuration. Without the lock, and no fact."""
-        return prepare(self.layout.config, config)
-
-    def reconfigured(self, config: Config | Prepared, now: float, expected: Iterable[str] = ()) -> Effects:
-        """Another configuration holds from now on; ``expected``: backends that may run already.
-
-        It is prepared here if it was not before, or if another one holds by now than it was prepared for.
-        """
-        prepared = config if isinstance(config, Prepared) else self.prepare(config)
-        if prepared.before is not self.layout.config:
-            prepared = self.prepare(prepared.config)
-        change = prepared.change
+    def reconfigured(self, config: Config, now: float, expected: Iterable[str] = ()) -> Effects:
+        """Another configuration holds from now on; ``expected``: backends that may run already."""
+        change, settings = compare(self.layout.config, config), shared_settings(config)
         self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
-        concerned = self.layout.replaced_by(prepared, prepared.replaced)
-        for group in concerned:
-            group.requested.retire(leaving, prepared.settings.models.keys(), now)
-        self.layout.take(prepared)
-        exchange = self.layout.regroup(prepared.replaced, concerned)
-        if prepared.loses_models:
-            self.costs.keep(prepared.settings.models.__contains__)
+        for group in self.layout.groups:
+            group.requested.retire(leaving, settings.models.keys(), now)
+        if not self.layout.served <= settings.models.keys():
+            self.costs.keep(settings.models.__contains__)
+        self.layout.take(config, settings)
+        exchange = self.layout.regroup()
         self.expected(expected)
-        asked = self._settling.exchanged(exchange, now, self.layout.going_on(prepared))
-        if self.layout.pause.refuses:  # since now, it may be
-            waiting = self.layout.with_queues(self.layout.models)
-            for group in waiting:
-                group.admission.fail_refused(now)
-            asked = list(dict.fromkeys((*asked, *waiting)))
-        return self._settling.settle(asked, now, exchange.gone)
+        return self._settling.settle(self._settling.exchanged(exchange, now), now, exchange.gone)
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""

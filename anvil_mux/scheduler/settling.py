@@ -15,8 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.index import BY_NAME
-from anvil_mux.scheduler.layout import Exchanged, Layout
+from anvil_mux.scheduler.layout import BY_NAME, Exchanged, Layout
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import could_spill, with_room
 from anvil_mux.scheduler.policies import FOREVER
@@ -84,22 +83,18 @@ class Settling:
         """Begin nothing any more."""
         self._is_closed = True
 
-    def exchanged(self, exchange: Exchanged, now: float, others: Iterable[GpuGroup] = ()) -> list[GpuGroup]:
-        """Go on after an exchange of groups; returns those that are to be asked.
-
-        ``others``: groups that are to be asked anew, too.
-        """
-        for group in exchange.old:
-            if self._layout.by_name.get(group.name) is not group:
-                self._moments.pop(group, None)
+    def exchanged(self, exchange: Exchanged, now: float) -> list[GpuGroup]:
+        """Go on after an exchange of groups; returns those that are to be asked."""
+        for group in [each for each in self._moments if self._layout.by_name.get(each.name) is not each]:
+            del self._moments[group]
         for name in exchange.models:
             self._shared.pop(name, None)
-        found = dict.fromkeys(self._layout.waiting_for(exchange)) | dict.fromkeys(others)
+        found = self._layout.waiting_for(exchange)
         for group in found:
             group.begin_anew()
         for group in found:
             group.admission.resume(now)
-        return list(found)
+        return found
 
     # Effects
 
@@ -117,7 +112,7 @@ class Settling:
         """
         found = _Gathered([], [], [], [])
         if self._layout.moved:
-            exchange = self._layout.move()
+            exchange = self._layout.regroup()
             still = [group for group in groups if self._layout.by_name.get(group.name) is group]
             gone, groups = exchange.gone, {*still, *self.exchanged(exchange, now)}
         for group in gone:

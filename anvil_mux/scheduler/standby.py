@@ -87,10 +87,11 @@ class HostMemory:
     def join(self, slot: Slot, worth: Worth) -> None:
         self._slots[slot.name] = slot, worth
 
-    def leave(self, backend: str) -> None:
-        """Count a backend no more: it is not on this host any longer, and holds nothing here."""
-        self._slots.pop(backend, None)
-        self._called.pop(backend, None)
+    def keep(self, backends: Collection[str]) -> None:
+        """Count only these: others are not on this host any longer, and hold nothing here."""
+        for name in [each for each in self._slots if each not in backends]:
+            del self._slots[name]
+            self._called.pop(name, None)
 
     def short(self, target: Slot, leaving: Collection[Slot] = ()) -> int:
         """Bytes that are missing to run ``target`` if all in standby were stopped; at most 0 if none are."""

@@ -14,11 +14,10 @@ from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.drains import RunningAnswer, answers
 from anvil_mux.scheduler.footprint import to_declare
-from anvil_mux.scheduler.home import comes_back_at
-from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.hosts import HostRecord, Pause
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.pause import Pause
 from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.preloads import comes_back_at
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.state import GroupState

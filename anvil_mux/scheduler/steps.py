@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from anvil_mux.errors import MuxError
@@ -16,6 +16,17 @@ NO_WORK = Work()
 TokenUsage = tuple[int | None, int | None]
 """Tokens of a request's input, and how many of them were cached, as its engine said; None: it did not."""
 NO_USAGE: TokenUsage = (None, None)
+
+
+@dataclass(frozen=True)
+class FoundBackend:
+    """How a backend was found on a host that is back."""
+
+    level: str = ""
+    """The standby level of the backend; "": it runs, and answers."""
+    residual: Mapping[str, int] = field(default_factory=dict)
+    """GPU id -> bytes that it holds in standby."""
+    host_bytes: int = 0
 
 
 class Crash(NamedTuple):

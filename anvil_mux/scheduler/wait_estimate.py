@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from anvil_mux.scheduler.causes import sentence
 from anvil_mux.scheduler.drains import RunningAnswer, answers, seconds_left
+from anvil_mux.scheduler.hosts import PAUSED, Pause
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.pause import PAUSED, Pause
 from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo
 from anvil_mux.scheduler.progress import Progress, span
 from anvil_mux.scheduler.slot import HOLDING, Slot

@@ -29,7 +29,6 @@ from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.model import model_settings
 from anvil_mux.scheduler.overdue import bound_seconds, in_round
 from anvil_mux.scheduler.placement import Placement, gpu_groups
@@ -37,7 +36,17 @@ from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import HOLDING, Slot
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
+from anvil_mux.scheduler.steps import (
+    NOTHING,
+    Cancel,
+    Demote,
+    Effects,
+    Evict,
+    FoundBackend,
+    Load,
+    Step,
+    Ticket,
+)
 from anvil_mux.sim.batching import ALONE, Batch, Batching, NextEnd
 from anvil_mux.telemetry.situation import BackendRecord, Situation
 

@@ -17,7 +17,7 @@ from tests.oracle.worlds import World, worlds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-BASE = "5f495c3ef47fcc812d58b0afab84d5ffca8abd23"
+BASE = "c79680a1fc50933d379f5c1d6c68f6466bee5ed7"
 """The last commit before the program was redesigned in fewer concepts."""
 CONTEXT = 6
 """Events of both that are shown before the first that differs."""

@@ -8,26 +8,30 @@ from typing import Any
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
-from anvil_mux.scheduler.building import Draft, build_state, fill
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.facts import NOTHING_HELD
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.index import Index
+from anvil_mux.scheduler.layout import Draft, build_state, fill, shared_settings
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.outcomes import NOTHING_HELD
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import Policy
-from anvil_mux.scheduler.preparing import prepare
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import Common
+from anvil_mux.scheduler.state import Common, GroupState
 
 
 def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None) -> GpuGroup:
     """Build the one GPU group of a configuration; GPUs that nothing ties are in it all the same."""
-    footprints, index, settings = Footprints(), Index(), prepare(Config(()), config).settings
+    footprints, settings = Footprints(), shared_settings(config)
+    groups: dict[str, list[GpuGroup]] = {}
+    models = {
+        name: Model(name, each, settings.routings[each.routing], full=settings.full)
+        for name, each in settings.models.items()
+    }
+    states: dict[str, list[GroupState]] = {}
     common = Common(
         settings=settings._replace(policy=policy or settings.policy),
         emit=emit,
@@ -36,16 +40,15 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
         footprints=footprints,
         hosts={"": HostRecord()},
         memories={"": HostMemory(config.host_memory, footprints)},
-        models=index.models,
-        states=index.states,
+        models=models,
+        states=states,
     )
     draft = Draft("+".join(sorted(name for name, _ in gpu_groups(config.backends))), "", config.backends)
-    group = GpuGroup(build_state(draft, common), index.groups_of)
+    group = GpuGroup(build_state(draft, common), groups)
     fill(group.state, draft)
-    for name, of_model in settings.models.items():
-        index.models[name] = Model(name, of_model, settings.routings[of_model.routing], full=settings.full)
-    for name, change in index.exchange({}, [group]).items():
-        index.models[name].change((), change.come, index.rank_of)
+    for name, model in models.items():
+        model.take(group.state.own_slots[name])
+        groups[name], states[name] = [group], [group.state]
     group.state.remodelled()
     return group
 
@@ -65,8 +68,8 @@ class LoneGroup:
         )
         self.give_up, self.fail_all = self.group.admission.give_up, self.group.admission.fail_all
         self.sever_all, self.retired = self.group.moves.sever_all, self.group.requested.retire
-        self.expected, self.looked_at = self.group.outcomes.expect, self.group.outcomes.looked_at
-        self.memory_seen = self.group.outcomes.memory_seen
+        self.expected, self.looked_at = self.group.facts.expect, self.group.facts.looked_at
+        self.memory_seen = self.group.facts.memory_seen
 
     def __repr__(self) -> str:
         return repr(self.group)
@@ -85,21 +88,21 @@ class LoneGroup:
         return replicas.in_flight
 
     def adopt(self, name: str, at: float) -> bool:
-        return self.group.outcomes.adopt(self.slots[name], at)
+        return self.group.facts.adopt(self.slots[name], at)
 
     def adopt_standby(
         self, name: str, at: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> bool:
-        return self.group.outcomes.adopt_standby(self.slots[name], at, how, residual, host_bytes)
+        return self.group.facts.adopt_standby(self.slots[name], at, how, residual, host_bytes)
 
     def loaded(self, name: str, at: float, how: str = "stop") -> None:
-        self.group.outcomes.loaded(self.slots[name], at, how)
+        self.group.facts.loaded(self.slots[name], at, how)
 
     def load_failed(self, name: str, at: float, error: LoadError) -> None:
-        self.group.outcomes.load_failed(self.slots[name], at, error)
+        self.group.facts.load_failed(self.slots[name], at, error)
 
     def load_cancelled(self, name: str, at: float) -> None:
-        self.group.outcomes.load_cancelled(self.slots[name], at)
+        self.group.facts.load_cancelled(self.slots[name], at)
 
     def evicted(
         self,
@@ -110,18 +113,18 @@ class LoneGroup:
         host_bytes: int = 0,
         **left: Any,
     ) -> None:
-        self.group.outcomes.evicted(
+        self.group.facts.evicted(
             self.slots[name], at, residual=residual, how=how, host_bytes=host_bytes, **left
         )
 
     def evict_failed(self, name: str, at: float, why: str) -> None:
-        self.group.outcomes.evict_failed(self.slots[name], at, why)
+        self.group.facts.evict_failed(self.slots[name], at, why)
 
     def died(self, name: str, at: float, why: str, log: Iterable[str] = ()) -> None:
-        self.group.outcomes.died(self.slots[name], at, why, log)
+        self.group.facts.died(self.slots[name], at, why, log)
 
     def unanswering(self, name: str, at: float) -> None:
-        self.group.outcomes.unanswering(self.slots[name], at)
+        self.group.facts.unanswering(self.slots[name], at)
 
     def silent(self, name: str, at: float) -> None:
         self.group.admission.leave_silent(self.slots[name], at)

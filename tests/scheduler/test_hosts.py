@@ -7,12 +7,11 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.planner import loss, reserved
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.snapshot import snapshot
-from anvil_mux.scheduler.steps import NOTHING, Evict, Load, Ticket
+from anvil_mux.scheduler.steps import NOTHING, Evict, FoundBackend, Load, Ticket
 
 
 def on(host, name, *gpus, model=None, **fields):

@@ -16,6 +16,7 @@ from anvil_mux.scheduler.policies import (
     PAUSES,
     POLICIES,
     RARE,
+    TURN,
     Adaptive,
     CostAware,
     Debounce,
@@ -376,20 +377,12 @@ def lost(line, now):
 
 
 @pytest.mark.parametrize(("since", "oldest"), [(0.0, 9.0), (9.0, 0.0), (-90.0, 9.0), (9.0, -20.0)])
-def test_a_turn_lasts_for_what_a_swap_there_and_back_takes_from_when_the_model_is_there_and_somebody_waits(
+def test_a_turn_is_half_as_long_again_as_a_swap_there_and_back_once_the_model_is_there_and_somebody_waits(
     since, oldest
 ):
     line = replace(THERE, oldest=oldest, newest=oldest, max_wait=600.0)
     until = turn_over(replace(SERVING, since=since), line)
-    assert until == pytest.approx(max(since, oldest) + lost(line, until))
-
-
-@pytest.mark.parametrize(
-    ("growth", "times"),
-    [(0.0, 1), (1 - 1 / FEW, 1), (0.75, 4 / FEW), (1 - 1e-9, 1.5), (1.0, 1.5), (3.0, 1.5)],
-)
-def test_a_turn_is_up_to_half_as_long_again_the_more_clients_would_join_the_queue_of_the_model(growth, times):
-    assert turn_over(replace(SERVING, growth=growth), THERE) == pytest.approx(9.0 + times * lost(THERE, 9.0))
+    assert until == pytest.approx(max(since, oldest) + TURN * lost(line, until))
 
 
 @pytest.mark.parametrize(("load_seconds", "answers"), [(0.1, 1), (1.0, 2), (4.0, 4), (9.0, 8), (90.0, 73)])
@@ -427,12 +420,12 @@ def test_one_or_two_who_wait_are_all_if_no_queue_was_longer_and_the_model_that_a
     line = replace(THERE, waiting=waiting, oldest=9.0, newest=9.0, longest=longest)
     busy = replace(SERVING, growth=1 - 1 / others)
     whole_answers = 9.0 + 6 * 2.5 - 2.0 / 2 / 2
-    assert turn_over(busy, line) == pytest.approx(whole_answers if all_wait else 9.0 + lost(line, 9.0))
+    assert turn_over(busy, line) == pytest.approx(whole_answers if all_wait else 9.0 + TURN * lost(line, 9.0))
 
 
 def test_not_all_wait_while_queues_were_longer_before():
     line = replace(THERE, waiting=4, oldest=8.9, newest=9.0, longest=4.1)
-    assert turn_over(SERVING, line) == pytest.approx(8.9 + lost(line, 8.9))
+    assert turn_over(SERVING, line) == pytest.approx(8.9 + TURN * lost(line, 8.9))
 
 
 def test_adaptive_serves_the_queue_first_that_is_oldest_once_a_turn_is_over():

@@ -4,8 +4,7 @@ import pytest
 
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.scheduler.steps import Load
+from anvil_mux.scheduler.steps import FoundBackend, Load
 from tests.scheduler.test_hosts import Fleet, on
 
 
