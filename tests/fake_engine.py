@@ -21,7 +21,7 @@ from anvil_mux.errors import Cancelled
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.handler import Handler
-from anvil_mux.proxy.pausing import Keep
+from anvil_mux.proxy.operations import Keep
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.server import Server
 from anvil_mux.proxy.waiting import Patience

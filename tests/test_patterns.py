@@ -31,7 +31,7 @@ except ImportError:  # Python 3.10
 LENGTHS = (120, 240)
 STEPS_PER_CHARACTER = 40
 DRAWN = 60
-OF_OUR_OWN = {"anvil_mux.proxy.terms", "anvil_mux.proxy.page"}
+OF_OUR_OWN = {"anvil_mux.proxy.page"}
 """Modules whose patterns read files of ours alone."""
 SEARCHES = {"search", "findall", "finditer", "sub", "subn", "split"}
 Continue = Callable[[int], bool]

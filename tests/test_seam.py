@@ -18,7 +18,7 @@ __all__ = ["forgetting"]
 
 TOUCHES = """
     adapters adopt checkpoint compose container containers control deaths docker driver drm
-    drm_clients endpoint freed gpu gpu_monitor load_logs meminfo news nvml page_cache process
+    endpoint freed gpu load_logs meminfo news nvml page_cache process
     project prompt_cache prompt_files read_ahead reading rights runtime served starter swap ways weights
 """
 """The modules of host/ that read NVML, /sys and /proc, or move services and memory: none is used outside."""

@@ -29,8 +29,7 @@ from anvil_mux.config.config import (
     WantedHosts,
     default_of,
 )
-from anvil_mux.config.presets import read_loras, read_presets
-from anvil_mux.config.rewrite import check_strip, read_set
+from anvil_mux.config.presets import check_strip, read_loras, read_presets, read_set
 from anvil_mux.config.settings import Setting, ValueKind
 
 

@@ -38,14 +38,14 @@ class VendorGpus(NamedTuple):
 
 def gpus_by_vendor() -> list[VendorGpus]:
     """Look at the GPUs of this machine, vendor by vendor."""
-    from anvil_mux.host import drm, drm_clients, gpu, nvml
+    from anvil_mux.host import drm, gpu, nvml
 
     nvidias, others = nvml.probe(), gpu.listed(cards := drm.probe())
     driver = nvidias.driver and f"driver {nvidias.driver}"
     found = [VendorGpus("NVIDIA", gpu.listed(nvidias), nvidias.why_none or driver)]
     for vendor, name in drm.NAMES.items():
         own = tuple(each for each in others if each.id.startswith(vendor))
-        unseen = bool(own) and not drm_clients.clients()[1]
+        unseen = bool(own) and not drm.clients()[1]
         note = (
             "only some of the processes that hold their memory are known: root alone sees all"
             if unseen

@@ -19,7 +19,7 @@ from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu, meminfo, rights
 from anvil_mux.host.adopt import Adopter, Notes
 from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.gpu_monitor import GpuMonitor
+from anvil_mux.host.gpu import GpuMonitor
 from anvil_mux.host.load_logs import LoadLogs
 from anvil_mux.host.news import NewsBoard
 from anvil_mux.host.process import ProcessRuntime

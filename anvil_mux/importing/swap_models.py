@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anvil_mux.config import settings
-from anvil_mux.config.rewrite import UNTOUCHED
+from anvil_mux.config.presets import UNTOUCHED
 from anvil_mux.config.service import engine as service_engine
 from anvil_mux.importing import docker_run
 from anvil_mux.importing.docker_run import ContainerRun

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from anvil_mux.config import rewrite
+from anvil_mux.config import presets
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import (
     BackendError,
@@ -418,11 +418,11 @@ def _rewritten(body: AskedBody, question: Question, backend: Backend, path: str)
     if not (preset or backend.strip or backend.set) or isinstance(body, Spool):
         return body
     if preset is None:
-        return rewrite.rewritten(body, backend.strip, dict(backend.set))
+        return presets.rewritten(body, backend.strip, dict(backend.set))
     if preset.system:
-        body = rewrite.with_system(body, path, preset.system)
+        body = presets.with_system(body, path, preset.system)
     strip, put = preset.over(backend.strip, backend.set)
-    return rewrite.rewritten(body, strip, put) if strip or put else body
+    return presets.rewritten(body, strip, put) if strip or put else body
 
 
 def _as_known(question: Question, backend: Backend) -> RequestBody:

@@ -26,10 +26,9 @@ from anvil_mux.proxy.capture import Capture
 from anvil_mux.proxy.captures import Captures
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.dispatch import Dispatcher
-from anvil_mux.proxy.host_routes import HostReports
 from anvil_mux.proxy.local import Local
+from anvil_mux.proxy.operations import HostReports, Keep
 from anvil_mux.proxy.page import Page
-from anvil_mux.proxy.pausing import Keep
 from anvil_mux.proxy.probes import Probes
 from anvil_mux.proxy.questions import Questions
 from anvil_mux.proxy.relay import Relay

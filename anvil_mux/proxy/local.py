@@ -12,11 +12,9 @@ from anvil_mux.proxy.access import is_page, preflight
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.captures import Captures
 from anvil_mux.proxy.diagnosis import Diagnosis
-from anvil_mux.proxy.host_routes import HostReports, HostRoutes
 from anvil_mux.proxy.lists import OF_ONE, Lists
-from anvil_mux.proxy.operations import Operations
+from anvil_mux.proxy.operations import HostReports, HostRoutes, Keep, Operations, Pausing
 from anvil_mux.proxy.page import Page
-from anvil_mux.proxy.pausing import Keep, Pausing
 from anvil_mux.proxy.probes import TEXT, Answer, Probes
 from anvil_mux.proxy.questions import read_json
 from anvil_mux.proxy.reloads import Reloads

@@ -1,12 +1,19 @@
-"""Operations by hand: models loaded, unloaded, pinned and followed, a request cancelled, a reload.
+"""Operations by hand: on models, on hosts and on the whole.
 
-Loading and following is llama.cpp's router API, as Open WebUI and others use it; the rest is ours alone.
+Models are loaded, unloaded, pinned and followed, a request is cancelled, the files are read again. Loading
+and following is llama.cpp's router API, as Open WebUI and others use it; the rest is ours alone. ``POST
+/models/load`` says that the load has begun, as llama.cpp does; a load that fails or ends within a moment says
+that instead, and ``?wait=true`` waits for the end of any. A load that was asked for goes on when the client
+leaves; all who ask for the same model meanwhile share it. ``GET /models/sse`` tells every model's status, and
+then each change of it, until the client leaves or the program ends; it looks a few times a second, once for
+all who follow, so no request pays for it.
 
-``POST /models/load`` says that the load has begun, as llama.cpp does; a load that fails or ends within a
-moment says that instead, and ``?wait=true`` waits for the end of any. A load that was asked for goes on when
-the client leaves; all who ask for the same model meanwhile share it. ``GET /models/sse`` tells every model's
-status, and then each change of it, until the client leaves or the program ends; it looks a few times a
-second, once for all who follow, so no request pays for it.
+``POST /hosts/drain`` empties a host and loads nothing there until ``/hosts/undrain``; ``/hosts/gone`` says
+that nothing runs any more on a host that is lost.
+
+``POST /pause`` has all models drained and stopped, ``POST /resume`` ends that. What is asked for is in effect
+at once, and is kept for the next start of anvil-mux. ``for`` in the body of a pause is how long it lasts
+(seconds, or text such as 2h); without it the pause lasts until it is resumed.
 """
 
 from __future__ import annotations
@@ -19,7 +26,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any, NamedTuple
 
+from anvil_mux.config.settings import read_seconds
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
@@ -30,6 +39,7 @@ from anvil_mux.proxy.questions import read_json, resolve
 from anvil_mux.proxy.reloads import Reloads, as_json
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.scheduler.status import ModelState
+from anvil_mux.telemetry import healthz
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed
 
@@ -238,3 +248,103 @@ def _model_of(name: str | None, asked: Asked, record: Served) -> str:
         raise BadRequest("the body must name a `model`", param="model")
     record.model = resolve(asked, name)
     return record.model
+
+
+HostReports = Callable[[], list[dict[str, Any]]]
+"""Says of each host what only the program knows: whether it is here, what it has, how fast it answers."""
+
+
+class HostRoutes:
+    """Answers the routes about hosts. Any thread."""
+
+    def __init__(self, mux: Multiplexer, reports: HostReports) -> None:
+        self._mux = mux
+        self._reports = reports
+
+    def hosts(self, _: Asked) -> Answer:
+        known = {host.host: healthz.host_state(host) for host in self._mux.overview.status().hosts}
+        told = [{**known.get(each["host"], {}), **each} for each in self._reports()]
+        return 200, JSON, json.dumps({"hosts": told}, indent=1).encode("ascii") + b"\n"
+
+    def drain(self, asked: Asked, reply: Reply, record: Served) -> None:
+        self._mux.facts.host_drained(self._named(asked, reply), True)
+        reply.whole(200, [JSON], b'{"success":true}')
+
+    def undrain(self, asked: Asked, reply: Reply, record: Served) -> None:
+        self._mux.facts.host_drained(self._named(asked, reply), False)
+        reply.whole(200, [JSON], b'{"success":true}')
+
+    def gone(self, asked: Asked, reply: Reply, record: Served) -> None:
+        name = self._named(asked, reply)
+        if not any(host.host == name and host.is_lost for host in self._mux.overview.status().hosts):
+            raise BadRequest(f"The host {name} is not lost: it can be drained.", param="host")
+        self._mux.facts.host_gone(name)
+        reply.whole(200, [JSON], b'{"success":true}')
+
+    def _named(self, asked: Asked, reply: Reply) -> str:
+        """The host that the body names; ours is `local`."""
+        name = parse(read_json(asked, reply.client)).get("host")
+        if not isinstance(name, str) or not name:
+            raise BadRequest("the body must name a `host`", param="host")
+        known = [host.host for host in self._mux.overview.status().hosts]
+        if name not in known and name != "local":
+            raise NotFound(f"There is no host {name}. Known hosts: {', '.join(['local', *known])}.")
+        return "" if name == "local" else name
+
+
+class KeptPause(NamedTuple):
+    """A pause, as the next start of anvil-mux finds it."""
+
+    until: float | None
+    """Unix time of its end; None: it is resumed by hand."""
+
+
+Keep = Callable[[KeptPause | None], bool]
+"""Keeps a pause for the next start, or that there is none; False if that cannot be written down."""
+
+
+class Pausing:
+    """Answers the routes of pauses. Any thread."""
+
+    def __init__(self, mux: Multiplexer, keep: Keep) -> None:
+        self._mux = mux
+        self._keep = keep
+        # Held until what was asked for last is in effect and written down.
+        self._lock = threading.Lock()
+
+    def pause(self, asked: Asked, reply: Reply, record: Served) -> None:
+        seconds = _how_long(asked, reply)
+        with self._lock:
+            until = None if seconds is None else time.time() + seconds
+            self._mux.facts.paused(seconds)
+            kept = self._keep(KeptPause(until))
+        _tell(reply, success=True, until=until, kept=kept)
+
+    def resume(self, asked: Asked, reply: Reply, record: Served) -> None:
+        with self._lock:
+            was_paused = self._mux.facts.resumed()
+            kept = self._keep(None)
+        _tell(reply, success=True, paused=was_paused, kept=kept)
+
+
+def _how_long(asked: Asked, reply: Reply) -> float | None:
+    """The seconds that the body names; None: it names none, or there is no body."""
+    if not asked.request.length and not asked.request.chunked:
+        return None
+    told = parse(read_json(asked, reply.client))
+    if unknown := [key for key in told if key != "for"]:
+        raise BadRequest(f"unknown: {unknown[0]}; a pause has nothing but `for`", param=unknown[0])
+    value = told.get("for")
+    if value is None:
+        return None
+    try:
+        seconds = read_seconds(value)
+    except ValueError as error:
+        raise BadRequest(f"`for` {error}", param="for") from None
+    if not seconds:
+        raise BadRequest("`for` must be more than nothing", param="for")
+    return seconds
+
+
+def _tell(reply: Reply, **told: object) -> None:
+    reply.whole(200, [JSON, (b"Cache-Control", b"no-store")], json.dumps(told).encode("ascii") + b"\n")

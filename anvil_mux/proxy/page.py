@@ -6,6 +6,10 @@ its own connection from a place in the feed's rings (feed.py), so one that reads
 and is told how much it ``lost``. The state is rendered once for all who look within a moment. While nothing
 happens nothing is sent but a comment line now and then. The snapshot says what the watcher's API key may do,
 if it shows one.
+
+The terms that the page explains have their meanings from the glossary, their one home: ``glossary.md`` beside
+this module is a link to the one in docs/, whose tables have a term, or several with commas between them, in
+their first column and the meaning in the second. A state of a backend means what the row says that names it.
 """
 
 from __future__ import annotations
@@ -14,19 +18,19 @@ import json
 import re
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import Reply
-from anvil_mux.proxy.terms import terms
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed, FeedPosition
@@ -211,3 +215,19 @@ def _lasting(picture: Any) -> Any:
     if isinstance(picture, dict):
         return {key: _lasting(value) for key, value in picture.items() if not _FLEETING.fullmatch(key)}
     return [_lasting(each) for each in picture] if isinstance(picture, list) else picture
+
+
+_ROW = re.compile(r"^\| (?P<terms>[^|]+) \| (?P<meaning>[^|]+) \|(?P<names>.*)$", re.M)
+_STATES = re.compile(r"state ((?:`\w+`(?:, )?)+)")
+
+
+@cache
+def terms() -> Mapping[str, str]:
+    """The meaning of each term of the glossary, in plain text."""
+    found: dict[str, str] = {}
+    for row in _ROW.finditer(Path(__file__).with_name("glossary.md").read_text("utf-8")):
+        meaning = row["meaning"].replace("`", "")
+        states = [state for several in _STATES.findall(row["names"]) for state in re.findall(r"\w+", several)]
+        for term in [*row["terms"].split(", "), *states]:
+            found.setdefault(term, meaning)
+    return MappingProxyType(found)

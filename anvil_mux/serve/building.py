@@ -24,11 +24,11 @@ from anvil_mux.config.settings import gib
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.proxy.affinity import CPUs, one_cpu, run_on
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.server import Server
+from anvil_mux.proxy.threads import CPUs, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import credentials
 from anvil_mux.serve.adoption import Adoption

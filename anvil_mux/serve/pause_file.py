@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from anvil_mux.proxy.pausing import KeptPause
+from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.state import write_whole
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.cli.main import main
-from anvil_mux.host import check, drm, drm_clients, nvml
+from anvil_mux.host import check, drm, nvml
 from anvil_mux.host.reading import Gpus
 from tests.cli.demo import compose
 from tests.host.test_gpu import Nvml
@@ -24,7 +24,8 @@ def machine(tree: str, folder: Path, monkeypatch: pytest.MonkeyPatch, nvidias: G
     monkeypatch.setattr(check, "DRIVERS", (str(sys),))
     monkeypatch.setattr(nvml, "probe", lambda **_: nvidias)
     monkeypatch.setattr(drm, "probe", partial(drm.probe, sys, proc))
-    monkeypatch.setattr(drm_clients, "clients", partial(drm_clients.clients, proc))
+    clients = drm.clients
+    monkeypatch.setattr(drm, "clients", lambda *_: clients(proc))
 
 
 def test_check_says_what_was_found_of_each_vendor(

@@ -11,7 +11,7 @@ import pytest
 from anvil_mux.cli.checking import vram_to_declare
 from anvil_mux.config.config import Backend, Config, Gpu, Machine
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.config.pages import FOLDER, page_of
+from anvil_mux.config.problems import FOLDER, page_of
 from anvil_mux.config.settings import Setting
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.config.rewrite import rewritten
+from anvil_mux.config.presets import rewritten
 from anvil_mux.errors import BadRequest
 from tests.config.test_config import one, plain, problems
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.host import drm_clients
-from anvil_mux.host.drm import cards, probe
-from anvil_mux.host.drm_clients import clients
+from anvil_mux.host import drm
+from anvil_mux.host.drm import cards, clients, probe
 from anvil_mux.host.meminfo import host_memory
 from anvil_mux.host.reading import Gpus, Reading
 from anvil_mux.host.seam import Sensors
@@ -62,7 +61,7 @@ def test_only_the_processes_in_question_are_looked_at_unless_all_must_be_added_u
         listed.append(folder)
         return os.listdir(folder)
 
-    monkeypatch.setattr(drm_clients, "os", SimpleNamespace(listdir=listdir, readlink=os.readlink))
+    monkeypatch.setattr(drm, "os", SimpleNamespace(listdir=listdir, readlink=os.readlink))
     pid = next(pid for reading in all_processes.readings for pid, _ in reading.processes)
     found = probe(sys, proc, pids={pid, 1 << 22})
     assert [each.used for each in found.readings] == [each.used for each in all_processes.readings]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import anvil_mux
-from anvil_mux.config import rewrite
+from anvil_mux.config import presets
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol import completions, foreign, naming
 from anvil_mux.proxy.server import STACK_BYTES
@@ -113,7 +113,7 @@ def test_every_reader_of_a_request_refuses_what_is_nested_too_deeply():
         lambda: naming.model_and_stream(body),
         lambda: naming.model_and_stream(body.replace(b"model", b"m\\u006fdel")),
         lambda: naming.session_models(body),
-        lambda: rewrite.rewritten(body, ("seed",), {}),
+        lambda: presets.rewritten(body, ("seed",), {}),
     ):
         with pytest.raises(BadRequest, match="nested deeper"):
             refused()
@@ -130,7 +130,7 @@ OWN = {
     "cli/operating.py",
     "cluster/frames.py",
     "cluster/ownership.py",
-    "config/rewrite.py",
+    "config/presets.py",
     "demo/engine.py",
     "host/docker.py",
     "host/driver.py",

@@ -18,7 +18,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.proxy.terms import terms
+from anvil_mux.proxy.page import terms
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium

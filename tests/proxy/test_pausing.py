@@ -10,7 +10,7 @@ import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.config.keys import Keyring, load
-from anvil_mux.proxy.pausing import KeptPause
+from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.scheduler.status import PauseState
 from tests.fake_engine import JSON_OK, Rig
 

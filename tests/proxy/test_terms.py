@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from anvil_mux.proxy import page
-from anvil_mux.proxy.terms import terms
+from anvil_mux.proxy.page import terms
 from anvil_mux.scheduler.events import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.proxy.pausing import KeptPause
+from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.serve.pause_file import PauseFile
 from tests.cli.demo import compose, state
 from tests.running import seen, serving
