@@ -28,7 +28,7 @@ MUTANTS = {
         "        if group.release(ticket, now, usage, whole=whole) and False:\n",
     ),
     "an admitted request is not woken": (
-        "shell",
+        "multiplexer/driver",
         "            ticket.wake.set()\n",
         "",
     ),
@@ -67,28 +67,28 @@ MUTANTS = {
         "return NOTHING",
     ),
     "a cancel is lost": (
-        "shell",
+        "multiplexer/driver",
         "                self._host.cancel(job.backend, job.step.number)\n",
         "                pass\n",
     ),
     "the timer is not set anew": (
-        "shell",
-        "            self.workers.ask_at(effects.ask_at)\n",
-        "            self.workers.ask_at(max(effects.ask_at, self.clock.now() + 60.0))\n",
+        "multiplexer/driver",
+        "            self.ask_at(effects.ask_at)\n",
+        "            self.ask_at(max(effects.ask_at, self.clock.now() + 60.0))\n",
     ),
     "a stale timer moves the moment back": (
-        "workers",
+        "multiplexer/driver",
         "        if moment < self._ask_at:\n            self._changed.notify()\n",
         "",
     ),
     "a step is lost": (
-        "workers",
+        "multiplexer/driver",
         "            self._jobs.extend(jobs)\n",
         "            self._jobs.extend(list(jobs)[:1])\n",
     ),
     "steps are performed at once, each after the other": (
-        "workers",
-        '            self._clock.spawn(partial(self._perform, job), f"step-{self._name(job)}")\n',
+        "multiplexer/driver",
+        '            self.clock.spawn(partial(self._perform, job), f"step-{job.step.backend}")\n',
         "            self._perform(job)\n",
     ),
     "a queue that ended is offered twice": (
@@ -316,7 +316,7 @@ HOST_MUTANTS = {
 
 
 def copied(folder, name, mutant=None):
-    """The package under another name, imported from a folder, with one text replaced by another."""
+    """The package under another name, imported from a folder, with a text of one module replaced."""
     target = folder / name
     target.mkdir()
     for path in SOURCE.rglob("*.py"):
@@ -378,21 +378,25 @@ SCRIPTED = {
     ),
     "a cut comes after its eviction": (
         (
-            "shell",
+            "multiplexer/driver",
             "        for ticket in effects.cut:\n"
             "            cut(ticket)\n"
             "        for job in jobs:\n"
             "            if isinstance(job.step, Cancel):\n"
             "                self._host.cancel(job.backend, job.step.number)\n"
+            "            elif isinstance(job.step, Evict) and (run := self.runs.get(job.step.backend)):\n"
+            "                self._close_idle(run)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self.workers.submit(begun)\n",
+            "            self.submit(begun)\n",
             "        for job in jobs:\n"
             "            if isinstance(job.step, Cancel):\n"
             "                self._host.cancel(job.backend, job.step.number)\n"
+            "            elif isinstance(job.step, Evict) and (run := self.runs.get(job.step.backend)):\n"
+            "                self._close_idle(run)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self.workers.submit(begun)\n"
+            "            self.submit(begun)\n"
             "        for ticket in effects.cut:\n"
             "            cut(ticket)\n",
         ),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from anvil_mux.config.config import Backend, Config
     from anvil_mux.host.check import VendorGpus
     from anvil_mux.host.seam import HostGpu
-    from anvil_mux.serve.learned import Known
+    from anvil_mux.serve.state_files import Known
 
 
 # check
@@ -64,15 +64,15 @@ def check(given: argparse.Namespace) -> int:
 
 def _check_files(given: argparse.Namespace) -> int:
     from anvil_mux.host.check import gpus_by_vendor
-    from anvil_mux.serve import elsewhere
-    from anvil_mux.serve.credentials import open_address, secrets
+    from anvil_mux.serve import polling
+    from anvil_mux.serve.configuration import open_address, secrets
 
     cluster = reached(given)
     config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
     keyring, _ = secrets(config)
     known = _learned(config)
     warnings = [*config.warnings, *_slow_loads(config, known), *_lacking(config)]
-    warnings += elsewhere.warnings(config.backends)
+    warnings += polling.warnings(config.backends)
     warnings += [*keyring.warnings, *filter(None, [open_address(config, keyring)])]
     hints, gpus = [*vram_to_declare(config, known)], gpus_by_vendor()
     hosts = _check_hosts(config, cluster) if cluster else None
@@ -178,7 +178,7 @@ def _fallback(backend: Backend) -> str:
 
 def _learned(config: Config) -> Known:
     """Read the figures that anvil-mux has learned while it served these backends."""
-    from anvil_mux.serve.learned import LearnedFile
+    from anvil_mux.serve.state_files import LearnedFile
     from anvil_mux.state import state_folder
 
     return LearnedFile(state_folder(config.project, os.environ), say).read(config)

@@ -251,9 +251,9 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    from anvil_mux.serve.options import Options
+    from anvil_mux.serve.invocation import Options
+    from anvil_mux.serve.invocation import say as tell
     from anvil_mux.serve.program import serve
-    from anvil_mux.serve.terminal import say as tell
 
     if given.demo:
         _choose_demo(given)

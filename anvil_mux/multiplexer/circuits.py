@@ -1,4 +1,4 @@
-"""The circuit breakers before servers elsewhere: whether one gets requests at all.
+"""The circuit breakers before external servers: whether one gets requests at all.
 
 A circuit is closed while its server answers. It opens after ``MOST_FAILURES`` failures in a row, at once
 where the server cannot be reached when it is asked how it is, and for as long as the server itself asks for
@@ -6,7 +6,7 @@ where the server cannot be reached when it is asked how it is, and for as long a
 one failure to the next, it is half-open: one request is let through as a trial, and how that ends decides.
 
 Requests that are under way when a circuit opens go on. A lock of its own guards all circuits; it is taken by
-requests to servers elsewhere alone.
+requests to external servers alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Circuit:
 
 
 class Attempt:
-    """One request to a server elsewhere. The first report of how it ended counts."""
+    """One request to an external server. The first report of how it ended counts."""
 
     __slots__ = ("_circuits", "_is_over", "_name", "is_trial")
 

@@ -1,6 +1,7 @@
 """The facts that engines, hosts and people tell, which the scheduler takes under the multiplexer's lock.
 
-They may be late: nothing has happened to a backend that was loaded anew since. Any thread.
+They may be late: nothing has happened to a backend that was loaded anew since. Any thread. A request that got
+no whole answer raises a doubt of its engine, which ends with a fact (``Doubts``).
 """
 
 from __future__ import annotations
@@ -8,19 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from anvil_mux.config.config import Config
+from anvil_mux.clock import Latch
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import UnknownModel
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
-from anvil_mux.multiplexer.doubts import Doubts
+from anvil_mux.multiplexer.driver import SchedulerDriver, address_of
 from anvil_mux.multiplexer.lease import EngineRun, Lease
-from anvil_mux.multiplexer.performer import address_of
-from anvil_mux.multiplexer.shell import Shell
 from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.steps import NOTHING, Crash, Effects, FoundBackend
+from anvil_mux.scheduler.steps import NOTHING, Crash, Effects, FoundBackend, Ticket
+
+KNOWN_SECONDS = 2.0
+"""Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""
+LOST_SECONDS = 10.0
+"""The same on another host: so long it takes to learn that the host is lost, with all that it was doing."""
+REFUSED_SECONDS = 30.0
+"""After which an engine is stopped that runs, takes no connection and says nothing on those that it has.
+
+Load does not make engines refuse: where more come than are accepted, they wait. One that is silent may be at
+work, and is given as long as a request would be (``upstream_timeout``).
+"""
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
+"""Seconds between two looks at an engine in doubt."""
 
 
 class Facts:
@@ -30,20 +43,13 @@ class Facts:
     """
 
     def __init__(
-        self, shell: Shell, host: AnyHost, has_heard: Callable[[tuple[str, int], float], bool]
+        self, driver: SchedulerDriver, host: AnyHost, has_heard: Callable[[tuple[str, int], float], bool]
     ) -> None:
-        self._shell = shell
-        self._scheduler = shell.scheduler
-        self._apply = shell.apply
+        self._driver = driver
+        self._scheduler = driver.scheduler
+        self._apply, self._tell = driver.apply, driver.tell
         self._has_heard = has_heard
-        self.doubts = Doubts(
-            clock=shell.clock,
-            lock=shell.lock,
-            slot=self._scheduler.layout.slot,
-            observer=host,
-            consequences=self,
-            limit=lambda: shell.config.upstream_timeout,
-        )
+        self.doubts = Doubts(driver, host, self)
 
     # From engines
 
@@ -70,7 +76,7 @@ class Facts:
             slot = self._scheduler.layout.slot(backend)
             if slot is None or (loaded is not None and slot.loaded != loaded):
                 return NOTHING
-            if load is not None and load != self._shell.loads.get(backend, 0):
+            if load is not None and load != self._driver.loads.get(backend, 0):
                 return NOTHING
             return self._scheduler.died(backend, now, why, log)
 
@@ -89,34 +95,34 @@ class Facts:
 
     def is_heard(self, backend: str, since: float) -> bool:
         """Whether any request got a part of an answer from the backend since a moment."""
-        with self._shell.lock:
+        with self._driver.lock:
             slot = self._scheduler.layout.slot(backend)
             answered = slot.answered if slot else -FOREVER
-            run = self._shell.runs.get(backend)
+            run = self._driver.runs.get(backend)
         return answered > since or (run is not None and self._has_heard(run.address, since))
 
     def observed(self, backend: str, load: EngineLoad | None) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
-        self._apply(partial(self._scheduler.observed, backend, load))
+        self._tell(self._scheduler.observed, backend, load)
 
     def silent(self, backend: str) -> None:
         """The engine of a replica does not answer."""
-        self._apply(partial(self._scheduler.silent, backend))
+        self._tell(self._scheduler.silent, backend)
 
     # From hosts
 
     def memory_seen(self, held: Mapping[str, int], host: str = "") -> None:
         """Other processes hold so many bytes of these GPUs of a host."""
-        self._apply(partial(self._scheduler.memory_seen, held, host=host))
+        self._tell(self._scheduler.memory_seen, held, host=host)
 
     def host_lost(self, host: str) -> None:
         """Take a host as lost: its leases are cut, and nothing is begun there until it is back."""
-        self._apply(partial(self._scheduler.host_lost, host))
+        self._tell(self._scheduler.host_lost, host)
         self.doubts.settle_lost()
 
     def host_away(self, host: str, away: bool) -> None:
         """Begin nothing on a host for now, since its agent does not answer; not ``away``: it does again."""
-        self._apply(partial(self._scheduler.host_away, host, away=away))
+        self._tell(self._scheduler.host_away, host, away=away)
 
     def host_back(
         self, host: str, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
@@ -126,18 +132,18 @@ class Facts:
         found |= {n: FoundBackend(e.how, e.residual, e.host_bytes) for n, e in (standby or {}).items()}
 
         def fact(now: float) -> Effects:
-            self._shell.runs |= {name: EngineRun(address_of(url)) for name, url in running.items()}
+            self._driver.runs |= {name: EngineRun(address_of(url)) for name, url in running.items()}
             return self._scheduler.host_back(host, now, found)
 
         self._apply(fact)
 
     def host_gone(self, host: str) -> None:
         """Nothing runs any more on a lost host."""
-        self._apply(partial(self._scheduler.host_gone, host))
+        self._tell(self._scheduler.host_gone, host)
 
     def host_drained(self, host: str, drained: bool) -> None:
         """Have all go that is on a host, and load nothing there; or do so no longer."""
-        self._apply(partial(self._scheduler.host_drained, host, drained=drained))
+        self._tell(self._scheduler.host_drained, host, drained=drained)
 
     def paused(self, seconds: float | None) -> None:
         """Have all go that is loaded, and load nothing, for so long (None: until ``resumed`` is said)."""
@@ -146,7 +152,7 @@ class Facts:
 
     def resumed(self) -> bool:
         """End a pause; False if there is none."""
-        return self._apply(self._scheduler.resumed) is not NOTHING
+        return self._tell(self._scheduler.resumed) is not NOTHING
 
     def expect(self, backends: Iterable[str]) -> None:
         """Begin nothing beside backends that may run already until each was adopted or ``looked_at``."""
@@ -155,7 +161,7 @@ class Facts:
     def looked_at(self, backends: Iterable[str]) -> None:
         """Say that it is known whether backends ran; what was not adopted holds nothing (any more)."""
         for name in backends:
-            self._apply(partial(self._scheduler.looked_at, name))
+            self._tell(self._scheduler.looked_at, name)
 
     def adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None) -> list[str]:
         """Takes over backends that run already (name -> URL), or are in standby; returns what cannot stay."""
@@ -167,9 +173,9 @@ class Facts:
             slot = self._scheduler.layout.slot(name)
             if slot is None or slot.state != "stopped":
                 return Effects()
-            self._shell.loads.pop(name, None)
+            self._driver.loads.pop(name, None)
             if address:
-                self._shell.runs[name] = EngineRun(address)
+                self._driver.runs[name] = EngineRun(address)
                 return self._scheduler.adopted(name, now)
             assert left is not None
             return self._scheduler.adopted_standby(name, now, left.how, left.residual, left.host_bytes)
@@ -183,16 +189,16 @@ class Facts:
     ) -> list[str]:
         """Apply another configuration while requests run on; the rest is as with ``adopt``."""
         found = [*running, *(standby or {})]
-        self._shell.reconfigure(config, found)
+        self._driver.reconfigure(config, found)
         refused = self.adopt(running, standby)
         self.looked_at(found)
         return refused
 
     def reload_failed(self, why: str) -> None:
         """Another configuration was refused, and nothing has changed."""
-        with self._shell.lock:
+        with self._driver.lock:
             cause = Cause("bad_configuration", detail=why)
-            self._shell.emit(Event(self._shell.clock.now(), "reload_failed", "", cause=cause))
+            self._driver.emit(Event(self._driver.clock.now(), "reload_failed", "", cause=cause))
 
     def unload(self, model: str, *, when_idle: bool = False) -> bool:
         """Evicts ``model`` after its drain, and stops one in standby; False if there is nothing to be done.
@@ -220,9 +226,123 @@ class Facts:
     def _must_be_served(self, model: str) -> None:
         """UnknownModel if it was served until a moment ago. Under the lock."""
         if model not in self._scheduler.layout.models:
-            raise UnknownModel(model, self._shell.served)
+            raise UnknownModel(model, self._driver.served)
 
     def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
         """Take the reports of all other anvil-mux on the replicas that are shared with them."""
-        for model in self._shell.served:
-            self._apply(partial(self._scheduler.heard, model, told))
+        for model in self._driver.served:
+            self._tell(self._scheduler.heard, model, told)
+
+
+class _Doubt:
+    """One doubt, of one run of a backend."""
+
+    __slots__ = ("loaded", "since", "waiting")
+
+    def __init__(self, loaded: float, since: float) -> None:
+        self.loaded = loaded
+        """Tells the runs of the backend apart."""
+        self.since = since
+        self.waiting: list[Latch] = []
+        """The latches of requests that wait for the first finding."""
+
+
+class Doubts:
+    """Whether the engine of a resident backend is still there, since a request got no whole answer from it.
+
+    A thread of its own looks into each doubt and ends with it: the service has ended, or something was heard
+    of it (it answers, or sent anybody a byte), or nothing was within a bound that no load can make it miss.
+    Only then is it stopped. The request waits a moment for the first finding.
+    """
+
+    def __init__(self, driver: SchedulerDriver, host: AnyHost, facts: Facts) -> None:
+        self._driver = driver
+        self._host = host
+        self._facts = facts
+        self._clock = driver.clock
+        self._slot = driver.scheduler.layout.slot
+        """Finds the slot of a backend, under the lock."""
+        # The driver's lock guards what follows.
+        self._lock = driver.lock
+        self._open: dict[str, _Doubt] = {}  # by backend
+        self._closed = False
+
+    def raised_by(self, ticket: Ticket, backend: Backend) -> Crash | None:
+        """A request got no whole answer: how its backend ended under it, if that becomes known in time.
+
+        Nothing is doubted if the lease is over: then it speaks of a backend that was replaced since.
+        """
+        with self._lock:
+            slot = self._slot(backend.name)
+            if slot is None or ticket not in slot.holders:
+                return ticket.crash
+            doubt = self._open.get(backend.name)
+            is_new = doubt is None or doubt.loaded != slot.loaded
+            if doubt is None or is_new:
+                doubt = self._open[backend.name] = _Doubt(slot.loaded, self._clock.now())
+            found = self._clock.latch()
+            doubt.waiting.append(found)
+        if is_new:
+            try:
+                self._clock.spawn(partial(self._look_into, backend, doubt), f"doubt-{backend.name}")
+            except RuntimeError:  # no thread can be started: the next request that fails has another try
+                self.settle(backend.name, doubt)
+        found.wait(LOST_SECONDS if backend.host else KNOWN_SECONDS)
+        return ticket.crash
+
+    def settle_lost(self) -> None:
+        """The same of all backends on hosts that are lost: nothing more is heard of them."""
+        with self._lock:
+            lost = [name for name in self._open if (slot := self._slot(name)) and slot.host.is_lost]
+        for name in lost:
+            self.settle(name)
+
+    def close(self) -> None:
+        """Ends the threads before their next look. Under the lock."""
+        self._closed = True
+
+    def _look_into(self, backend: Backend, doubt: _Doubt) -> None:
+        """The life of a doubt's thread."""
+        pause = FIRST_PAUSE
+        try:
+            while self._is_open(backend.name, doubt) and not self._is_found(backend, doubt):
+                self._clock.latch().wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self.settle(backend.name, doubt)
+
+    def _is_found(self, backend: Backend, doubt: _Doubt) -> bool:
+        """Asks once what has become of the backend, and does what follows from it; False: ask again."""
+        name, limit = backend.name, self._driver.config.upstream_timeout
+        if why := self._host.ended(backend):
+            self._facts.died(name, why, self._host.log_tail(backend), loaded=doubt.loaded)
+            return True
+        left = doubt.since + limit - self._clock.now()
+        try:
+            answers = self._host.answers(backend, left) if left > 0 else None
+        except OSError:  # it cannot be asked, which says nothing of it; the next request that fails asks anew
+            return True
+        if answers or self._facts.is_heard(name, doubt.since):
+            return True
+        if self._clock.now() - doubt.since < (REFUSED_SECONDS if answers is False else limit):
+            return False
+        self._facts.unanswering(name, loaded=doubt.loaded)
+        return True
+
+    def _is_open(self, name: str, doubt: _Doubt) -> bool:
+        """Whether the doubt still is of the backend that is resident."""
+        with self._lock:
+            slot = self._slot(name)
+            here = slot is not None and slot.loaded == doubt.loaded and slot.state in ("ready", "draining")
+            return here and self._open.get(name) is doubt and not self._closed
+
+    def settle(self, name: str, doubt: _Doubt | None = None) -> None:
+        """Let requests go on that wait to learn what became of the backend: it is known, or asked no more."""
+        with self._lock:
+            if doubt is None or self._open.get(name) is doubt:
+                doubt = self._open.pop(name, None)
+            waiting = doubt.waiting if doubt else []
+            if doubt:
+                doubt.waiting = []
+        for found in waiting:
+            found.set()

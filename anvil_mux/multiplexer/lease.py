@@ -70,7 +70,7 @@ class Lease:
         self.waited = 0.0
         """Seconds in the queue."""
         self.attempt: Attempt | None = None
-        """The report of how a server elsewhere did; None: the backend is an engine of ours."""
+        """The report of how an external server did; None: the backend is an engine of ours."""
         self.prefill: Lease | None = None
         """The lease of the first stage, where the request is served in two; it may be left before this one.
         """

@@ -1,12 +1,12 @@
 """The multiplexer: a lease for each request, which waits for it if need be.
 
 ``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock a request enters
-the queue of its model, or has a lease at once; what follows from that the shell carries out (shell.py). What
-engines, hosts and people say comes in through ``facts``, and questions go to ``overview``.
+the queue of its model, or has a lease at once; what follows from that the driver carries out (driver.py).
+What engines, hosts and people say comes in through ``facts``, and questions go to ``overview``.
 
 Threads wait in three functions: ``_wait_for_lease`` (requests, without the lock: a queue of hundreds that is
-admitted at once must not queue up for it), the one thread of ``Workers`` that waits for jobs, and where an
-engine is in doubt (``doubts.py``). Nothing slow happens while the lock is held. Any thread may call any
+admitted at once must not queue up for it), the one thread of the driver that waits for steps, and where an
+engine is in doubt (``Doubts``). Nothing slow happens while the lock is held. Any thread may call any
 public method.
 """
 
@@ -29,10 +29,10 @@ from anvil_mux.errors import (
 )
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.multiplexer.circuits import Circuits
+from anvil_mux.multiplexer.driver import SchedulerDriver, cut
 from anvil_mux.multiplexer.facts import Facts
 from anvil_mux.multiplexer.lease import EngineRun, Lease
 from anvil_mux.multiplexer.overview import Overview
-from anvil_mux.multiplexer.shell import Shell, cut
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Cost
@@ -71,7 +71,7 @@ class Multiplexer:
         close_idle: Callable[[EngineRun], object] = lambda run: None,
     ) -> None:
         self._clock = clock or Clock()
-        self._shell = Shell(
+        self._driver = SchedulerDriver(
             config,
             host,
             self._clock,
@@ -81,14 +81,14 @@ class Multiplexer:
             footprints=footprints,
             close_idle=close_idle,
         )
-        self._scheduler = self._shell.scheduler
+        self._scheduler = self._driver.scheduler
         self._layout = self._scheduler.layout
-        self._lock = self._shell.lock
-        self.counts = self._shell.counts
-        self.facts = Facts(self._shell, host, has_heard)
+        self._lock = self._driver.lock
+        self.counts = self._driver.counts
+        self.facts = Facts(self._driver, host, has_heard)
         self.circuits = Circuits(self._clock)
-        self.overview = Overview(self._shell, self.circuits)
-        # The shell's lock guards what follows.
+        self.overview = Overview(self._driver, self.circuits)
+        # The driver's lock guards what follows.
         self._tickets = 0
         self._closing: MuxError | None = None
 
@@ -99,9 +99,9 @@ class Multiplexer:
     def resolve(self, name: str) -> str:
         """The model that a client's name or alias stands for; UnknownModel lists the known ones."""
         try:
-            return self._shell.names[name]
+            return self._driver.names[name]
         except KeyError:
-            raise UnknownModel(name, self._shell.served) from None
+            raise UnknownModel(name, self._driver.served) from None
 
     # Leases
 
@@ -147,13 +147,13 @@ class Multiplexer:
     ) -> None:
         """Have the ticket leased or failed, however long that takes. It gets its number and moment here."""
         model, work = ticket.model, ticket.work
-        shell = self._shell
+        driver = self._driver
         with self._lock:
             now = self._clock.now()
             if self._closing:
                 raise self._closing.copy()
-            if model not in shell.served:
-                raise UnknownModel(model, shell.served)
+            if model not in driver.served:
+                raise UnknownModel(model, driver.served)
             if self._layout.models[model].queue.tickets:
                 self._check_room_to_wait(model, work)
             if key and key.waiting is not None and not self._takes(model, work):
@@ -163,13 +163,13 @@ class Multiplexer:
                 ticket.prefill = self._first_stage(model, now, work)
             ticket.id, ticket.since = self._tickets, now
             effects = self._scheduler.requested(ticket, now)
-            shell.grant(ticket)
+            driver.grant(ticket)
             if not ticket.settled:
                 ticket.wake = self._clock.latch()
                 self.counts.count_waiting(ticket, 1)
-            jobs = shell.noted(effects) if effects is not NOTHING else ()
+            jobs = driver.noted(effects) if effects is not NOTHING else ()
         if effects is not NOTHING:
-            shell.carry_out(effects, jobs)
+            driver.carry_out(effects, jobs)
         if ticket.wake:
             self._wait(ticket, tend)
         if ticket.error:
@@ -177,7 +177,9 @@ class Multiplexer:
 
     def _check_room_to_wait(self, model: str, work: Work) -> None:
         """Overloaded if a request would wait, and as many do as may. Under the lock."""
-        error = no_room_to_wait(self._layout.models[model], self.counts.waiting, self._shell.config.max_queue)
+        error = no_room_to_wait(
+            self._layout.models[model], self.counts.waiting, self._driver.config.max_queue
+        )
         if error and not self._takes(model, work):
             raise error
 
@@ -197,21 +199,21 @@ class Multiplexer:
                 assert tend is not None
                 tend(self._clock.now())
         except BaseException as error:
-            self._shell.apply(partial(self._abandon, ticket, error))
+            self._driver.apply(partial(self._abandon, ticket, error))
             if ticket.prefill:  # it is leased with the other, which cannot be leased any more
-                self._shell.apply(partial(self._scheduler.released, ticket.prefill, whole=False))
+                self._driver.apply(partial(self._scheduler.released, ticket.prefill, whole=False))
             raise
 
     def _wait_for_lease(self, ticket: Ticket, pause: float) -> bool:
         """Waits until the ticket ends, at most ``pause`` seconds, and never past ``queue_timeout``."""
-        limit = self._shell.config.queue_timeout
+        limit = self._driver.config.queue_timeout
         deadline = ticket.since + limit
         now = self._clock.now()
         if ticket.wake.wait(min(deadline, now + pause) - now):
             return True
         if self._clock.now() < deadline:
             return False
-        self._shell.apply(partial(self._give_up, ticket, limit))
+        self._driver.apply(partial(self._give_up, ticket, limit))
         return True
 
     def _give_up(self, ticket: Ticket, limit: float, now: float) -> Effects:
@@ -258,7 +260,7 @@ class Multiplexer:
             error = Cancelled(f"This request for {ticket.model} was taken out of its queue.")
             return self._leave_queue(ticket, now, error)
 
-        self._shell.apply(fact)
+        self._driver.apply(fact)
         for ticket in found:
             if ticket.backend:
                 cut(ticket)
@@ -272,12 +274,12 @@ class Multiplexer:
             effects = self._scheduler.released(ticket, self._clock.now(), usage, whole=whole)
             if effects is NOTHING:
                 return
-            jobs = self._shell.noted(effects)
-        self._shell.carry_out(effects, jobs)
+            jobs = self._driver.noted(effects)
+        self._driver.carry_out(effects, jobs)
 
     def keep_alive(self, ticket: Ticket, seconds: float) -> None:
         """See Lease.keep_alive."""
-        self._shell.apply(partial(self._scheduler.keep_alive_asked, ticket, seconds))
+        self._driver.apply(partial(self._scheduler.keep_alive_asked, ticket, seconds))
 
     def first_byte(self, ticket: Ticket) -> bool:
         """See Lease.first_byte."""
@@ -288,7 +290,7 @@ class Multiplexer:
 
     def start(self) -> None:
         """Starts the thread that has steps performed; its threads run on the CPUs of this one."""
-        self._shell.workers.start()
+        self._driver.start()
 
     def refuse(self) -> None:
         """Refuse every request from now on, waiting or new: the program is shutting down."""
@@ -298,15 +300,15 @@ class Multiplexer:
             self._closing = error
             return self._scheduler.refused(error, now)
 
-        self._shell.apply(fact)
+        self._driver.apply(fact)
 
     def sever(self) -> int:
         """Cuts every request that still runs, and says how many."""
-        return len(self._shell.apply(self._scheduler.severed).cut)
+        return len(self._driver.apply(self._scheduler.severed).cut)
 
     def close(self) -> None:
         """Begins no step any more; those under way go on. What is resident stays resident."""
         with self._lock:
             self._scheduler.closed()
             self.facts.doubts.close()
-            self._shell.workers.close()
+            self._driver.close()

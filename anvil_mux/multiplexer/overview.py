@@ -17,8 +17,8 @@ from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import UnknownModel
 from anvil_mux.multiplexer.circuits import Circuits
+from anvil_mux.multiplexer.driver import SchedulerDriver
 from anvil_mux.multiplexer.lease import Lease
-from anvil_mux.multiplexer.shell import Shell
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.coming import ComingLoad, coming_load
@@ -56,14 +56,14 @@ _T = TypeVar("_T")
 class Overview:
     """The questions about one multiplexer, whose lock guards all that is read here."""
 
-    def __init__(self, shell: Shell, circuits: Circuits) -> None:
-        self._shell = shell
+    def __init__(self, driver: SchedulerDriver, circuits: Circuits) -> None:
+        self._driver = driver
         self._circuits = circuits
-        self._clock = shell.clock
-        self._lock = shell.lock
-        self._scheduler = shell.scheduler
-        self._layout = shell.scheduler.layout
-        self._reported, self._prompts = shell.reported, shell.prompts
+        self._clock = driver.clock
+        self._lock = driver.lock
+        self._scheduler = driver.scheduler
+        self._layout = driver.scheduler.layout
+        self._reported, self._prompts = driver.reported, driver.prompts
 
     def _find(self, model: str) -> tuple[GroupState, Model]:
         """Find a model and the GPU group in which its queue stands, under the lock.
@@ -81,11 +81,11 @@ class Overview:
 
     def backend(self, name: str) -> Backend | None:
         """Find a backend as it was last started or is to be, also if the configuration has it no longer."""
-        return self._shell.backends.get(name)
+        return self._driver.backends.get(name)
 
     def configured(self) -> tuple[Backend, ...]:
         """The backends of the configuration that holds now."""
-        return self._shell.config.backends
+        return self._driver.config.backends
 
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
@@ -95,12 +95,12 @@ class Overview:
     def choose(self, names: Sequence[str]) -> str:
         """The one of several names, in order of preference, whose model is to serve a request that comes now.
 
-        A resident one, if any with a place; else one that is coming; else the first that can be loaded. A
-        server elsewhere is resident, but none of them while its circuit is open.
+        A resident one, if any with a place; else one that is coming; else the first that can be loaded. An
+        external server is resident, but none of them while its circuit is open.
         """
         with self._lock:
             now = self._clock.now()
-            meant = [(name, self._shell.names.get(name, "")) for name in names]
+            meant = [(name, self._driver.names.get(name, "")) for name in names]
             found = [(name, self._layout.models[own]) for name, own in meant if own in self._layout.models]
             found = [each for each in found if not self._is_cut_off(each[1])]
             found = [each for each in found if each[1].takes() or not each[1].is_queue_full] or found
@@ -114,7 +114,7 @@ class Overview:
         return best[0] if best else names[0]
 
     def _is_cut_off(self, model: Model) -> bool:
-        """Whether its server is elsewhere, and gets no requests now."""
+        """Whether its server is external, and gets no requests now."""
         backend = model.slots[0].backend
         return bool(backend.url) and self._circuits.refuses(backend.name)
 
@@ -125,7 +125,7 @@ class Overview:
 
     def any_of(self) -> dict[str, AnyOf]:
         """The names that stand for several models, in the configuration that holds now."""
-        return self._shell.config.any_of
+        return self._driver.config.any_of
 
     def has_another(self, lease: Lease) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
@@ -163,7 +163,7 @@ class Overview:
 
     def _with_prompts(self, model: ModelState) -> ModelState:
         """The state of a model with what is known of prompts on disk. Under the lock."""
-        keeps = self._shell.backends
+        keeps = self._driver.backends
         known = {
             each.backend: self._prompts[each.backend]
             for each in model.backends
@@ -261,7 +261,7 @@ class Overview:
         with self._lock:
             (state, found), now = self._find(model), self._clock.now()
             estimate = wait_estimate(state, found, now, self._progress(state, found, now))
-            waiting, most = self._shell.counts.waiting, self._shell.config.max_queue
+            waiting, most = self._driver.counts.waiting, self._driver.config.max_queue
             full = no_room_to_wait(found, waiting, most) if estimate.verdict == "waits" else None
             return estimate.refused(full.message) if full else estimate
 
@@ -323,7 +323,7 @@ class Overview:
             groups = self._layout.on_host(host)
             there = [s for g in groups for s in g.slots.values() if s.host.name == host]
             slots = [slot for slot in there if slot.state in ("ready", "draining")]
-            return [(slot.backend, self._shell.runs[slot.name].address) for slot in slots]
+            return [(slot.backend, self._driver.runs[slot.name].address) for slot in slots]
 
     def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
         """The backends that may be leased, of models with several, and where they listen."""
@@ -333,7 +333,7 @@ class Overview:
         """The backends of a model that may be leased, unless it is gone. Under the lock."""
         found = self._layout.models.get(model)
         ready = found.ready if found else ()
-        return [(slot.backend, self._shell.runs[slot.name].address) for slot in ready]
+        return [(slot.backend, self._driver.runs[slot.name].address) for slot in ready]
 
     def _with_replicas(self) -> list[str]:
         """The models with several backends."""

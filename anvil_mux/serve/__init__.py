@@ -1,5 +1,7 @@
-"""The life of one anvil-mux: build, adopt, serve, leave.
+"""The life of one anvil-mux: build, adopt, serve, reload, leave.
 
-``program`` puts the parts together; beside it is what only a running program needs: signals, systemd, what
-was learned, figures read of engines, replicas shared with others, how commands find it.
+``program`` tells it in order; ``building`` makes the parts, in the same order as they are named here.
+``invocation`` is what ties the program to whoever started it, ``configuration`` and ``state_files`` are the
+files that it reads and keeps, ``hosts`` and ``watches`` what it has hosts do and hears of them, ``polling``
+what it asks servers again and again. ``remote`` is a running anvil-mux as commands see it.
 """

@@ -1,26 +1,30 @@
-"""The parts of the running program, made from its configuration and connected; none of them has begun.
+"""The parts of the running program, made from its configuration and connected, and what a reload does to
+them.
 
-The address is bound here, so that whatever prevents serving is said before anything is touched.
+Each part is made from those before it. None has begun when all are there, and what happens to the multiplexer
+is observed from its first fact on. The address is bound here, so that whatever prevents serving is said
+before anything is touched.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from anvil_mux.clock import Clock
+from anvil_mux.clock import Clock, Worker
 from anvil_mux.cluster.cluster import Cluster
-from anvil_mux.config.change import Change
+from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.settings import gib
+from anvil_mux.errors import MuxError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -30,34 +34,23 @@ from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.server import Server
 from anvil_mux.proxy.threads import CPUs, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
-from anvil_mux.serve import credentials
-from anvil_mux.serve.adoption import Adoption
-from anvil_mux.serve.elsewhere import ElsewhereWatch
-from anvil_mux.serve.hosts_in_use import HostsInUse
-from anvil_mux.serve.learned import Known, LearnedByHost, LearnedFile, recalled
-from anvil_mux.serve.logfiles import rotation
-from anvil_mux.serve.options import CannotServe, Options
-from anvil_mux.serve.pause_file import PauseFile
-from anvil_mux.serve.read_ahead import ReadingAhead
-from anvil_mux.serve.scraper import Scraper
-from anvil_mux.serve.store import RedisStore, Sharing, StoreError
-from anvil_mux.serve.terminal import say
+from anvil_mux.serve.configuration import checked, complete
+from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead, Stock
+from anvil_mux.serve.invocation import CannotServe, Options, say
+from anvil_mux.serve.polling import ExternalServers, RedisStore, Scraper, Sharing, StoreError
+from anvil_mux.serve.state_files import Known, LearnedFile, PauseFile, recalled
+from anvil_mux.serve.watches import HostWatches
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
-from anvil_mux.telemetry.eventlog import EventLog
+from anvil_mux.telemetry.eventlog import EventLog, Rotation
 from anvil_mux.telemetry.feed import Feed
-from anvil_mux.telemetry.journal import NORMAL, Journal
+from anvil_mux.telemetry.journal import NORMAL, VERBOSE, Journal
 from anvil_mux.telemetry.metrics import Metrics
 from anvil_mux.telemetry.usage import Usage
 
-FILES, FILES_WITH_TLS = 2, 4
-"""The descriptors of a connection whose request is answered."""
-OWN_FILES = 256
-"""Descriptors that are not for connections, at most."""
-
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Opened:
     """The things that were opened for the program, besides its configuration and options."""
 
     access: int | None = None
@@ -79,49 +72,68 @@ class Given:
 
 
 class Parts:
-    """All parts, each made from those before it; ``reconfigure`` is what a reload does."""
+    """All parts; ``reload`` and ``reconfigure`` put another configuration into effect."""
 
     def __init__(
-        self, config: Config, options: Options, given: Given, reconfigure: Callable[[Config], Change]
+        self, config: Config, options: Options, opened: Opened, reload: Callable[[], object]
     ) -> None:
+        """``reload`` is called when the cluster has other hosts or GPUs than before."""
         self.options = options
         self.say = partial(say, form=options.log_format)
         self.clock = Clock()
-        local = LocalHost(HostConfig.of(config), given.lock)
-        read, config = config, complete(config, local)
-        self.config = config
-        """The configuration that is in effect."""
-        for warning in [each for each in config.warnings if each not in read.warnings]:
-            self.say(f"warning: {warning}")
-        self.missing_rights: list[str] = []
-        """Warnings about what a checkpoint needs here and we lack, as of the start or the last reload."""
-        self.hosts = HostsInUse(local, given.cluster, config)
-        self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)
-        self.learned_by_host = LearnedByHost()
-        self.pause_file = PauseFile(state_folder(config.project, os.environ), self.say)
-        self._observe(given)
-        self._multiplex(given)
-        self._answer(given, reconfigure)
-
-    def _observe(self, given: Given) -> None:
-        """Make the observers, which ask parts that are made after them."""
-        cpus = one_cpu(os.getpid()) if self.options.pin else CPUs(os.sched_getaffinity(0))
+        cpus = one_cpu(os.getpid()) if options.pin else CPUs(os.sched_getaffinity(0))
         self.pin = partial(run_on, cpus)
         """Moves the calling thread to where requests are served."""
+        local = LocalHost(HostConfig.of(config), opened.lock)
+        self.config = complete(config, local)
+        """The configuration that is in effect."""
+        self._warn(self.config, config)
+        self.missing_rights: list[str] = []
+        """Warnings about what a checkpoint needs here and we lack, as of the start or the last reload."""
+        self.hosts = ConfiguredHosts(local, opened.cluster, self.config)
+        folder = state_folder(config.project, os.environ)
+        self.pause_file = PauseFile(folder, self.say)
+        self.learned = LearnedFile(folder, self.say)
+        self._serve_models()
+        self._observe(opened, folder)
+        self._follow_hosts(opened, reload)
+        self._answer(opened)
+        for host in self.watches.missing():
+            self.mux.facts.host_lost(host)
+        self.mux.facts.expect(backend.name for backend in self.config.backends)
+
+    def _serve_models(self) -> None:
+        """Make what leases engines to requests, and what sends requests to them."""
+        config = self.config
         self.relay = Relay(
-            timeout=self.config.upstream_timeout,
-            client_timeout=self.config.client_timeout,
-            begin_thread=self.pin,
+            timeout=config.upstream_timeout, client_timeout=config.client_timeout, begin_thread=self.pin
         )
+        cluster = self.hosts.cluster
+        known = self.learned.read(config).with_more(recalled(cluster.recall() if cluster else {}, config))
+        self.mux = Multiplexer(
+            config,
+            self.hosts,
+            log=self._note,
+            log_leases=self.options.event_log is not None or self.options.verbosity >= VERBOSE,
+            costs=known.costs,
+            footprints=known.footprints,
+            clock=self.clock,
+            has_heard=self.relay.has_heard,
+            close_idle=self.relay.pool.end,
+        )
+
+    def _observe(self, opened: Opened, folder: Path) -> None:
+        """Make what observes the multiplexer."""
+        overview = self.mux.overview
         self.metrics = Metrics(
             self.config,
-            lambda: self.mux.overview.status(),
-            costs=lambda: self.mux.overview.costs(),
-            footprints=lambda: self.mux.overview.footprints(),
-            sight=lambda: self.hosts.sight(),
-            round_trips=lambda: self.hosts.round_trips(),
-            usage=Usage(state_folder(self.config.project, os.environ) / "usage", self.say),
-            circuits=lambda: self._circuits(),
+            overview.status,
+            costs=overview.costs,
+            footprints=overview.footprints,
+            sight=lambda: self.watches.sight(),  # they tell the journal what steps took, which tells these
+            round_trips=lambda: self.watches.round_trips(),
+            usage=Usage(folder / "usage", self.say),
+            circuits=self._circuits,
         )
         self.feed = Feed()
         self.journal = Journal(
@@ -130,54 +142,63 @@ class Parts:
             feed=self.feed,
             tail=self._last_words,
             housekeeping=self._keep_house,
-            access=given.access,
+            access=opened.access,
             form=self.options.log_format,
             verbosity=self.options.verbosity,
         )
-        self.read_ahead = ReadingAhead()
+        self.read_ahead = ReadingAhead(overview.coming_loads, self.hosts)
         self.event_log: EventLog | None = None
-        if given.events is not None:
+        if opened.events is not None:
             head = eventlog.header(self.config, self.clock.wall(0.0))
-            self.event_log = EventLog(given.events, head, self.say, rotation(self.options))
+            self.event_log = EventLog(opened.events, head, self.say, self._rotation())
 
-    def _multiplex(self, given: Given) -> None:
-        known = self.learned.read(self.config).with_more(recalled(self.hosts.recall(), self.config))
-        hosts = self.hosts.all
-        self.mux = Multiplexer(
-            self.config,
-            hosts,
-            log=self._observers(),
-            log_leases=self.event_log is not None or self.journal.tells_leases,
-            costs=known.costs,
-            footprints=known.footprints,
-            clock=self.clock,
-            has_heard=self.relay.has_heard,
-            close_idle=self.relay.pool.end,
-        )
-        self.adoption = Adoption(hosts, self.mux, self.say)
-        self.read_ahead.begin(self.mux.overview.coming_loads, self.hosts.all)
-        self.elsewhere = ElsewhereWatch(self.mux.circuits, self.say)
-        self.hosts.begin(
+    def _note(self, event: Event) -> None:
+        """Take an event of the multiplexer, under its lock."""
+        self.journal.observe(event)
+        self.read_ahead.observe(event)
+        if self.event_log:
+            self.event_log.append(event)
+
+    def _rotation(self) -> Rotation | None:
+        """The rotation of the event log; None where there is nothing to set aside: a pipe or a device."""
+        path, size = self.options.event_log, self.options.event_log_size
+        return Rotation(path, size) if path and size and os.path.isfile(path) else None
+
+    def _follow_hosts(self, opened: Opened, reload: Callable[[], object]) -> None:
+        """Make what takes engines over and hears of them, of their hosts, and of servers beside them."""
+        self.adoption = Adoption(self.hosts, self.mux, self.say)
+        self.watches = HostWatches(
+            self.hosts,
             self.mux,
             self.adoption,
             self.clock,
             took=self.journal.told,
-            read_ahead=self._tell_read_ahead,
+            read_ahead=self._count_read_ahead,
             say=self.say,
-            fenced=given.fenced,
+            fenced=opened.fenced,
+            changed=reload,
         )
-        self.mux.facts.expect(backend.name for backend in self.config.backends)
-        facts, overview = self.mux.facts, self.mux.overview
-        self.scraper = Scraper(overview.resident_replicas, facts.observed, facts.silent)
-        self.sharing = self._open_sharing()
+        self.external = ExternalServers(self.mux.circuits, self.say)
+        self.external.take(self.config)
+        self.background: list[Worker] = [self.read_ahead.worker, self.external.worker]
+        """The workers that end as soon as the program is to end."""
+        if self.config.routing_mode == "full":
+            self.background.append(Scraper(self.mux).worker)
+        if self.config.routing_store:
+            try:
+                store = RedisStore(self.config.routing_store, self.config.project)
+            except StoreError as error:
+                raise CannotServe(f"x-anvil.routing.store: {error}") from None
+            self.background.append(Sharing(store, self.mux, self.say).worker)
 
-    def _answer(self, given: Given, reconfigure: Callable[[Config], Change]) -> None:
+    def _answer(self, opened: Opened) -> None:
+        """Make what answers clients, and bind the address."""
         self.reloads = Reloads(
-            given.read or (lambda: self.config),
-            reconfigure,
+            opened.read or (lambda: self.config),
+            self.reconfigure,
             self.mux.facts.reload_failed,
             time.time,
-            given.reloading,
+            opened.reloading,
         )
         self.handler = Handler(
             self.config,
@@ -186,40 +207,30 @@ class Parts:
             self.journal,
             metrics=self.journal.scrape,
             checks={self.config.runtime: self._runtime_problem},
-            notes={"cluster": self.hosts.problem, "rights": lambda: "; ".join(self.missing_rights)},
-            hosts=self.hosts.reports,
+            notes={"cluster": self.watches.problem, "rights": lambda: "; ".join(self.missing_rights)},
+            hosts=self.watches.reports,
             feed=self.feed,
             tail=self._log_tail,
-            sight=self.hosts.sight,
-            keys=given.keys,
+            sight=self.watches.sight,
+            keys=opened.keys,
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
             usage=self._usage_since,
         )
-        self.server = self._bind(given.tls)
-
-    def look_at_rights(self) -> None:
-        """Find what a checkpoint needs here and we lack, and say what is new of that; asks Docker."""
-        before, self.missing_rights = self.missing_rights, self.hosts.local.missing_rights()
-        for warning in self.missing_rights:
-            if warning not in before and self.options.verbosity >= 0:
-                self.say(f"warning: {warning}")
-
-    def _tell_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
-        """Count what was read before a load, and say it."""
-        self.journal.told_read_ahead(backend, size, seconds)
-        if self.options.verbosity >= NORMAL:
-            self.say(f"{backend.name}: {gib(size)} of its weights were read ahead in {seconds:.1f} s")
-
-    def _circuits(self) -> dict[str, str]:
-        """Backend elsewhere -> the state of its circuit."""
-        found = self.mux.circuits
-        return {each.name: found.state(each.name) for each in self.config.backends if each.url}
-
-    def _runtime_problem(self) -> str:
-        """Why services cannot be started or stopped on our own host; "" if they can, or if it has none."""
-        is_used = any(not backend.host and not backend.url for backend in self.config.backends)
-        return self.hosts.local.problem() if is_used else ""
+        host, port = self.config.host, self.config.port
+        try:
+            self.server = Server(
+                (host, port),
+                self.handler,
+                self.mux,
+                max_connections=self.config.max_connections,
+                max_bodies=self.config.max_bodies or 0,
+                tls=opened.tls,
+                client_timeout=self.config.client_timeout,
+            )
+        except OSError as error:
+            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
+            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
 
     @property
     def url(self) -> str:
@@ -229,44 +240,67 @@ class Parts:
         scheme = "https" if self.server.tls else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    def _open_sharing(self) -> Sharing | None:
-        config = self.config
-        if not config.routing_store:
-            return None
+    # Another configuration
+
+    def reconfigure(self, config: Config) -> Change:
+        """Put a configuration into effect; ConfigError if it cannot be used, and nothing has changed.
+
+        One at a time, in the thread that asks.
+        """
+        self.adoption.is_over.wait()  # else engines of before would be taken for those of the new description
+        read, before = complete(config, self.hosts.local), self.config
+        config, change = within(before, read), compare(before, read)
+        keys, tls = checked(config, insecure=self.options.insecure)
+        self.hosts.take(config)
+        # What runs on a host that is not here is found when it is.
+        added = [each for each in config.backends if each.name in change.added]
+        added = [each for each in added if self.watches.is_here(each.host)]
         try:
-            store = RedisStore(config.routing_store, config.project)
-        except StoreError as error:
-            raise CannotServe(f"x-anvil.routing.store: {error}") from None
-        return Sharing(store, self.mux.overview.reports, self.mux.facts.hear, self.say)
+            with self.watches.busy(each.host for each in added):
+                refused = self._take_effect(config, keys, tls, self.adoption.fit(added))
+                self.adoption.stop_all([(each, TOO_MANY) for each in added if each.name in refused])
+        except MuxError:  # a host was lost meanwhile
+            if self.config is before:
+                self.hosts.take(before)
+            raise
+        self._warn(config, before)
+        for host in self.watches.missing():
+            self.mux.facts.host_lost(host)
+        self.look_at_rights()
+        return change
 
-    def _bind(self, tls: ssl.SSLContext | None) -> Server:
-        host, port = self.config.host, self.config.port
-        try:
-            return Server(
-                (host, port),
-                self.handler,
-                self.mux,
-                max_connections=self.config.max_connections,
-                max_bodies=self.config.max_bodies or 0,
-                tls=tls,
-                client_timeout=self.config.client_timeout,
-            )
-        except OSError as error:
-            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
-            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+    def _take_effect(
+        self, config: Config, keys: Keyring, tls: ssl.SSLContext | None, running: Stock
+    ) -> list[str]:
+        """Let those know it first who hear of what follows; requests mean it once its models are there.
 
-    def _observers(self) -> Callable[[Event], object]:
-        """The observers of the multiplexer's events, which are called under its lock."""
-        observe, read_ahead = self.journal.observe, self.read_ahead.observe
-        append = self.event_log.append if self.event_log else None
+        The names of those of ``running`` that cannot stay.
+        """
+        self.metrics.know(config)
+        if self.event_log:
+            self.event_log.head(eventlog.header(config, self.clock.wall(0.0)))
+        refused = self.mux.facts.reconfigure(config, running.awake, running.standby)
+        self.config = config
+        self.handler.reconfigure(config, keys)
+        self.server.max_connections = config.max_connections
+        self.server.bodies.most = config.max_bodies or 0
+        self.server.tls = tls
+        self.external.take(config)
+        return refused
 
-        def tell_all(event: Event) -> None:
-            observe(event)
-            read_ahead(event)
-            if append:
-                append(event)
+    def _warn(self, config: Config, before: Config) -> None:
+        """Say the warnings of a configuration that another did not have."""
+        for warning in [each for each in config.warnings if each not in before.warnings]:
+            self.say(f"warning: {warning}")
 
-        return tell_all
+    def look_at_rights(self) -> None:
+        """Find what a checkpoint needs here and we lack, and say what is new of that; asks Docker."""
+        before, self.missing_rights = self.missing_rights, self.hosts.local.missing_rights()
+        for warning in self.missing_rights:
+            if warning not in before and self.options.verbosity >= NORMAL:
+                self.say(f"warning: {warning}")
+
+    # What parts ask of several others
 
     def _keep_house(self) -> None:
         """Tidy up and save what was learned, now and then, in the journal's thread."""
@@ -275,7 +309,22 @@ class Parts:
         self.metrics.usage.save()
         known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
         self.learned.save(known)
-        self.learned_by_host.tell(known, self.hosts.watches, self.config)
+        self.watches.remember(known, self.config)
+
+    def _count_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
+        """Count what was read before a load, and say it."""
+        self.journal.told_read_ahead(backend, size, seconds)
+        if self.options.verbosity >= NORMAL:
+            self.say(f"{backend.name}: {gib(size)} of its weights were read ahead in {seconds:.1f} s")
+
+    def _circuits(self) -> dict[str, str]:
+        """External backend -> the state of its circuit."""
+        return {each.name: self.mux.circuits.state(each.name) for each in self.config.backends if each.url}
+
+    def _runtime_problem(self) -> str:
+        """Why services cannot be started or stopped on our own host; "" if they can, or if it has none."""
+        is_used = any(not backend.host and not backend.url for backend in self.config.backends)
+        return self.hosts.local.problem() if is_used else ""
 
     def _usage_since(self, moment: float) -> list[dict[str, Any]]:
         self.journal.flush()
@@ -287,27 +336,4 @@ class Parts:
 
     def _log_tail(self, backend: str, lines: int = LOG_LINES) -> list[str]:
         found = self.mux.overview.backend(backend)
-        return self.hosts.all.log_tail(found, lines) if found else []
-
-
-def complete(config: Config, host: LocalHost) -> Config:
-    """Complete the configuration by what the machine says, and by the files that are read here."""
-    config = bounded(replace(config, said=credentials.digests(config)), host.own_memory())
-    memory = host.inventory().memory
-    if config.host_memory is not None or memory is None:
-        return config
-    return replace(config, host_memory=memory * 9 // 10)  # the rest is the system's
-
-
-def bounded(config: Config, memory: int) -> Config:
-    """The configuration with no more memory for bodies and no more connections than there can be."""
-    bodies = max(config.max_bodies or memory // 8, config.max_body)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = (files - min(OWN_FILES, files // 4)) // (FILES_WITH_TLS if config.tls_cert else FILES)
-    if config.max_connections <= most or files == resource.RLIM_INFINITY:
-        return replace(config, max_bodies=bodies)
-    warnings = config.warnings
-    if config.origins.get("max_connections") != "default":
-        said = f"max_connections is {most} instead of {config.max_connections}"
-        warnings = (*warnings, f"{said}: this program may open {files} files (ulimit -n)")
-    return replace(config, max_bodies=bodies, max_connections=most, warnings=warnings)
+        return self.hosts.log_tail(found, lines) if found else []

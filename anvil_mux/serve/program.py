@@ -1,4 +1,4 @@
-"""The running program: builds its parts, takes over what runs, and ends in order.
+"""The life of one anvil-mux, from the command ``serve`` to its exit.
 
 At the start the state folder is locked (two of us on one project would evict each other's engines) and the
 address bound, so that whatever prevents serving is said before anything is touched. Engines that run already
@@ -7,8 +7,11 @@ the others or that the configuration no longer has are stopped. Requests are acc
 serves as soon as it is adopted, and nothing is loaded on GPUs while it is not known who holds them. /readyz
 and systemd are told that we are ready when all of that is known.
 
+Another configuration takes effect while requests run: on SIGHUP, by POST /reload, when a file or a host of
+the cluster has changed.
+
 The first SIGTERM or SIGINT drains: requests that run are finished within ``drain_timeout``, new ones refused.
-The second ends the program at once. Engines run on or are stopped, as leaving.py says. A crash stops none.
+The second ends the program at once. Engines run on or are stopped, as ``on_exit`` says. A crash stops none.
 """
 
 from __future__ import annotations
@@ -19,26 +22,31 @@ import logging
 import os
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 
 from anvil_mux.clock import watch_threads
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.cluster.messages import Claimed, Fenced
-from anvil_mux.config.config import Config
-from anvil_mux.errors import BackendError
-from anvil_mux.serve import credentials, reloading
-from anvil_mux.serve.building import Given, Parts
-from anvil_mux.serve.leaving import leave_engines
-from anvil_mux.serve.locking import locked
-from anvil_mux.serve.logfiles import access_log, event_log
-from anvil_mux.serve.notify import Notifier
-from anvil_mux.serve.options import CannotServe, Options
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.errors import BackendError, ConfigError, MuxError
+from anvil_mux.serve.building import Opened, Parts
+from anvil_mux.serve.configuration import WatchedFiles, checked, files
+from anvil_mux.serve.invocation import (
+    RELOAD,
+    CannotServe,
+    Notifier,
+    Options,
+    Signals,
+    StandardError,
+    access_log,
+    appended,
+    print_banner,
+    say,
+)
 from anvil_mux.serve.remote import RunningMux, announced
-from anvil_mux.serve.signals import RELOAD, Signals
-from anvil_mux.serve.terminal import StandardError, print_banner, say
+from anvil_mux.serve.state_files import locked
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import journal
 from anvil_mux.telemetry.hooks import Telling
@@ -53,6 +61,8 @@ TAKEN_OVER_CODE = 1
 ENGINE_SECONDS = 60.0
 """Seconds that runtimes may take around an engine's own time to stop."""
 
+log = logging.getLogger(__name__)
+
 
 def serve(
     config: Config, options: Options, read: Callable[[], Config], cluster: Cluster | None = None
@@ -62,60 +72,74 @@ def serve(
     ``read`` gives the configuration as it is when a reload is asked for, or raises ConfigError. ``cluster``
     was reached, and is claimed here.
     """
-    keys, tls = credentials.checked(config, insecure=options.insecure)
-    sys.stderr = StandardError()
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
-    _raise_file_limit()
-    _use_one_arena()
-    watch_threads()
-    faulthandler.enable()  # systemd's watchdog ends who hangs with SIGABRT: this tells where every thread was
+    keys, tls = checked(config, insecure=options.insecure)
+    _prepare_process()
     signals, notifier = Signals(), Notifier(os.environ)
-    with locked(config) as lock, access_log(options) as access, event_log(options) as events:
-        told = partial(_reloading, notifier)
-        fenced = TakenOver(options, signals)
+    is_ending = threading.Lock()
+
+    def taken_over(why: str) -> None:
+        """End the program, once, since another anvil-mux has the cluster now. Any thread."""
+        if is_ending.acquire(blocking=False):
+            say(f"{why}: this anvil-mux ends, its engines keep running", options.log_format)
+            signals.end(TAKEN_OVER_CODE)
+
+    event_log = appended("event log", options.event_log)
+    with locked(config) as lock, access_log(options) as access, event_log as events:
         if cluster:
             _claim(cluster, config, options)
-        given = Given(
-            *(access, events, lock, keys, tls), read=read, reloading=told, cluster=cluster, fenced=fenced.end
+        opened = Opened(
+            *(access, events, lock, keys, tls),
+            read=read,
+            reloading=notifier.reloading,
+            cluster=cluster,
+            fenced=taken_over,
         )
-        program = AnvilMux(config, options, given)
-        watch = reloading.Watch(lambda: reloading.files(program.parts.config))
-        reload = partial(reloading.reload, program.parts)
+        program = AnvilMux(config, options, opened)
+        watched = WatchedFiles(lambda: files(program.parts.config), program.reload)
         program.start()
-        place = RunningMux(program.url, tuple(os.path.abspath(file) for file in config.files))
+        place = RunningMux(program.parts.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):
             verbose = options.verbosity > journal.QUIET
-            print_banner(config, program.url, with_models=verbose, with_key=bool(keys))
+            print_banner(config, program.parts.url, with_models=verbose, with_key=bool(keys))
             program.adopt()
             notifier.tell(READY="1")
             beats = notifier.worker(program.look)
             if notifier.is_heard:
                 beats.start()
             if options.watch:
-                watch.worker(reload).start()
+                watched.worker.start()
             while signals.wait() == RELOAD:
-                reload()
+                program.reload()
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
             beats.close()
-    return fenced.code
+    return signals.code or 0
 
 
-class TakenOver:
-    """Ends the program when another anvil-mux has taken over the cluster."""
+def _prepare_process() -> None:
+    sys.stderr = StandardError()
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
+    _raise_file_limit()
+    _use_one_arena()
+    watch_threads()
+    faulthandler.enable()  # systemd's watchdog ends who hangs with SIGABRT: this tells where every thread was
 
-    def __init__(self, options: Options, signals: Signals) -> None:
-        self._say = partial(say, form=options.log_format)
-        self._signals = signals
-        self.code = 0
-        """The exit code of the program."""
 
-    def end(self, why: str) -> None:
-        """End the program as the first SIGTERM does, once. Any thread."""
-        if not self.code:
-            self.code = TAKEN_OVER_CODE
-            self._say(f"{why}: this anvil-mux ends, its engines keep running")
-            self._signals.end()
+def _raise_file_limit() -> None:
+    """A stream takes two descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _use_one_arena() -> None:
+    """Let all threads allocate from one arena of glibc: 6 % more requests/s at 16 and 64 connections.
+
+    Python runs one thread at a time, so they do not wait for each other there.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def _claim(cluster: Cluster, config: Config, options: Options) -> None:
@@ -132,44 +156,25 @@ def _claim(cluster: Cluster, config: Config, options: Options) -> None:
         raise CannotServe(error.message) from None
 
 
-@contextmanager
-def _reloading(notifier: Notifier) -> Iterator[None]:
-    """Tell systemd that a reload has begun, and that it is over, however it ended."""
-    notifier.tell(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
-    try:
-        yield
-    finally:
-        notifier.tell(READY="1")
-
-
 class AnvilMux:
-    """The running program. Used by the main thread."""
+    """The running program. Used by the main thread, but for ``reload``."""
 
-    def __init__(self, config: Config, options: Options, given: Given) -> None:
-        self.parts = Parts(config, options, given, lambda changed: reloading.reconfigure(self.parts, changed))
-
-    @property
-    def url(self) -> str:
-        """The address of the server."""
-        return self.parts.url
+    def __init__(self, config: Config, options: Options, opened: Opened) -> None:
+        self.parts = Parts(config, options, opened, self.reload)
 
     def start(self) -> None:
-        """Begins to serve, and to hear of what happens on the host."""
+        """Begins to serve, and to hear of what happens on the hosts."""
         # Workers start engines, which inherit what their thread may run on: they are never pinned.
         parts = self.parts
         parts.mux.start()
         if left := parts.pause_file.seconds_left():
             parts.mux.facts.paused(left)
         parts.hosts.local.start()
-        parts.hosts.start(lambda: reloading.reload(parts))
-        parts.read_ahead.worker.start()
-        parts.elsewhere.take(parts.config)
+        parts.watches.start()
+        for worker in parts.background:
+            worker.start()
         for number, hook in enumerate(parts.config.hooks):
             Telling(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()
-        if parts.config.routing_mode == "full":
-            parts.scraper.worker.start()
-        if parts.sharing:
-            parts.sharing.worker.start()
         parts.clock.spawn(self._accept, "acceptor")
 
     def _accept(self) -> None:
@@ -185,10 +190,8 @@ class AnvilMux:
     def adopt(self) -> None:
         """Takes over what runs already; called once, while requests come."""
         self.parts.adoption.begin("", self.parts.config.backends)
-        self.parts.hosts.await_seen()
+        self.parts.watches.await_seen()
         self.parts.look_at_rights()
-
-    # The end
 
     def look(self) -> str:
         """How it goes, in a line; "" if nobody is let in. Hangs as long as somebody holds the lock."""
@@ -198,6 +201,20 @@ class AnvilMux:
         here = [model.model for model in status.models if model.offered_state in ("ready", "draining")]
         doing = f"{requests(status.leases)} running, {status.waiting} waiting"
         return f"resident: {', '.join(here) or 'none'}; {doing}"
+
+    def reload(self) -> None:
+        """Reload without anybody waiting for it: events tell what came of it, and problems are printed."""
+        try:
+            self.parts.reloads.reload()
+        except ConfigError as error:
+            for problem in error.problems:
+                self.parts.say(problem)
+        except MuxError:
+            pass  # the program ends
+        except Exception:  # a mistake of ours must not end what runs
+            log.exception("the reload failed")
+
+    # The end
 
     @property
     def stop_seconds(self) -> float:
@@ -211,11 +228,8 @@ class AnvilMux:
         parts = self.parts
         parts.reloads.close()
         parts.server.refuse()
-        parts.scraper.worker.close()
-        parts.elsewhere.close()
-        parts.read_ahead.worker.close()
-        if parts.sharing:
-            parts.sharing.worker.close()
+        for worker in parts.background:
+            worker.close()
         grace = parts.config.drain_timeout
         if leases := parts.mux.overview.status().leases:
             parts.say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
@@ -227,22 +241,29 @@ class AnvilMux:
         parts.metrics.usage.save(at_once=True)
         if parts.event_log:
             parts.event_log.close()
-        leave_engines(parts)
+        self._leave_engines()
+        parts.watches.close()
         parts.hosts.close()
 
+    def _leave_engines(self) -> None:
+        """Stop what is not to run on, as ``on_exit`` says, and tell what does.
 
-def _use_one_arena() -> None:
-    """Let all threads allocate from one arena of glibc: 6 % more requests/s at 16 and 64 connections.
+        One that is still loading is stopped in any case: no later start could tell how far it is.
+        """
+        parts = self.parts
+        config, overview = parts.config, parts.mux.overview
+        leaving, loading = {backend.name: backend for backend in overview.leaving()}, overview.loading()
+        here = [each for each in config.backends if each.name not in leaving and self._is_engine_here(each)]
+        unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
+        unfit += [(backend, "it was still loading") for backend in here if backend.name in loading]
+        left = [each for each in parts.adoption.running(here, when="") if each.name not in loading]
+        if config.on_exit == "stop":
+            unfit += [(backend, "on_exit: stop") for backend in left]
+            left = []
+        parts.adoption.stop_all(unfit)
+        names = ", ".join(backend.name for backend in left)
+        parts.say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
 
-    Python runs one thread at a time, so they do not wait for each other there.
-    """
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
-
-
-def _raise_file_limit() -> None:
-    """A stream takes two descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    def _is_engine_here(self, backend: Backend) -> bool:
+        """Whether a backend is an engine of ours, on a host that can be asked."""
+        return not backend.url and self.parts.watches.is_here(backend.host)

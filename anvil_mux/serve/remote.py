@@ -63,8 +63,8 @@ def places(home: Path) -> list[RunningMux]:
     found = []
     for file in sorted(home.glob("*/address")):
         try:
-            told = json.loads(file.read_text())
-            place = RunningMux(str(told["url"]), tuple(map(str, told["files"])))
+            note = json.loads(file.read_text())
+            place = RunningMux(str(note["url"]), tuple(map(str, note["files"])))
             with open(file.with_name("lock")) as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -97,7 +97,7 @@ def ask(
     accept: Sequence[int] = (200,),
 ) -> Any:
     """The JSON that it answers; MuxError with its own words if it refuses."""
-    with _asked(url, method, path, body, timeout) as response:
+    with _response(url, method, path, body, timeout) as response:
         text = response.read()
         return _answer(url, response.status, text, accept)
 
@@ -112,7 +112,7 @@ def events(url: str, *, key: str | None = None) -> Iterator[tuple[str, Mapping[s
 
     ``key``: in place of that of ANVIL_API_KEY.
     """
-    with _asked(url, "GET", "/events", None, SILENT_SECONDS, key=key) as response:
+    with _response(url, "GET", "/events", None, SILENT_SECONDS, key=key) as response:
         if response.status != 200:
             _answer(url, response.status, response.read(), ())
         kind = ""
@@ -124,7 +124,7 @@ def events(url: str, *, key: str | None = None) -> Iterator[tuple[str, Mapping[s
 
 
 @contextmanager
-def _asked(
+def _response(
     url: str, method: str, path: str, body: object, timeout: float | None, key: str | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     connect = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -140,8 +140,7 @@ def _asked(
     if key := os.environ.get("ANVIL_API_KEY") if key is None else key:
         headers["Authorization"] = f"Bearer {key}"
     try:
-        sent = None if body is None else json.dumps(body)
-        connection.request(method, path, sent, headers)
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
         yield connection.getresponse()
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "strerror", None) or error
@@ -156,8 +155,8 @@ def _answer(url: str, status: int, text: bytes, accept: Sequence[int]) -> Any:
     except ValueError:
         raise NotRunning(f"what answers at {url} is no anvil-mux") from None
     if status not in accept:
-        said = answer.get("error", {}) if isinstance(answer, dict) else {}
-        why = str(said.get("message") or f"{url} answered {status}")
+        error = answer.get("error", {}) if isinstance(answer, dict) else {}
+        why = str(error.get("message") or f"{url} answered {status}")
         raise BackendError(f"{why} Commands take it from ANVIL_API_KEY." if status == 401 else why)
     return answer
 

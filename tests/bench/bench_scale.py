@@ -250,7 +250,7 @@ def reloads(mux: Multiplexer, clock: WatchedClock, config: Config, host: str) ->
     assert clock.held
     first, *_, last = [each.name for each in config.backends if each.host == host]
     model = next(each.model for each in config.backends if each.name == first)
-    mux._shell.apply(mux._shell.scheduler.time_passed)
+    mux._driver.apply(mux._driver.scheduler.time_passed)
     found: dict[str, float] = {}
     for number in range(1, 4):
         steps = {

@@ -30,9 +30,8 @@ from anvil_mux.host.swap import Swapper
 from anvil_mux.host.ways import sleeps_first
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
-from anvil_mux.serve import reloading
-from anvil_mux.serve.building import Given
-from anvil_mux.serve.options import Options
+from anvil_mux.serve.building import Opened
+from anvil_mux.serve.invocation import Options
 from anvil_mux.serve.program import AnvilMux
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
@@ -785,18 +784,19 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
 ) -> None:
     shop.open()
     monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
-    program = AnvilMux(shop.config, Options(access_log="off"), Given())
+    program = AnvilMux(shop.config, Options(access_log="off"), Opened())
     program.start()
-    ready = requests.get(f"{program.url}/readyz", timeout=GUARD)
+    ready = requests.get(f"{program.parts.url}/readyz", timeout=GUARD)
     assert ready.status_code == 503
     assert "[-]adoption it is not known yet whether these run already: a\n" in ready.text
     body = {"model": "model-a", "messages": []}
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(requests.post, f"{program.url}/v1/chat/completions", json=body, timeout=GUARD)
+        url = f"{program.parts.url}/v1/chat/completions"
+        asked = pool.submit(requests.post, url, json=body, timeout=GUARD)
         assert seen(lambda: program.parts.mux.overview.status().waiting, bool) == 1
         program.adopt()
         assert asked.result().status_code == 200
-    assert requests.get(f"{program.url}/readyz", timeout=GUARD).text == "ok\n"
+    assert requests.get(f"{program.parts.url}/readyz", timeout=GUARD).text == "ok\n"
     assert shop.runtime.pids(shop.backend) == [shop.pid]
     program.stop()
     program.parts.relay.pool.close()
@@ -809,7 +809,7 @@ def test_what_a_checkpoint_lacks_is_told_by_who_serves(
     here = Rights(user=os.geteuid() + 1, group=os.getegid(), traces=False, scope=0, sees_host=True)
     monkeypatch.setattr(Rights, "here", lambda: here)
     monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
-    program = AnvilMux(shop.config, Options(access_log="off"), Given())
+    program = AnvilMux(shop.config, Options(access_log="off"), Opened())
     program.start()
     program.adopt()
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "may fail" in line]
@@ -818,16 +818,16 @@ def test_what_a_checkpoint_lacks_is_told_by_who_serves(
         f"anvil-mux: warning: a: checkpoint may fail: the engine's processes are of user and group {them},"
     )
     told = said.removeprefix("anvil-mux: warning: ")
-    assert requests.get(f"{program.url}/healthz", timeout=GUARD).json()["notes"] == {"rights": told}
-    ready = requests.get(f"{program.url}/readyz?verbose", timeout=GUARD)
+    assert requests.get(f"{program.parts.url}/healthz", timeout=GUARD).json()["notes"] == {"rights": told}
+    ready = requests.get(f"{program.parts.url}/readyz?verbose", timeout=GUARD)
     assert (ready.status_code, f"[~]rights {told}\n" in ready.text) == (200, True)
-    assert cli.main(["ps", "--url", program.url]) == 0
+    assert cli.main(["ps", "--url", program.parts.url]) == 0
     assert f"warning: {told}" in capsys.readouterr().err
-    reloading.reconfigure(program.parts, shop.config)
+    program.parts.reconfigure(shop.config)
     assert "may fail" not in capsys.readouterr().err  # it has been said
     here = replace(here, user=os.geteuid(), traces=True)
-    reloading.reconfigure(program.parts, shop.config)
-    assert requests.get(f"{program.url}/healthz", timeout=GUARD).json()["notes"] == {}
+    program.parts.reconfigure(shop.config)
+    assert requests.get(f"{program.parts.url}/healthz", timeout=GUARD).json()["notes"] == {}
     program.stop()
     program.parts.relay.pool.close()
 
@@ -835,7 +835,7 @@ def test_what_a_checkpoint_lacks_is_told_by_who_serves(
 def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> AnvilMux:
     """What a new anvil-mux does with what it finds."""
     monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
-    program = AnvilMux(shop.config, Options(access_log="off"), Given())
+    program = AnvilMux(shop.config, Options(access_log="off"), Opened())
     program.adopt()
     program.start()
     program.stop()

@@ -25,7 +25,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer import multiplexer
-from anvil_mux.multiplexer.doubts import KNOWN_SECONDS, REFUSED_SECONDS
+from anvil_mux.multiplexer.facts import KNOWN_SECONDS, REFUSED_SECONDS
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler import group
 from anvil_mux.scheduler.causes import Cause
@@ -949,10 +949,10 @@ def test_what_was_known_of_a_backend_that_is_gone_is_forgotten_at_the_next_reloa
         for _ in range(2):
             stage.mux.facts.reconfigure(Config(policy="eager", backends=(B,)), {})
             stage.clock.sleep(30.0)
-        shell = stage.mux._shell
-        assert [*shell.backends] == [*shell.runs] == [*shell.loads] == ["b"]
+        driver = stage.mux._driver
+        assert [*driver.backends] == [*driver.runs] == [*driver.loads] == ["b"]
         assert [cost.target for cost in stage.mux.overview.costs()] == []
-        assert shell.reported == {}
+        assert driver.reported == {}
         assert not stage.mux.facts.is_heard("a", 0.0)
 
     Stage().play(main)
@@ -1199,7 +1199,7 @@ def test_a_step_whose_report_is_a_mistake_has_failed_and_wedges_nothing(fact, se
     }.get(fact, lambda step, nth: Outcome(1.0))
 
     def main(stage):
-        outcomes, fail = type(stage.mux.overview._shell.scheduler), [True]
+        outcomes, fail = type(stage.mux.overview._driver.scheduler), [True]
         right = getattr(outcomes, fact)
 
         def once(self, step, now, *about, **left):

@@ -8,7 +8,8 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.serve.learned import Known, LearnedByHost, LearnedFile, as_text, recalled
+from anvil_mux.serve.state_files import Known, LearnedFile, as_text, recalled
+from anvil_mux.serve.watches import HostWatches
 from tests.cli.demo import compose
 from tests.running import serving
 
@@ -33,13 +34,16 @@ def test_nothing_is_known_before_the_first_swap(tmp_path):
 def test_hosts_are_told_what_was_learned_of_them_when_something_has_changed():
     config = Config((Backend("a", "a", ("0",), host="x"), Backend("b", "b", ("0",), host="y")))
     of_x, of_y = Cost("", "a", "stop", 0.0, 9.0, 1, "x"), Cost("", "b", "stop", 0.0, 5.0, 1, "y")
-    x, y, learned = SimpleNamespace(learned=""), SimpleNamespace(learned=""), LearnedByHost()
+    x, y = SimpleNamespace(learned=""), SimpleNamespace(learned="")
+    about = dict.fromkeys(("took", "read_ahead", "say", "fenced", "changed"), print)
+    watches = HostWatches(SimpleNamespace(cluster=None, local=None), None, None, None, **about)
 
-    def told(known, *keepers, under=config):
-        for each in keepers:
+    def told(known, *of_hosts, under=config):
+        for each in of_hosts:
             each.learned = "as before"
-        learned.tell(known, dict(zip("xy", keepers, strict=False)), under)
-        return [each.learned for each in keepers]
+        watches.by_host = dict(zip("xy", of_hosts, strict=False))
+        watches.remember(known, under)
+        return [each.learned for each in of_hosts]
 
     assert told(Known([of_x]), x) == [as_text(Known([of_x], []))]
     assert told(Known([of_x]), x) == ["as before"]

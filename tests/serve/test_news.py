@@ -18,7 +18,7 @@ from anvil_mux.host.seam import (
 )
 from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.serve.news import NewsReader
+from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.serve.notify import Notifier
+from anvil_mux.serve.invocation import Notifier
 from tests.cli.demo import ROOT, compose, state
 from tests.running import serve
 

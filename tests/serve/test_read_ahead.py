@@ -10,7 +10,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.scheduler.events import Event
-from anvil_mux.serve.read_ahead import LOOK_SECONDS, MOST, ReadingAhead
+from anvil_mux.serve.hosts import MOST_READ_AHEAD, READ_AHEAD_SECONDS, ReadingAhead
 
 
 class Rig:
@@ -21,8 +21,7 @@ class Rig:
         """Model -> the backend that it waits for, if any; the next one first."""
         self.told: list[tuple[str, list[str]]] = []
         self.asked: list[list[str]] = []
-        self.reading = ReadingAhead()
-        self.reading.begin(self._coming_loads, cast(Any, self))
+        self.reading = ReadingAhead(self._coming_loads, cast(Any, self))
 
     def _coming_loads(self, models: Iterable[str]) -> tuple[list[str], list[Backend]]:
         self.asked.append(list(models))
@@ -50,11 +49,11 @@ def test_a_host_is_told_once_what_queues_wait_for_and_when_nobody_does_any_more(
     assert rig.reading.look() is None
     rig.queue("a")
     rig.queue("b", "far")
-    assert rig.reading.look() == LOOK_SECONDS
+    assert rig.reading.look() == READ_AHEAD_SECONDS
     assert rig.told == [("", ["a-1"]), ("far", ["b-1"])]
-    assert rig.reading.look() == LOOK_SECONDS
+    assert rig.reading.look() == READ_AHEAD_SECONDS
     del rig.queues["a"]
-    assert rig.reading.look() == LOOK_SECONDS
+    assert rig.reading.look() == READ_AHEAD_SECONDS
     del rig.queues["b"]
     assert rig.reading.look() is None
     assert rig.told[2:] == [("", []), ("far", [])]
@@ -75,7 +74,7 @@ def test_the_order_of_the_loads_is_that_of_the_readings(rig: Rig) -> None:
 def test_a_queue_whose_load_has_begun_is_looked_at_again(rig: Rig) -> None:
     rig.queue("a")
     rig.queues["a"] = []
-    assert rig.reading.look() == LOOK_SECONDS
+    assert rig.reading.look() == READ_AHEAD_SECONDS
     assert rig.told == []
     rig.queues["a"] = [Backend("a-2", "a")]  # the load has failed, and there is another replica
     rig.reading.look()
@@ -99,9 +98,9 @@ def test_a_host_is_told_again_of_one_that_is_described_otherwise(rig: Rig) -> No
 
 
 def test_a_host_is_told_of_so_many_at_most(rig: Rig) -> None:
-    for number in range(MOST + 3):
+    for number in range(MOST_READ_AHEAD + 3):
         rig.queue(f"m{number}")
     rig.reading.look()
-    assert rig.told == [("", [f"m{number}-1" for number in range(MOST)])]
+    assert rig.told == [("", [f"m{number}-1" for number in range(MOST_READ_AHEAD)])]
     rig.reading.look()
     assert len(rig.told) == 1

@@ -30,9 +30,10 @@ from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.proxy.reloads import Reloads
-from anvil_mux.serve import reloading
-from anvil_mux.serve import terminal as printed_on
+from anvil_mux.serve import building, invocation
 from anvil_mux.serve.building import Parts
+from anvil_mux.serve.hosts import Stock
+from anvil_mux.serve.program import AnvilMux
 from anvil_mux.sim.simulate import check
 from anvil_mux.telemetry.eventlog import config_of, read
 from tests.cli.demo import PROJECT, ROOT, TIMEOUT, state
@@ -248,35 +249,41 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
     before, after = Config((Backend("a", "a"),)), Config((Backend("a", "a"), Backend("b", "b")))
     calls: list[str] = []
 
-    def take_over(added, adopt):
+    def fit(added):
         calls.append(f"running {[each.name for each in added]}")
         if is_lost:
             raise AgentSilent("no answer")
-        adopt({}, {})
+        return Stock({}, {}, [])
 
-    names = ("handler", "metrics", "elsewhere", "server", "event_log")
-    parts = SimpleNamespace(
+    def take(*about):
+        calls.append("scheduler.reconfigure")
+        return []
+
+    names = ("handler", "metrics", "external", "server", "event_log")
+    parts = object.__new__(Parts)
+    vars(parts).update(
         **{name: Recorded(name, calls) for name in names},
         config=before,
         options=SimpleNamespace(insecure=False),
         clock=SimpleNamespace(wall=lambda moment: 0.0),
-        adoption=SimpleNamespace(is_over=threading.Event(), take_over=take_over),
-        hosts=Recorded("hosts", calls, local=None, is_here=lambda name: True, missing=list, busy=nullcontext),
-        mux=SimpleNamespace(facts=Recorded("scheduler", calls)),
+        adoption=SimpleNamespace(is_over=threading.Event(), fit=fit, stop_all=lambda pairs: None),
+        hosts=Recorded("hosts", calls, local=None),
+        watches=SimpleNamespace(is_here=lambda name: True, missing=list, busy=nullcontext),
+        mux=SimpleNamespace(facts=Recorded("scheduler", calls, reconfigure=take)),
         say=calls.append,
         look_at_rights=lambda: None,
     )
     parts.server.bodies = SimpleNamespace()
     parts.adoption.is_over.set()
-    monkeypatch.setattr(reloading, "complete", lambda config, host: config)
-    monkeypatch.setattr(reloading.credentials, "checked", lambda config, insecure: (None, None))
+    monkeypatch.setattr(building, "complete", lambda config, host: config)
+    monkeypatch.setattr(building, "checked", lambda config, insecure: (None, None))
     if is_lost:
         with pytest.raises(AgentSilent):
-            reloading.reconfigure(cast(Parts, parts), after)
+            parts.reconfigure(after)
         assert calls == ["hosts.take", "running ['b']", "hosts.take"]
         assert parts.config is before
         return
-    reloading.reconfigure(cast(Parts, parts), after)
+    parts.reconfigure(after)
     assert calls == [
         "hosts.take",
         "running ['b']",
@@ -284,7 +291,7 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         "event_log.head",
         "scheduler.reconfigure",
         "handler.reconfigure",
-        "elsewhere.take",
+        "external.take",
     ]
     assert parts.config == after
 
@@ -297,7 +304,9 @@ def test_a_mistake_in_a_reload_does_not_end_what_runs(
 
     reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
     monkeypatch.setattr(reloads, "reload", mistake)
-    reloading.reload(cast(Parts, SimpleNamespace(reloads=reloads)))
+    program = object.__new__(AnvilMux)
+    program.parts = cast(Parts, SimpleNamespace(reloads=reloads))
+    program.reload()
     assert "the reload failed" in caplog.text
 
 
@@ -476,9 +485,9 @@ def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(
 ) -> None:
     near, far = os.openpty()
     os.close(near)
-    monkeypatch.setattr(printed_on, "STDERR", far)
-    monkeypatch.setattr(sys, "stderr", printed_on.StandardError())
-    printed_on.say("one engine less")
+    monkeypatch.setattr(invocation, "STDERR", far)
+    monkeypatch.setattr(sys, "stderr", invocation.StandardError())
+    invocation.say("one engine less")
     os.close(far)
 
 
@@ -576,33 +585,3 @@ def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends() -> None:
     assert told == ["begins", "one (and 1 more)", "ended"]
     assert reloads.told()["problems"] == ["one", "two"]
     assert reloads.told()["failed_at"] == 7.0
-
-
-def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_path: Path) -> None:
-    file, keys = tmp_path / "compose.yaml", tmp_path / "keys"
-    keys.write_text("1")
-    files = [str(file)]
-    watch = reloading.Watch(lambda: files)
-    files.append(str(keys))
-    assert [watch.has_news() for _ in range(3)] == [False] * 3
-    keys.write_text("12")
-    assert [watch.has_news() for _ in range(3)] == [False, True, False]
-
-
-def test_a_file_is_news_once_it_has_been_left_alone(tmp_path: Path) -> None:
-    file, other = tmp_path / "compose.yaml", tmp_path / ".env"
-    file.write_text("1")
-    watch = reloading.Watch(lambda: [str(file), str(other)])
-    assert not watch.has_news()
-    file.write_text("12")
-    assert not watch.has_news()
-    file.write_text("123")
-    assert not watch.has_news()
-    assert watch.has_news()
-    assert not watch.has_news()
-    other.write_text("")
-    assert [watch.has_news() for _ in range(3)] == [False, True, False]
-    other.unlink()
-    other.write_text("")
-    file.unlink()
-    assert [watch.has_news() for _ in range(3)] == [False, True, False]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.routing.in_flight import EngineLoad
-from anvil_mux.serve.scraper import NoAnswer, Scraper, ask, load_of, load_of_slots
+from anvil_mux.serve.polling import NoAnswer, Scraper, ask, load_of, load_of_slots
 from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -124,7 +127,9 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
             if len(told) == 2:
                 both.set()
 
-        scraper = Scraper(rig.mux.overview.resident_replicas, observed, rig.mux.facts.silent, every=60.0)
+        heard = SimpleNamespace(observed=observed, silent=rig.mux.facts.silent)
+        mux = SimpleNamespace(overview=rig.mux.overview, facts=heard)
+        scraper = Scraper(cast(Multiplexer, mux), every=60.0)
         scraper.worker.start()
         assert both.wait(GUARD)
         scraper.worker.close()
@@ -148,8 +153,11 @@ def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not
 
     try:
         replicas = [(Backend("a", "m"), engine.address), (Backend("b", "m"), gone.address)]
-        scraper = Scraper(lambda: replicas, lambda *heard: told.append(heard), silent)
-        scraper.scrape()
+        mux = SimpleNamespace(
+            overview=SimpleNamespace(resident_replicas=lambda: replicas),
+            facts=SimpleNamespace(observed=lambda *heard: told.append(heard), silent=silent),
+        )
+        Scraper(cast(Multiplexer, mux)).scrape()
         assert told == [("a", None), ("b", "silent")]
     finally:
         engine.close()

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from anvil_mux.serve.signals import INTERRUPTED
+from anvil_mux.serve.invocation import INTERRUPTED
 
 PROGRAM = """
 import os, signal, time
-from anvil_mux.serve.signals import SAME_SECONDS, Signals
+from anvil_mux.serve.invocation import SAME_SECONDS, Signals
 signals = Signals()
 clock = [0.0]
 time.monotonic = lambda: clock[0]
@@ -20,7 +20,7 @@ def later():
 def term():
     os.kill(os.getpid(), signal.SIGTERM)
 def takeover():
-    signals.end()
+    signals.end(1)
 for each in {events}:
     each()
     assert signals.wait() == "end"

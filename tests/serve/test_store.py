@@ -8,16 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import yaml
 
 from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member, Report
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
-from anvil_mux.serve import store
-from anvil_mux.serve.store import RedisStore, Sharing, Store, StoreError
+from anvil_mux.serve import polling
+from anvil_mux.serve.polling import RedisStore, Sharing, StoreError
 from tests.fake_engine import GUARD, Rig
 from tests.running import seen, serving
 
@@ -62,22 +65,24 @@ class LocalStore:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._published: dict[str, tuple[float, store.Reports]] = {}
+        self._published: dict[str, tuple[float, polling.Reports]] = {}
 
-    def publish(self, owner: str, reports: store.Reports) -> None:
+    def publish(self, owner: str, reports: polling.Reports) -> None:
         with self._lock:
             self._published[owner] = self._clock(), reports
 
-    def others(self, owner: str) -> list[store.Reports]:
+    def others(self, owner: str) -> list[polling.Reports]:
         now = self._clock()
         with self._lock:
             found = {o: (now - at, reports) for o, (at, reports) in self._published.items() if o != owner}
-        return [store._older(reports, age) for age, reports in found.values() if age < store.EXPIRES_SECONDS]
+        kept = [(age, reports) for age, reports in found.values() if age < polling.EXPIRES_SECONDS]
+        return [polling._older(reports, age) for age, reports in kept]
 
     def close(self) -> None:
         pass
 
 
+Store = LocalStore | RedisStore
 Forget = Callable[[str], None]
 
 
@@ -88,7 +93,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Forget]]:
         now = [0.0]
 
         def pass_time(owner: str) -> None:
-            now[0] += store.EXPIRES_SECONDS
+            now[0] += polling.EXPIRES_SECONDS
 
         yield LocalStore(lambda: now[0]), pass_time
         return
@@ -98,11 +103,11 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Forget]]:
     made.close()
 
 
-def young(found: list[store.Reports]) -> list[store.Reports]:
+def young(found: list[polling.Reports]) -> list[polling.Reports]:
     """The same, without how long they were in the store: less than a hang takes."""
     for reports in found:
         for name, report in reports.items():
-            assert 0 <= report.age_seconds < 1.0 + store.EXPIRES_SECONDS
+            assert 0 <= report.age_seconds < 1.0 + polling.EXPIRES_SECONDS
             reports[name] = report._replace(age_seconds=1.0 if report.load else 0.0)
     return found
 
@@ -146,7 +151,7 @@ def test_who_says_nothing_any_more_is_forgotten_until_it_speaks_again(shared: tu
 def test_a_report_is_as_old_as_it_was_when_published_and_the_time_since(server: Server) -> None:
     kept = RedisStore(server.url, "aged")
     kept.publish("one", {"a": BUSY})
-    kept._redis.pexpire(kept._key("one"), round((store.EXPIRES_SECONDS - 2.0) * 1000))
+    kept._redis.pexpire(kept._key("one"), round((polling.EXPIRES_SECONDS - 2.0) * 1000))
     assert kept.others("two")[0]["a"].age_seconds >= BUSY.age_seconds + 2.0
     kept.close()
 
@@ -177,16 +182,17 @@ def test_a_running_anvil_mux_publishes_what_its_replicas_have(server: Server, tm
 
 @pytest.mark.parametrize("text", ["", "7", "{}", '{"a": 7}', '{"a": [1]}', '{"a": [1,2,3,4,5,"x",0]}'])
 def test_what_somebody_else_wrote_is_no_report(text: str) -> None:
-    assert store.read(text) == {}
+    assert polling.from_text(text) == {}
 
 
 def test_a_redis_that_does_not_answer_is_told_once_and_nothing_is_heard(tmp_path: Path) -> None:
     pytest.importorskip("redis")
     said: list[str] = []
     heard: list[object] = []
-    sharing = Sharing(
-        RedisStore(f"unix://{tmp_path}/none", "p"), lambda: {"a": BUSY}, heard.append, said.append
+    mux = SimpleNamespace(
+        overview=SimpleNamespace(reports=lambda: {"a": BUSY}), facts=SimpleNamespace(hear=heard.append)
     )
+    sharing = Sharing(RedisStore(f"unix://{tmp_path}/none", "p"), cast(Multiplexer, mux), said.append)
     sharing.once()
     sharing.once()
     assert len(said) == 1
@@ -238,7 +244,7 @@ def test_the_latest_word_of_an_engine_counts_whoever_heard_it() -> None:
 
 
 def test_two_multiplexers_that_share_engines_do_not_send_both_their_requests_to_one() -> None:
-    kept = LocalStore()
+    kept = cast(RedisStore, LocalStore())
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
     rigs = [Rig(backends=backends, gpus=(Gpu("0"), Gpu("1"))) for _ in range(2)]
     try:
@@ -252,9 +258,10 @@ def test_two_multiplexers_that_share_engines_do_not_send_both_their_requests_to_
             if told:
                 heard.set()
 
-        sharing = Sharing(kept, other.overview.reports, hear, lambda text: None, every=0.01)
+        listening = SimpleNamespace(overview=other.overview, facts=SimpleNamespace(hear=hear))
+        sharing = Sharing(kept, cast(Multiplexer, listening), print, every=0.01)
         with one.lease("m", work=WORK) as first:
-            Sharing(kept, one.overview.reports, one.facts.hear, lambda text: None).once()
+            Sharing(kept, one, print).once()
             sharing.worker.start()
             assert heard.wait(GUARD)
             with other.lease("m", work=WORK) as second:

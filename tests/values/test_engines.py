@@ -20,7 +20,7 @@ from anvil_mux.host.control import CONTROLS
 from anvil_mux.host.visit import Visit, has_error
 from anvil_mux.protocol import anthropic, api, ollama
 from anvil_mux.protocol.completions import Translation
-from anvil_mux.serve.scraper import load_of, load_of_slots
+from anvil_mux.serve.polling import load_of, load_of_slots
 from tests.values.cases import Says, base_of, said
 from tests.values.drawing import changes_of
 from tests.values.engine import answers

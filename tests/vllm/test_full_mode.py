@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from anvil_mux.routing.in_flight import EngineLoad
-from anvil_mux.serve import scraper
+from anvil_mux.serve import polling
 from tests.running import seen
 from tests.vllms import GUARD, MARKS, Scene, loaded, service, write_compose, write_model
 
@@ -83,11 +83,11 @@ def asked_by_others(scene: Scene, backend: str, count: int) -> Iterator[None]:
 
 def test_every_name_that_is_looked_for_is_on_vllms_page(scene: Scene) -> None:
     lines = scene.page("a").splitlines()
-    for name in scraper.NAMES:
+    for name in polling.NAMES:
         if name.startswith("vllm:") and name not in OLDER:
             assert f"# TYPE {name} gauge" in lines
             assert any(line.startswith(f'{name}{{engine="0",model_name="m"}} ') for line in lines)
-    assert scraper.load_of("\n".join(lines)) == EngineLoad(0, 0, 0.0)
+    assert polling.load_of("\n".join(lines)) == EngineLoad(0, 0, 0.0)
 
 
 def test_requests_go_where_an_engine_says_that_others_ask_less_of_it(scene: Scene) -> None:

@@ -2,47 +2,48 @@
 
 import threading
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
 from anvil_mux.clock import Clock, mistakes
-from anvil_mux.multiplexer.workers import Workers
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.multiplexer.driver import Job, SchedulerDriver
 from tests.baton import BatonClock
 
 GUARD = 20.0
 
 
-class Crew:
-    """Workers whose jobs take 5 s each, and what they did: (moment, what)."""
+class Crew(SchedulerDriver):
+    """A driver whose steps take 5 s each and tell the scheduler nothing, and what it did: (moment, what)."""
 
     def __init__(self, clock):
-        self.clock, self.did = clock, []
-        self.lock = clock.lock()
-        self.workers = Workers(
-            clock=clock,
-            lock=self.lock,
-            perform=self.perform,
-            failed=lambda job, why: self.did.append((clock.now(), f"{job} failed: {why}")),
-            time_passed=self.time_passed,
-            name=str,
-        )
+        made = {"emit_leases": False, "costs": (), "footprints": (), "close_idle": print}
+        super().__init__(Config((Backend("a", "a"),)), None, clock, print, **made)
+        self.did = []
 
-    def perform(self, job):
-        self.did.append((self.clock.now(), job))
+    def perform(self, *backends):
+        self.submit([Job(SimpleNamespace(backend=name), None) for name in backends])
+
+    def _perform(self, job):
+        self.did.append((self.clock.now(), job.step.backend))
         self.clock.sleep(5.0)
-        self.did.append((self.clock.now(), f"{job} done"))
+        self.did.append((self.clock.now(), f"{job.step.backend} done"))
 
-    def time_passed(self):
+    def _not_begun(self, job, why):
+        self.did.append((self.clock.now(), f"{job.step.backend} failed: {why}"))
+
+    def _time_passed(self):
         self.did.append((self.clock.now(), "time passed"))
-        self.ask_at(inf)
+        self.set(inf)
 
-    def ask_at(self, moment):
+    def set(self, moment):
         with self.lock:
-            self.workers.ask_at(moment)
+            self.ask_at(moment)
 
-    def close(self):
+    def end(self):
         with self.lock:
-            self.workers.close()
+            self.close()
 
 
 def play(main, seed=0):
@@ -50,9 +51,9 @@ def play(main, seed=0):
     crew = Crew(clock)
 
     def whole():
-        crew.workers.start()
+        crew.start()
         main(crew)
-        crew.close()
+        crew.end()
 
     clock.run(whole)
     return crew.did
@@ -62,7 +63,7 @@ def play(main, seed=0):
 def test_jobs_are_performed_at_once_each_in_a_thread_of_its_own(seed):
     def main(crew):
         crew.clock.sleep(1.0)
-        crew.workers.submit(["a", "b"])
+        crew.perform("a", "b")
         crew.clock.sleep(10.0)
 
     did = play(main, seed)
@@ -73,9 +74,9 @@ def test_jobs_are_performed_at_once_each_in_a_thread_of_its_own(seed):
 def test_time_passes_at_the_moment_that_was_set_last(seed):
     def main(crew):
         crew.clock.sleep(1.0)
-        crew.ask_at(50.0)
+        crew.set(50.0)
         crew.clock.sleep(1.0)
-        crew.ask_at(4.0)
+        crew.set(4.0)
         crew.clock.sleep(100.0)
 
     assert play(main, seed) == [(0.0, "time passed"), (4.0, "time passed")]
@@ -84,9 +85,9 @@ def test_time_passes_at_the_moment_that_was_set_last(seed):
 def test_a_moment_that_was_put_off_is_not_kept():
     def main(crew):
         crew.clock.sleep(1.0)
-        crew.ask_at(4.0)
+        crew.set(4.0)
         crew.clock.sleep(1.0)
-        crew.ask_at(8.0)
+        crew.set(8.0)
         crew.clock.sleep(100.0)
 
     assert play(main) == [(0.0, "time passed"), (8.0, "time passed")]
@@ -95,10 +96,10 @@ def test_a_moment_that_was_put_off_is_not_kept():
 def test_a_mistake_ends_nothing_and_time_passes_again_a_second_later(caplog):
     def main(crew):
         crew.clock.sleep(1.0)
-        right, crew.workers._time_passed = crew.workers._time_passed, lambda: 1 / 0
-        crew.ask_at(2.0)
+        right, crew._time_passed = crew._time_passed, lambda: 1 / 0
+        crew.set(2.0)
         crew.clock.sleep(1.5)
-        crew.workers._time_passed = right
+        crew._time_passed = right
         crew.clock.sleep(10.0)
 
     assert play(main) == [(0.0, "time passed"), (3.0, "time passed")]
@@ -110,11 +111,11 @@ def test_a_mistake_is_told_until_time_has_passed_without_one():
 
     def main(crew):
         crew.clock.sleep(1.0)
-        right, crew.workers._time_passed = crew.workers._time_passed, lambda: 1 / 0
-        crew.ask_at(2.0)
+        right, crew._time_passed = crew._time_passed, lambda: 1 / 0
+        crew.set(2.0)
         crew.clock.sleep(1.5)
         told.append(mistakes())
-        crew.workers._time_passed = right
+        crew._time_passed = right
         crew.clock.sleep(10.0)
         told.append(mistakes())
 
@@ -126,8 +127,8 @@ def test_a_moment_that_is_none_ends_nothing(caplog):
     def main(crew):
         crew.clock.sleep(1.0)
         with crew.lock:
-            crew.workers._ask_at = None
-            crew.workers._changed.notify()
+            crew._ask_at = None
+            crew._changed.notify()
         crew.clock.sleep(10.0)
 
     assert play(main) == [(0.0, "time passed"), (2.0, "time passed")]
@@ -136,31 +137,22 @@ def test_a_moment_that_is_none_ends_nothing(caplog):
 
 @pytest.mark.parametrize("seconds", [1e12, 1e300, inf])
 def test_real_time_is_waited_for_however_far_away_it_is(seconds):
-    clock = Clock()
-    lock = clock.lock()
     passed = threading.Semaphore(0)
-    workers = Workers(
-        clock=clock,
-        lock=lock,
-        perform=lambda job: None,
-        failed=lambda job, why: None,
-        time_passed=lambda: (ask_at(clock.now() + seconds), passed.release()),
-        name=str,
-    )
 
-    def ask_at(moment):
-        with lock:
-            workers.ask_at(moment)
+    class Timer(Crew):
+        def _time_passed(self):
+            self.set(self.clock.now() + seconds)
+            passed.release()
 
-    waits, wait = threading.Semaphore(0), workers._changed.wait
-    workers._changed.wait = lambda timeout: (waits.release(), wait(timeout))
-    workers.start()
+    timer = Timer(Clock())
+    waits, wait = threading.Semaphore(0), timer._changed.wait
+    timer._changed.wait = lambda timeout: (waits.release(), wait(timeout))
+    timer.start()
     assert passed.acquire(timeout=GUARD)
     assert waits.acquire(timeout=GUARD)
-    ask_at(clock.now())
+    timer.set(timer.clock.now())
     assert passed.acquire(timeout=GUARD), "it died of its wait"
-    with lock:
-        workers.close()
+    timer.end()
 
 
 def test_a_job_that_no_thread_can_be_started_for_has_failed():
@@ -170,7 +162,7 @@ def test_a_job_that_no_thread_can_be_started_for_has_failed():
 
         crew.clock.sleep(1.0)
         crew.clock.spawn = spawn
-        crew.workers.submit(["a"])
+        crew.perform("a")
         crew.clock.sleep(1.0)
 
     assert play(main) == [
@@ -182,9 +174,9 @@ def test_a_job_that_no_thread_can_be_started_for_has_failed():
 def test_after_the_end_nothing_is_begun():
     def main(crew):
         crew.clock.sleep(1.0)
-        crew.close()
-        crew.workers.submit(["a"])
-        crew.ask_at(2.0)
+        crew.end()
+        crew.perform("a")
+        crew.set(2.0)
         crew.clock.sleep(10.0)
 
     assert play(main) == [(0.0, "time passed")]

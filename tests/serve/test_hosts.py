@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.serve.hosts_in_use import HostsInUse
+from anvil_mux.serve.hosts import ConfiguredHosts
+from anvil_mux.serve.watches import HostWatches
 from tests.cluster.test_cluster import Machines
 
 
@@ -15,26 +16,25 @@ def test_hosts_may_come_while_they_are_gone_through():
     cluster = Cluster(machines)
     cluster.look()
     local = SimpleNamespace(reconfigure=lambda config: None)
-    hosts = HostsInUse(local, cluster, Config((Backend("m", "m"),)))
-    mux = SimpleNamespace()
-    hosts.begin(
-        mux, None, SimpleNamespace(now=lambda: 0.0), took=print, read_ahead=print, say=print, fenced=print
-    )
+    hosts = ConfiguredHosts(local, cluster, Config((Backend("m", "m"),)))
+    clock = SimpleNamespace(now=lambda: 0.0)
+    told = dict.fromkeys(("took", "read_ahead", "say", "fenced", "changed"), lambda *about: None)
+    watches = HostWatches(hosts, SimpleNamespace(), None, clock, **told)
     readers = [
         iter(each.items())
-        for each in (hosts.all.by_name, hosts.watches, cluster.hosts, cluster.nodes, cluster.problems)
+        for each in (hosts.by_name, watches.by_host, cluster.hosts, cluster.nodes, cluster.problems)
     ]
     for each in readers:
         next(each, None)
     machines.up["b"] = machines.up["a"]._replace(name="b", address="10.0.0.2")
     machines.silent.add("b")
-    hosts._look(lambda: None)
+    watches._look()
     machines.silent.clear()
-    hosts._look(lambda: None)
+    watches._look()
     hosts.take(Config((Backend("m", "m"), Backend("n", "n", host="c"))))
     for each in readers:
         list(each)
-    assert set(hosts.all.by_name) == {"", "a", "b", "c"}
-    assert set(hosts.watches) == {"a", "b"}
-    for watch in hosts.watches.values():
+    assert set(hosts.by_name) == {"", "a", "b", "c"}
+    assert set(watches.by_host) == {"a", "b"}
+    for watch in watches.by_host.values():
         watch.worker.close()

@@ -1,4 +1,4 @@
-"""The watch over servers elsewhere, and one real anvil-mux behind another, with TLS."""
+"""The watch over external servers, and one real anvil-mux behind another, with TLS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.host.elsewhere import Finding, asked
 from anvil_mux.multiplexer.circuits import Circuits
-from anvil_mux.serve.elsewhere import ElsewhereWatch, warnings
+from anvil_mux.serve.polling import ExternalServers, warnings
 from tests.fake_engine import Asked, FakeEngine
 from tests.proxy.test_tls import make_certificate
 from tests.running import Running, begin, seen, serving
@@ -85,8 +85,7 @@ class Watched:
         clock = Clock()
         clock.now = lambda: self.moment  # type: ignore[method-assign, assignment]
         self.circuits = Circuits(clock)
-        self.watch = ElsewhereWatch(self.circuits, self.said.append, ask=self._ask, now=clock.now)
-        self.watch.worker.start = lambda: None  # type: ignore[method-assign]
+        self.watch = ExternalServers(self.circuits, self.said.append, ask=self._ask, now=clock.now)
         self.watch.take(Config((GPT, Backend("local", "local"))))
 
     def _ask(self, backend: Backend) -> Finding:

@@ -11,8 +11,8 @@ from anvil_mux.cluster.messages import Fenced
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import Awake, Evicted, Unfit
-from anvil_mux.serve import watch
-from anvil_mux.serve.watch import HostWatch
+from anvil_mux.serve import watches
+from anvil_mux.serve.watches import HostWatch
 
 A, B, C = (Backend(name, name, ("0",), host="h") for name in "abc")
 
@@ -41,7 +41,7 @@ class House:
             is_heard=lambda name, since: name in self.heard,
         )
         overview = SimpleNamespace(
-            configured=lambda: (A, B, C, Backend("elsewhere", "e")),
+            configured=lambda: (A, B, C, Backend("external", "e")),
             serving=lambda host: [(each, (each.name, 1)) for each in self.serving],
         )
         self.host = SimpleNamespace(
@@ -56,7 +56,7 @@ class House:
             begin=tell("adopt"), stop_orphans=tell("stop orphans"), stop_all=tell("stop")
         )
         news = SimpleNamespace(begin_anew=lambda: None, read=self.read)
-        monkeypatch.setattr(watch, "is_there", lambda address, limit: address[0] in self.answering)
+        monkeypatch.setattr(watches, "is_there", lambda address, limit: address[0] in self.answering)
         self.watch = HostWatch(
             self.host,
             SimpleNamespace(facts=facts, overview=overview),

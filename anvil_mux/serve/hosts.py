@@ -1,0 +1,261 @@
+"""The hosts of one anvil-mux, and what it has them do: be configured, hand over what runs, stop, read ahead.
+
+Each host has its part of the configuration. Engines that run there before we have begun them are taken over,
+if they can stay; those that cannot are stopped. Each serves as soon as it is adopted, and its GPUs go to no
+other before it serves, is in standby, or was stopped. Swaps are the multiplexer's, and news the watches'
+(watches.py).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+from anvil_mux.clock import Clock, Worker
+from anvil_mux.cluster.channel import AgentSilent, Nowhere
+from anvil_mux.cluster.cluster import Cluster
+from anvil_mux.cluster.links import Node
+from anvil_mux.cluster.remote import RemoteHost
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.host.hosts import AnyHost, Hosts
+from anvil_mux.host.local import LocalHost
+from anvil_mux.host.seam import Awake, Evicted, HostConfig, Unfit
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.scheduler.causes import Cause, sentence
+from anvil_mux.scheduler.events import Event
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+TOO_MANY = "it cannot stay beside the others"
+
+READ_AHEAD_SECONDS = 0.25
+"""Seconds between two looks which load each queue waits for."""
+GATHER_SECONDS = 0.01
+"""How long a queue is there before anything is read: a load that need not wait has begun by then."""
+MOST_READ_AHEAD = 8
+"""The most backends of one host that are read ahead."""
+
+
+def side_by_side(do: Callable[[T], U], items: Sequence[T]) -> list[U]:
+    """Call a function for each item, side by side; each may take long."""
+    with ThreadPoolExecutor(len(items) or 1) as pool:
+        return list(pool.map(do, items))
+
+
+# Which hosts there are
+
+
+class ConfiguredHosts(Hosts):
+    """All hosts, each with its part of the configuration: the own, those that backends are on, and those that
+    are in the cluster. ``cluster`` None: there are no others; one that is named all the same counts as lost.
+    """
+
+    def __init__(self, local: LocalHost, cluster: Cluster | None, config: Config) -> None:
+        """``local`` has its part of ``config``."""
+        # Other threads go through the hosts, so ``by_name`` is replaced as a whole and never altered.
+        super().__init__({"": local})
+        self.local = local
+        self.cluster = cluster
+        self._config = config
+        self._adding = threading.Lock()
+        self._add(config)
+        for name in self.others:
+            self._configure(name, config)
+
+    @property
+    def others(self) -> list[str]:
+        """The names of all hosts but the own."""
+        return [name for name in self.by_name if name]
+
+    @property
+    def nodes(self) -> Mapping[str, Node]:
+        """The hosts that are in the cluster, and may be used."""
+        return self.cluster.nodes if self.cluster else {}
+
+    def _add(self, config: Config) -> None:
+        """Have the hosts that are named, and those that are there."""
+        with self._adding:
+            known = self.by_name
+            named = dict.fromkeys([*(backend.host for backend in config.backends), *self.nodes])
+            self.by_name = {**known, **{name: self._remote(name) for name in named if name not in known}}
+
+    def _remote(self, name: str) -> RemoteHost:
+        return self.cluster.host(name) if self.cluster else RemoteHost(name, Nowhere(), Clock())
+
+    def _configure(self, name: str, config: Config) -> None:
+        """Give a host its part of a configuration; one that is silent is given it when it answers."""
+        with suppress(AgentSilent):
+            self[name].reconfigure(HostConfig.of(config, name))
+
+    def join(self, name: str) -> bool:
+        """Have a host that has come into the cluster; whether it was known before, by its name."""
+        is_known = name in self.by_name
+        self._add(self._config)
+        self._configure(name, self._config)
+        return is_known
+
+    def take(self, config: Config) -> None:
+        """Give each host its part of another configuration; ConfigError if one refuses, and none has it."""
+        self._add(config)
+        tried = []
+        try:
+            for name in self.by_name:
+                tried.append(name)
+                self._configure(name, config)
+        except ConfigError:
+            for name in tried:
+                with suppress(ConfigError):
+                    self._configure(name, self._config)
+            raise
+        self._config = config
+
+    def close(self) -> None:
+        """Let another anvil-mux have the hosts."""
+        if self.cluster:
+            self.cluster.release()
+            self.cluster.close()
+        self.local.close()
+
+
+# What runs there
+
+
+class Stock(NamedTuple):
+    """Backends that run on hosts, as they were found."""
+
+    awake: dict[str, str]
+    """Backend -> the URL at which it serves."""
+    standby: dict[str, Evicted]
+    unfit: list[tuple[Backend, str]]
+    """Backends that cannot be taken over, and why."""
+
+
+def take_stock(hosts: AnyHost, running: Sequence[Backend]) -> Stock:
+    """Ask how backends are that run."""
+    found = list(zip(running, side_by_side(hosts.adopt, running), strict=True))
+    return Stock(
+        {backend.name: what.url for backend, what in found if isinstance(what, Awake)},
+        {backend.name: what for backend, what in found if isinstance(what, Evicted)},
+        [(backend, what.why) for backend, what in found if isinstance(what, Unfit)],
+    )
+
+
+class Adoption:
+    """Takes over engines, and stops them; ``say`` tells whoever started the program why."""
+
+    def __init__(self, hosts: Hosts, mux: Multiplexer, say: Callable[[str], object]) -> None:
+        self._hosts = hosts
+        self._mux = mux
+        self._say = say
+        self.is_over = threading.Event()
+        """Set once it is known what ran on our own host before we did."""
+
+    def begin(self, host: str, backends: Iterable[Backend]) -> None:
+        """Take over what answers or is in standby on a host, and stop what is left; requests come already."""
+        self.stop_orphans(host)
+        there = [backend for backend in backends if backend.host == host]
+        running = self.running(there)
+        self._mux.facts.looked_at({each.name for each in there} - {each.name for each in running})
+        side_by_side(self._adopt, running)
+        if not host:
+            self.is_over.set()
+
+    def _adopt(self, backend: Backend) -> None:
+        stock = take_stock(self._hosts, [backend])
+        self.stop_all([(backend, _anew(backend, why)) for backend, why in stock.unfit])
+        if self._mux.facts.adopt(stock.awake, stock.standby):
+            self.stop(backend, TOO_MANY)
+        self._mux.facts.looked_at([backend.name])
+
+    def fit(self, backends: Iterable[Backend]) -> Stock:
+        """Find those of ``backends`` that run already and can be taken over; stop the others that run."""
+        stock = take_stock(self._hosts, self.running(backends))
+        self.stop_all([(backend, _anew(backend, why)) for backend, why in stock.unfit])
+        return stock
+
+    def running(self, backends: Iterable[Backend], when: str = " already") -> list[Backend]:
+        """List the ``backends`` that run; external ones always do, as far as we have to care."""
+        backends, names = list(backends), set[str]()
+        for host in dict.fromkeys(backend.host for backend in backends if not backend.url):
+            try:
+                names.update(self._hosts[host].running())
+            except MuxError as error:
+                where = f" on {host}" if host else ""
+                self._say(f"cannot see what runs{when}{where}: {error.message}")
+        return [backend for backend in backends if backend.url or backend.name in names]
+
+    def stop_orphans(self, host: str) -> None:
+        """Stop what an earlier start served on a host and the configuration has no longer."""
+        for orphan in self._hosts[host].orphans():
+            self.stop(orphan, sentence(Cause("removed")))
+
+    def stop_all(self, pairs: Sequence[tuple[Backend, str]]) -> None:
+        """Stop engines side by side, each for a reason."""
+        side_by_side(lambda pair: self.stop(*pair), pairs)
+
+    def stop(self, backend: Backend, why: str) -> None:
+        """Stop an engine, and tell why."""
+        self._say(f"stopping {backend.name}: {why}")
+        try:
+            self._hosts.stop(backend)
+        except MuxError as error:
+            self._say(f"{backend.name} could not be stopped: {error.message}")
+
+
+def _anew(backend: Backend, why: str) -> str:
+    return f"{why}; the next request for {backend.model} loads it anew"
+
+
+# What is read there ahead of its load
+
+
+ComingLoads = Callable[[Iterable[str]], tuple[list[str], list[Backend]]]
+"""The models among some that have a queue, and the backends whose loads they wait for, the next first."""
+
+
+class ReadingAhead:
+    """Orders hosts to read weights ahead: those for the loads that queues wait for.
+
+    A queue that begins wakes the worker; as long as any queue is there it looks every ``READ_AHEAD_SECONDS``
+    which load each waits for, and tells a host when that is another one than before. A host stops by itself
+    while it loads. ``observe`` is called under the multiplexer's lock.
+    """
+
+    def __init__(self, coming_loads: ComingLoads, hosts: Hosts) -> None:
+        self._coming_loads = coming_loads
+        self._hosts = hosts
+        self._begun: deque[str] = deque()
+        """The models whose queues began since the last look."""
+        self._queued: list[str] = []
+        self._ordered: dict[str, list[Backend]] = {}
+        """Host -> the backends that it was told, as they were described."""
+        self.worker = Worker("read-ahead", self.look, first=None, gather=GATHER_SECONDS)
+
+    def observe(self, event: Event) -> None:
+        """Take an event of the multiplexer."""
+        if event.kind == "queued" and event.bound < math.inf:
+            self._begun.append(event.model)
+            self.worker.wake()
+
+    def look(self) -> float | None:
+        """Tell hosts what is to be read now; the seconds until the next look, None if there is no queue."""
+        models = dict.fromkeys(self._queued)
+        while self._begun:
+            models[self._begun.popleft()] = None
+        self._queued, backends = self._coming_loads(models)
+        wanted: dict[str, list[Backend]] = {host: [] for host in self._ordered}
+        for backend in backends:
+            if len(on_host := wanted.setdefault(backend.host, [])) < MOST_READ_AHEAD:
+                on_host.append(backend)
+        for host, each in wanted.items():
+            if self._ordered.get(host, []) != each:
+                self._hosts[host].read_ahead([backend.name for backend in each])
+        self._ordered = {host: each for host, each in wanted.items() if each}
+        return READ_AHEAD_SECONDS if self._queued else None

@@ -1,0 +1,453 @@
+"""The watches over hosts: what is heard of each, whether it is lost, and how it is back.
+
+The own host is always there: its news are read, and handed to whom they concern. A host of the cluster may be
+lost. Two witnesses are needed before a host is taken as lost: its agent does not answer, and none of the
+engines that serve there answers a question over HTTP. While only the agent is silent control is away:
+requests go on, and nothing is begun there. Where no engine serves, an agent that is silent is lost if the way
+to the others is open, or after ``ALONE_SECONDS``.
+
+========  ============  ==============================================================================
+agent     engines       the host is
+========  ============  ==============================================================================
+answers   (not asked)   here
+silent    one answers   away: leases go on, no swaps
+silent    silent        lost: leases are severed, its GPUs go to nobody, nothing is loaded there
+back                    here: what runs was adopted, what may not stay was stopped
+========  ============  ==============================================================================
+
+A host that joins the cluster, or comes back with other GPUs, is a reason to read the configuration again:
+which backends there are follows from the file and from the hosts.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from anvil_mux.clock import Clock, Worker
+from anvil_mux.cluster.channel import AgentSilent
+from anvil_mux.cluster.frames import Unreadable
+from anvil_mux.cluster.messages import Fenced
+from anvil_mux.cluster.remote import RemoteHost
+from anvil_mux.config.config import Backend, Config, gpu_name
+from anvil_mux.errors import MuxError
+from anvil_mux.host.seam import (
+    PHASES,
+    AnyNews,
+    GpusSeen,
+    Host,
+    LoadSaid,
+    PhaseTook,
+    PromptsKept,
+    ServiceEnded,
+    Sight,
+    WeightsRead,
+)
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.scheduler.progress import LogProgress
+from anvil_mux.scheduler.status import KeptPrompts
+from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, side_by_side, take_stock
+from anvil_mux.serve.state_files import Known, as_text
+
+NEWS_SECONDS = 30.0
+"""How long the own host is asked to wait for news."""
+POLL_SECONDS = 2.0
+"""How long the agent is asked to wait for news."""
+SILENT_SECONDS = 5.0
+"""After which an agent that does not answer counts as silent."""
+HEALTH_SECONDS = 2.0
+"""How long an engine may take to answer the question whether it is there."""
+ALONE_SECONDS = 30.0
+"""After which a host where no engine serves is lost although no agent is reached."""
+PAUSE_SECONDS = 0.5
+LOOK_SECONDS = 2.0
+"""Seconds between two looks which hosts there are."""
+SEEN_SECONDS = 15.0
+"""How long a start waits until it is known what runs on the hosts of the cluster."""
+
+
+class HostWatches:
+    """The watches over all hosts of one program, and the thread that sees which there are in the cluster.
+
+    ``changed`` is called when other hosts, or other GPUs, are there.
+    """
+
+    def __init__(
+        self,
+        hosts: ConfiguredHosts,
+        mux: Multiplexer,
+        adoption: Adoption,
+        clock: Clock,
+        *,
+        took: Callable[[Backend, str, float], object],
+        read_ahead: Callable[[Backend, int, float], object],
+        say: Callable[[str], object],
+        fenced: Callable[[str], object],
+        changed: Callable[[], object],
+    ) -> None:
+        self._hosts = hosts
+        self._cluster = hosts.cluster
+        self._clock = clock
+        self._say = say
+        self._changed = changed
+        self._is_away = False
+        self._problems: dict[str, str] = {}
+        """Why hosts cannot be used, as it was told last."""
+        self._learned: tuple[Known, int, Config | None] = Known(), 0, None
+        self._news = NewsReader("", hosts.local, mux, took, read_ahead)
+
+        def watch(host: RemoteHost, *, is_lost: bool) -> HostWatch:
+            news = NewsReader(host.name, host, mux, took, read_ahead)
+            return HostWatch(host, mux, adoption, news, clock=clock, say=say, fenced=fenced, is_lost=is_lost)
+
+        self._watch = watch
+        # Other threads go through these, so they are replaced as a whole and never altered.
+        self.by_host: Mapping[str, HostWatch] = {}
+        """The watches of hosts of the cluster that were ever there."""
+        if self._cluster:
+            self.by_host = {name: watch(self._cluster.host(name), is_lost=False) for name in hosts.nodes}
+        self._own_worker = Worker("news", self._news.read)
+        self._membership = Worker("cluster", self._look, first=LOOK_SECONDS)
+
+    def start(self) -> None:
+        self._own_worker.start()
+        for each in self.by_host.values():
+            each.worker.start()
+        if self._cluster:
+            self._tell_problems(self._cluster.problems)
+            self._membership.start()
+
+    def await_seen(self) -> None:
+        """Return once it is known what runs on each host that was there at the start, within a bound."""
+        deadline = self._clock.now() + SEEN_SECONDS
+        for each in self.by_host.values():
+            each.is_seen.wait(max(deadline - self._clock.now(), 0.0))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._own_worker.close()
+        self._membership.close()
+        for each in self.by_host.values():
+            each.worker.close()
+
+    def remember(self, known: Known, config: Config) -> None:
+        """Have each host keep what was learned there. One thread at a time.
+
+        It is asked ten times a second while requests come, and the texts of many models take long to write.
+        Of watches there are only ever more.
+        """
+        learned = known, len(self.by_host), config
+        if learned != self._learned:
+            self._learned = learned
+            for host, watch in self.by_host.items():
+                watch.learned = as_text(known.of_host(host, config))
+
+    # Which hosts there are
+
+    def _look(self) -> float:
+        """Look which hosts there are."""
+        assert self._cluster
+        try:
+            is_changed = self._cluster.look()
+        except AgentSilent as error:
+            if not self._is_away:
+                self._say(f"the cluster cannot be controlled at the moment, requests go on: {error.message}")
+            self._is_away = True
+            return LOOK_SECONDS
+        if self._is_away:
+            self._say("the cluster can be controlled again")
+        self._is_away = False
+        self._tell_problems(self._cluster.problems)
+        for name in self._cluster.nodes:
+            if name not in self.by_host:
+                is_known = self._hosts.join(name)
+                joined = self._watch(self._cluster.host(name), is_lost=is_known)
+                self.by_host = {**self.by_host, name: joined}
+                joined.worker.start()
+        if is_changed:
+            self._changed()
+        return LOOK_SECONDS
+
+    def _tell_problems(self, problems: Mapping[str, str]) -> None:
+        """Say of hosts that were never in use why they cannot be, once."""
+        for name, why in problems.items():
+            if name not in self.by_host and why != self._problems.get(name):
+                self._say(f"host {name} cannot be used: {why}")
+        self._problems = dict(problems)
+
+    # How they are
+
+    def missing(self) -> list[str]:
+        """The hosts that backends are on and that are not there."""
+        here = self._hosts.nodes
+        return [name for name in self._hosts.others if name not in here and name not in self.by_host]
+
+    def is_here(self, host: str) -> bool:
+        """Whether it can be asked now what runs on a host."""
+        return not host or (host in self.by_host and self.by_host[host].state == "here")
+
+    def busy(self, hosts: Iterable[str]) -> ExitStack:
+        """A context in which it is not just being found out what runs on these hosts."""
+        stack = ExitStack()
+        for host in hosts:
+            if watch := self.by_host.get(host):
+                stack.enter_context(watch.busy)
+        return stack
+
+    def sight(self) -> Sight:
+        """The use of all GPUs, by name."""
+        sight = dict(self._news.sight())
+        for each in self.by_host.values():
+            sight |= each.news.sight()
+        return sight
+
+    def problem(self) -> str:
+        """Why the cluster cannot be steered now, "" if it can. Never blocks."""
+        if self._is_away:
+            return "the cluster cannot be controlled: requests go on, but nothing is swapped on other hosts"
+        away = [name for name, each in self.by_host.items() if each.state in ("away", "lost")]
+        return f"not here: {', '.join(away)}" if away else ""
+
+    def round_trips(self) -> dict[str, float]:
+        """Seconds that the agents of the hosts that are here took to answer last."""
+        here = [each.host for each in self.by_host.values() if each.state == "here"]
+        return {host.name: host.round_trip_seconds for host in here if host.round_trip_seconds is not None}
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return the part of GET /hosts that the scheduler does not know."""
+        own = self._hosts.local.inventory().gpus
+        gpus = [{"id": gpu.id, "name": gpu.name, "total": gpu.total} for gpu in own]
+        reports: list[dict[str, Any]] = [{"host": "local", "state": "here", "gpus": gpus}]
+        if self._cluster:
+            hosts, problems = self._cluster.hosts, self._cluster.problems
+            for name in dict.fromkeys((*hosts, *problems)):
+                about = hosts[name].report() if name in hosts else {}
+                reports.append({"host": name, **self._state(name, problems.get(name, "")), **about})
+        return reports
+
+    def _state(self, name: str, problem: str) -> dict[str, str]:
+        """Return the state of a host of the cluster, and why it is not here."""
+        if watch := self.by_host.get(name):
+            return {"state": watch.state, "why": watch.why or problem}
+        return {"state": "unusable", "why": problem} if problem else {"state": "absent"}
+
+
+class HostWatch:
+    """Keeps one host of the cluster in use. ``fenced(why)`` is told that another anvil-mux has it now."""
+
+    def __init__(
+        self,
+        host: RemoteHost,
+        mux: Multiplexer,
+        adoption: Adoption,
+        news: NewsReader,
+        *,
+        clock: Clock,
+        say: Callable[[str], object],
+        fenced: Callable[[str], object],
+        is_lost: bool,
+    ) -> None:
+        self.host = host
+        self.news = news
+        self._mux = mux
+        self._adoption = adoption
+        self._clock = clock
+        self._say = say
+        self._fenced = fenced
+        self.state = "lost" if is_lost else "new"
+        """``new`` (it is not known what runs there), ``here``, ``away`` or ``lost``; its thread writes it."""
+        self.why = ""
+        """Why it is not here."""
+        self.learned = ""
+        """A text with what was learned of the host, which keeps it. Any thread writes it."""
+        self._kept = ""
+        self._heard = clock.now()
+        self._is_sure = False
+        """Whether it is the run of the agent that was configured."""
+        self._is_unknown = True
+        """Whether that run was not asked yet what runs there."""
+        self.busy = threading.Lock()
+        """Held while it is found out what runs there."""
+        self.is_seen = threading.Event()
+        """Set once it is known what runs there, or that it is lost."""
+        self.worker = Worker(f"host-{host.name}", self.turn)
+
+    def turn(self) -> float:
+        """Hear of the host once; the seconds until the next time."""
+        try:
+            if not self._is_sure:
+                self._contact()
+        except Fenced as error:
+            self._fenced(error.message)
+            return ALONE_SECONDS
+        except MuxError as error:  # silent, of another version, of another anvil-mux, or without Docker
+            return self._missed(error.message)
+        try:
+            self.news.read(POLL_SECONDS)
+            if self.learned != self._kept:
+                self._kept = self.learned
+                self.host.remember(self._kept)
+        except Fenced as error:
+            self._fenced(error.message)
+            return ALONE_SECONDS
+        except (AgentSilent, Unreadable) as error:
+            return self._missed(error.message)
+        self._heard = self._clock.now()
+        return 0.0
+
+    # Heard
+
+    def _contact(self) -> None:
+        with self.busy:
+            if self.host.contact():
+                self.news.begin_anew()
+                self._is_unknown = True
+            if self._is_unknown or self.state != "here":
+                self._take_stock()
+            self.state, self.why = "here", ""
+            self._is_sure, self._is_unknown = True, False
+        self._heard = self._clock.now()
+        self.is_seen.set()
+
+    def _take_stock(self) -> None:
+        """Find out what runs there, and make it known."""
+        backends = [each for each in self._mux.overview.configured() if each.host == self.host.name]
+        if self.state == "new":
+            self._adoption.begin(self.host.name, backends)
+        elif self.state == "lost":
+            self._adoption.stop_orphans(self.host.name)
+            self._come_back(backends)
+        elif self._is_unknown:
+            self._find_dead()
+        if self.state == "away":
+            self._mux.facts.host_away(self.host.name, False)
+
+    def _come_back(self, backends: list[Backend]) -> None:
+        running = set(self.host.running())
+        stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
+        self._mux.facts.host_back(self.host.name, stock.awake, stock.standby)
+        self._adoption.stop_all(stock.unfit)
+
+    def _find_dead(self) -> None:
+        """Report the engines that ended while nobody saw it."""
+        running = set(self.host.running())
+        for backend, _ in self._mux.overview.serving(self.host.name):
+            if backend.name not in running:
+                self._mux.facts.died(backend.name, "ended while its agent was away")
+
+    # Not heard
+
+    def _missed(self, why: str) -> float:
+        self._is_sure, self.why = False, why
+        if self.state == "lost":
+            return PAUSE_SECONDS
+        silent = self._clock.now() - self._heard
+        if silent < SILENT_SECONDS:
+            return PAUSE_SECONDS
+        if self._is_any_engine_there():
+            if self.state == "here":
+                self.state = "away"
+                self._mux.facts.host_away(self.host.name, True)
+                self._say(f"host {self.host.name}: its engines answer and its agent does not: {why}")
+        elif self._mux.overview.serving(self.host.name) or silent >= ALONE_SECONDS or self.host.is_way_open():
+            self._lose(why)
+        return PAUSE_SECONDS
+
+    def _lose(self, why: str) -> None:
+        self.state = "lost"
+        self._say(f"host {self.host.name} is lost: {why}")
+        self._mux.facts.host_lost(self.host.name)
+        self.host.given_up()
+        self.is_seen.set()
+
+    def _is_any_engine_there(self) -> bool:
+        """Whether one of its engines answers, or has just sent anybody a byte."""
+        serving = self._mux.overview.serving(self.host.name)
+        since = self._clock.now() - HEALTH_SECONDS
+        if any(self._mux.facts.is_heard(backend.name, since) for backend, _ in serving):
+            return True
+        return any(side_by_side(lambda each: is_there(each[1], HEALTH_SECONDS), serving))
+
+
+def is_there(address: tuple[str, int], limit: float) -> bool:
+    """Whether something answers HTTP at an address within ``limit`` seconds, whatever it says.
+
+    A connection proves nothing: the kernel of a machine that hangs accepts it all the same.
+    """
+    connection = http.client.HTTPConnection(*address, timeout=limit)
+    try:
+        connection.request("GET", "/health")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True
+
+
+class NewsReader:
+    """Reads the news of one host; one thread.
+
+    ``took(backend, phase, seconds)`` learns what steps took, ``read_ahead(backend, size, seconds)`` what was
+    read before loads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        mux: Multiplexer,
+        took: Callable[[Backend, str, float], object],
+        read_ahead: Callable[[Backend, int, float], object] = lambda backend, size, seconds: None,
+    ) -> None:
+        self._name = name
+        self._host = host
+        self._mux = mux
+        self._took = took
+        self._read_ahead = read_ahead
+        self._sight: Sight = {}
+        self._last = 0
+        """The number of the last that was handed on."""
+
+    def sight(self) -> Sight:
+        """The use of its GPUs, by their names, as last seen; it is looked at more often now. Any thread."""
+        self._host.watch_gpus()
+        return self._sight
+
+    def begin_anew(self) -> None:
+        """Begin with the first news there is: what is told by now begins to count anew."""
+        self._last, self._sight = 0, {}
+
+    def read(self, timeout: float = NEWS_SECONDS) -> float:
+        """Hand on the news that come within ``timeout`` seconds; the seconds until the next call is due."""
+        for news in self._host.news(self._last, timeout):
+            self._last = news.number
+            if isinstance(news.what, GpusSeen) or self._is_its_own(news.what.backend):
+                self._hand_on(news.what)
+        return 0.0
+
+    def _is_its_own(self, backend: str) -> bool:
+        found = self._mux.overview.backend(backend)
+        return found is not None and found.host == self._name
+
+    def _hand_on(self, what: AnyNews) -> None:
+        match what:
+            case ServiceEnded(backend, why, lines, load):
+                self._mux.facts.died(backend, why, lines, load=load)
+            case GpusSeen(sight):
+                self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
+                held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
+                self._mux.facts.memory_seen({id: n for id, n in held.items() if n > 0}, self._name)
+            case LoadSaid(backend, stage, fraction, seconds_left):
+                self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
+            case PromptsKept(backend, prompts, tokens, size):
+                self._mux.overview.note_prompts(backend, KeptPrompts(prompts, tokens, size))
+            case PhaseTook(name, phase, seconds) if phase in PHASES:
+                if found := self._mux.overview.backend(name):
+                    self._took(found, phase, seconds)
+            case WeightsRead(name, size, seconds):
+                if found := self._mux.overview.backend(name):
+                    self._read_ahead(found, size, seconds)
