@@ -29,8 +29,8 @@ ALLOWED = {
     "proxy": {"host.seam", "host.engine", "host.elsewhere"},
     "cluster": {"host.seam", "host.local", "host.visit", "host.check"},
     "serve": {"host.seam", "host.local", "host.hosts", "host.elsewhere"},
-    "lab": {"host.engine"},
-    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.byhand", "host.elsewhere"},
+    "lab": {"host.seam", "host.local", "host.check", "host.byhand", "host.engine"},
+    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.elsewhere"},
 }
 """Package -> the modules of host/ that it may use. ``engine`` has what differs between engines;
 ``local`` opens the host, ``elsewhere`` asks servers that are on none, and ``check`` and ``byhand`` are for

@@ -1,20 +1,31 @@
-"""Arguments that several commands have, how their values are read, and the configuration they name."""
+"""Arguments that several commands have, how their values are read, and what they name.
+
+They name a configuration, by compose files, or a running anvil-mux. Its address is --url, ANVIL_URL, what one
+that serves the compose file here has written down (remote.py), what that file says, or the default.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from anvil_mux.cli.output import say
 from anvil_mux.clock import count_in
+from anvil_mux.errors import ConfigError
 
 if TYPE_CHECKING:
+    from anvil_mux.cluster.cluster import Cluster
     from anvil_mux.config.config import Config, Gpu, Machine
     from anvil_mux.lab.workload import ClientGroups
+    from anvil_mux.serve.remote import RunningMux
 
 T = TypeVar("T")
+
+
+# Arguments
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
@@ -41,27 +52,26 @@ def add_cluster(command: argparse.ArgumentParser) -> None:
     )
 
 
-def read_port(text: str) -> int:
-    if count_in(text, 65535) is None:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, not {text}")
-    return int(text)
+def add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="the model's name")
 
 
-def read_size(text: str) -> int:
-    from anvil_mux.config import settings
-
-    try:
-        return int(settings.SIZE.read(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def add_file(command: argparse.ArgumentParser, default: Any = None) -> None:
+    command.add_argument(
+        "--file", action="append", dest="files", default=default or [], metavar="FILE", help="compose file"
+    )
 
 
-def read_sizes(text: str) -> tuple[int, ...]:
-    return tuple(sorted({max(int(word), 1) for word in text.split(",")}))
+def add_url(command: argparse.ArgumentParser, default: Any = None) -> None:
+    command.add_argument("--url", default=default, help="address of anvil-mux; see `ps`")
 
 
-def read_counts(text: str) -> tuple[int, ...]:
-    return tuple(map(read_positive, text.split(",")))
+def add_address(command: argparse.ArgumentParser) -> None:
+    add_file(command)
+    command.add_argument(
+        "--url", help="address of anvil-mux; by default ANVIL_URL, or the one that runs here"
+    )
+    add_json(command)
 
 
 def add_clients(command: argparse.ArgumentParser) -> None:
@@ -102,6 +112,48 @@ def clients(given: argparse.Namespace) -> ClientGroups:
     return ClientGroups(**chosen)
 
 
+# Values
+
+
+def read_value(read: Callable[[str], T], text: str) -> T:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_port(text: str) -> int:
+    if count_in(text, 65535) is None:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, not {text}")
+    return int(text)
+
+
+def read_size(text: str) -> int:
+    from anvil_mux.config import settings
+
+    return int(read_value(settings.SIZE.read, text))
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({max(int(word), 1) for word in text.split(",")}))
+
+
+def read_positive(text: str) -> int:
+    if not count_in(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+    return int(text)
+
+
+def read_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(read_positive, text.split(",")))
+
+
+def read_profiles(names: str) -> tuple[str, ...]:
+    from anvil_mux.lab import study
+
+    return read_value(study.choose_profiles, names)
+
+
 def _clients(text: str) -> tuple[int, ...]:
     from anvil_mux.lab import workload
 
@@ -120,29 +172,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def read_value(read: Callable[[str], T], text: str) -> T:
-    try:
-        return read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def read_positive(text: str) -> int:
-    if not count_in(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
-    return int(text)
-
-
-def gpus_present() -> dict[str, Gpu]:
-    """The GPUs of this machine, by each name that a file may have for them."""
-    from anvil_mux.config.config import Gpu
-    from anvil_mux.host import check
-
-    present: dict[str, Gpu] = {}
-    for found in check.gpus_here():
-        gpu = Gpu(found.id, vram=found.total, shared=found.shared, file=found.file)
-        present |= dict.fromkeys((found.id, found.uuid, *found.files), gpu)
-    return present
+# The configuration
 
 
 def configuration(
@@ -164,3 +194,101 @@ def configuration(
         judge=check.why_not_checkpoint if here else None,
         hosts=hosts or {},
     )
+
+
+def gpus_present() -> dict[str, Gpu]:
+    """The GPUs of this machine, by each name that a file may have for them."""
+    from anvil_mux.config.config import Gpu
+    from anvil_mux.host import check
+
+    present: dict[str, Gpu] = {}
+    for found in check.gpus_here():
+        gpu = Gpu(found.id, vram=found.total, shared=found.shared, file=found.file)
+        present |= dict.fromkeys((found.id, found.uuid, *found.files), gpu)
+    return present
+
+
+def reached(given: argparse.Namespace) -> Cluster | None:
+    """The cluster that the command line names, reached; None if it names none."""
+    if not given.cluster:
+        return None
+    from anvil_mux.cluster.reach import reach
+
+    return reach(given.cluster, say, insecure=given.insecure_cluster)
+
+
+# The running anvil-mux
+
+
+def ask(
+    given: argparse.Namespace,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    query: Mapping[str, str] | None = None,
+    **how: Any,
+) -> Any:
+    """The answer of the anvil-mux that is meant; MuxError with its own words if it refuses."""
+    from anvil_mux.serve import remote
+
+    return remote.ask(address(given), method, remote.query(path, **query) if query else path, body, **how)
+
+
+def events(given: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The messages of the anvil-mux that is meant, each with its kind, for as long as it runs."""
+    from anvil_mux.serve import remote
+
+    return remote.events(address(given))
+
+
+def address(given: argparse.Namespace) -> str:
+    """The address: as given, of the one that serves the file at hand, by that file, or the default."""
+    from anvil_mux.config.composefile import find_files
+    from anvil_mux.serve import remote
+
+    url, files_given = given.url or os.environ.get("ANVIL_URL"), getattr(given, "files", ())
+    if not url:
+        try:
+            files: Sequence[str | Path] = files_given or find_files(Path.cwd(), os.environ)
+        except ConfigError:
+            files = ()
+        url = remote.choose(_running(), files) or _configured_url(files_given) or remote.DEFAULT_URL
+    return with_scheme(url)
+
+
+def with_scheme(url: str) -> str:
+    return url if "://" in url else f"http://{url}"
+
+
+def running_at(url: str) -> RunningMux | None:
+    """The anvil-mux at this address, if it says that it runs here."""
+    return next((each for each in _running() if each.url == url), None)
+
+
+def _running() -> list[RunningMux]:
+    from anvil_mux.serve import remote
+    from anvil_mux.state import state_folder
+
+    return remote.places(state_folder("", os.environ))
+
+
+def _configured_url(files: Sequence[str]) -> str | None:
+    """The address in the compose files, of which nothing else is read, right or wrong."""
+    from anvil_mux.config import interpolate, overlay
+    from anvil_mux.config.composefile import find_files
+    from anvil_mux.config.table import SETTINGS
+
+    try:
+        paths = [Path(file) for file in files] or find_files(Path.cwd(), os.environ)
+        documents = [interpolate.read(path) for path in paths]
+        layers = overlay.Layers(documents, interpolate.environment(paths[0].parent, os.environ))
+        listen = os.environ.get("ANVIL_LISTEN")
+        said = listen or overlay.origins(layers.of_all())["listen"].filled("listen")
+        host, port = SETTINGS["listen"].kind.read(said)
+    except (ConfigError, ValueError, KeyError, TypeError):
+        if files and not Path(files[0]).exists():
+            raise
+        return None
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,14 +1,33 @@
-"""Tables, colours and the screen of ``anvil-mux top``: text for a terminal. Pure but for ``paint``."""
+"""The state of a running anvil-mux, and its events: the commands ``ps``, ``top``, ``events`` and ``why``.
+
+What is shown is made of JSON by functions without side effects: the answer of /healthz, which is also what
+``top`` gets as a snapshot, and the messages of /events.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
+from anvil_mux.cli import arguments
+from anvil_mux.cli.arguments import add_file, add_json, add_url, ask, read_positive
+from anvil_mux.cli.output import (
+    Columns,
+    answer,
+    paint,
+    print_columns,
+    print_table,
+    say,
+    table,
+    tabled,
+    time_of_day,
+)
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler.hosts import LOCAL
 from anvil_mux.scheduler.progress import span
@@ -21,73 +40,195 @@ LAST_LINES = 5
 """How many lines of the log of an engine that failed are shown."""
 MOST_HOSTS = 12
 """How many hosts the screen shows, of those that are here and where nothing moves."""
+MOST_STOPPED = 8
+"""How many replicas that are stopped are listed."""
 MOVING = ("loading", "cancelling", "draining", "evicting", "demoting", "stuck")
-COLOURS = {
-    "ready": "32",
-    "loading": "33",
-    "cancelling": "33",
-    "draining": "33",
-    "evicting": "33",
-    "demoting": "33",
-    "stuck": "31",
-}
+COLOURS = {"ready": "32", **dict.fromkeys(MOVING, "33"), "stuck": "31"}
 
 StatusJson = Mapping[str, Any]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table with aligned columns."""
-    cells = [head, *rows]
-    widths = [max(map(width, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell + " " * (wide - width(cell)) for cell, wide in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+# The commands
 
 
-def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """Paint ``text`` in a colour, on terminals."""
-    stream = stream or sys.stdout
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
-    if not colour or (plain and not os.environ.get("FORCE_COLOR")):
-        return text
-    return f"\x1b[{colour}m{text}\x1b[0m"
-
-
-def width(cell: str) -> int:
-    """The width of a text on the screen, without its colours."""
-    return len(cell) - 9 * cell.count("\x1b[0m")
-
-
-def state_cell(state: str) -> str:
-    return paint(state, COLOURS.get(state, ""))
-
-
-def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
-    """A model's row in ``ps`` and ``top``."""
-    seconds, far = model["load_seconds"], model.get("progress")
-    error = (model["last_error"] or "").partition("\n")[0]
-    backend = model["backends"][model["backend"]]
-    elsewhere = model.get("elsewhere")
-    if elsewhere:
-        error = error or (elsewhere["why"] or "" if elsewhere["circuit"] != "closed" else "")
-    return (
-        name,
-        _state(model) + (f" {far['words']}" if far else "") + (" pinned" if model.get("pinned") else ""),
-        "" if backend["size"] is None else gib(backend["size"]),
-        elsewhere["server"] if elsewhere else where(model),
-        str(model["leases"]),
-        str(model["waiting"]) + (f" of {model['max_queue']}" if "max_queue" in model else ""),
-        "" if seconds is None else f"{seconds:.1f} s",
-        "" if elsewhere else _until(model, backend["unload_seconds"]),
-        error if len(error) <= 60 else error[:57] + "...",
+def add_why(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--explain", action="store_true", help="also show which replica would get it, and why not the others"
     )
+    command.add_argument(
+        "--tokens",
+        type=read_positive,
+        metavar="N",
+        help="explain for a prompt of N tokens, none of them cached",
+    )
+
+
+def add_events(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only events of this model")
+    command.add_argument("-f", "--follow", action="store_true", help="keep printing new events as they come")
+    add_file(command)
+    add_url(command)
+    add_json(command)
+
+
+def ps(given: argparse.Namespace) -> int:
+    return answer(given, ask(given, "GET", "/healthz", accept=(200, 503)), _print_status)
+
+
+def _print_status(status: StatusJson) -> None:
+    for line in [*models_table(status), *other_programs(status), *last_lines(status["models"])]:
+        print(line)
+    for name, why in (status.get("problems") or {}).items():
+        say(f"warning: {name}: {why}")
+    if lacking := (status.get("notes") or {}).get("rights"):
+        say(f"warning: {lacking}")
+    for host in hosts_not_here(status):
+        say(f"warning: {host}")
+    if line := pause_line(status):
+        say(line)
+
+
+def events(given: argparse.Namespace) -> int:
+    for kind, data in arguments.events(given):
+        for event in data["events"] if kind == "snapshot" else (data,) if kind == "event" else ():
+            if given.model in ("", event["model"]):
+                print(json.dumps(event) if given.json else event_line(event), flush=True)
+        if kind == "lost":
+            say(f"{data['events']} events came faster than they were read, and are lost")
+        if not given.follow:
+            break
+    return 0
+
+
+def top(given: argparse.Namespace) -> int:
+    """Draws the picture anew whenever something has changed; once, where it is no terminal."""
+    picture, live = TopScreen(), sys.stdout.isatty()
+    for kind, data in arguments.events(given):
+        picture.take(kind, data)
+        if given.json:
+            print(json.dumps({"kind": kind, **data}), flush=True)
+        elif live:
+            height = os.get_terminal_size().lines - 1
+            shown = [f"{line}\x1b[K\n" for line in picture.lines(time.time())[:height]]
+            print("\x1b[H" + "".join(shown) + "\x1b[J", end="", flush=True)
+        else:
+            print("\n".join(picture.lines(time.time())))
+            break
+    return 0
+
+
+def why(given: argparse.Namespace) -> int:
+    query = {"model": given.model, "tokens": str(given.tokens or 0)}
+    explained = bool(given.explain or given.tokens)
+    return answer(given, ask(given, "GET", "/why", query=query), lambda found: _print_why(found, explained))
+
+
+def _print_why(found: Mapping[str, Any], explained: bool) -> None:
+    print(found["sentence"])
+    _print_candidates(found.get("hosts") or ())
+    for stage, rows in found["stages"].items() if explained else ():
+        _print_explained(stage, rows)
+
+
+def _print_candidates(hosts: Sequence[Mapping[str, Any]]) -> None:
+    """The hosts where a model may run: those where it is loaded, those that are left out, and the others."""
+    empty = [each for each in hosts if not each["left_out"] and each["states"].keys() == {"stopped"}]
+    if rows := [each for each in hosts if each not in empty]:
+        print_columns(CANDIDATES, rows)
+    if empty:
+        print(f"It may be loaded on {named(each['host'] for each in empty)}.")
+
+
+CANDIDATES: Columns[StatusJson] = {
+    "HOST": lambda host: host["host"],
+    "BACKENDS": lambda host: ", ".join(f"{count} {state}" for state, count in host["states"].items()),
+    "LEFT OUT": lambda host: host["left_out"] or "",
+}
+
+
+def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Each replica, the step of the policy that removes it, and what the metrics say of it.
+
+    Those that are stopped, of which there may be hundreds, are counted where they are many.
+    """
+    stopped = [row for row in rows if row["removed_by"] == "stopped"]
+    if len(stopped) > MOST_STOPPED:
+        rows = [row for row in rows if row["removed_by"] != "stopped"]
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    read = any("engine" in row for row in rows)
+    shown = [
+        (
+            row["backend"],
+            "chosen" if row["chosen"] else row["removed_by"],
+            *[_number(row["metrics"].get(name)) for name in names],
+            *([_of_engine(row.get("engine"))] if read else []),
+        )
+        for row in rows
+    ]
+    head = ("REPLICA" if stage == "neutral" else stage.upper(), "REMOVED BY", *names)
+    print_table((*head, "ITS ENGINE") if read else head, shown)
+    if len(stopped) > MOST_STOPPED:
+        print(f"and {len(stopped)} that are stopped")
+
+
+def _of_engine(said: Mapping[str, Any] | None) -> str:
+    """The figures of an engine, and their age."""
+    if not said:
+        return ""
+    age = f"{said['age_seconds']:g} s"
+    if said["running"] is None:
+        return f"nothing for {age}"
+    full = "" if said["kv_usage"] is None else f", cache {said['kv_usage']:.1%} full"
+    return f"{said['running']} run, {said['waiting']} wait{full}, {age} ago"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+# The table of models
+
+
+def _with_names(of: Mapping[str, StatusJson]) -> list[StatusJson]:
+    """The values, each with its name."""
+    return [{**about, "name": name} for name, about in of.items()]
+
+
+def models_table(status: StatusJson) -> list[str]:
+    """The table of ``ps`` and ``top``, the presets of each model, and its prompts on disk."""
+    columns = {"WHERE" if k == "GPUS" and status.get("hosts") else k: v for k, v in MODEL_COLUMNS.items()}
+    models = status["models"].items()
+    presets = [
+        f"presets of {name}: {named(about['presets'])}" for name, about in models if "presets" in about
+    ]
+    kept = [
+        f"prompts of {name} on disk: {_kept(about['kept_prompts'])}"
+        for _, model in models
+        for name, about in model["backends"].items()
+        if "kept_prompts" in about
+    ]
+    choices = [_choice_line(*pair) for pair in status.get("any_of", {}).items()]
+    return [*tabled(columns, _with_names(status["models"])), *presets, *choices, *kept]
+
+
+def _choice_line(name: str, about: StatusJson) -> str:
+    """The line of a name that stands for several models."""
+    never = "" if about["swap"] == "allowed" else ", swap: never"
+    return f"{name}: any of {', '.join(about['models'])}{never}; now {about['serves']}"
+
+
+def _kept(prompts: StatusJson) -> str:
+    return f"{prompts['prompts']} ({prompts['tokens']} tokens, {prompts['size'] / (1 << 20):.1f} MiB)"
+
+
+def _painted(state: str) -> str:
+    return paint(state, COLOURS.get(state, ""))
 
 
 def _state(model: StatusJson) -> str:
     if "elsewhere" in model:
         return _circuit(model["elsewhere"])
-    return paint("host lost", COLOURS["stuck"]) if model.get("host_lost") else state_cell(model["state"])
+    return paint("host lost", COLOURS["stuck"]) if model.get("host_lost") else _painted(model["state"])
 
 
 def _circuit(elsewhere: StatusJson) -> str:
@@ -100,6 +241,8 @@ def _circuit(elsewhere: StatusJson) -> str:
 
 def where(model: StatusJson) -> str:
     """The GPUs that a model is on, or the hosts where it needs none; else where it may be loaded."""
+    if "elsewhere" in model:
+        return str(model["elsewhere"]["server"])
     candidates = model.get("candidates")
     if not candidates:
         return ",".join(model["gpus"])
@@ -124,6 +267,178 @@ def named(names: Iterable[str], between: str = ", ") -> str:
     found = list(dict.fromkeys(names))
     more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
     return between.join(found[:MOST]) + more
+
+
+def _until(model: StatusJson) -> str:
+    """How long a model stays in its state."""
+    if "elsewhere" in model:
+        return ""
+    seconds = model["backends"][model["backend"]]["unload_seconds"]
+    if model["state"] in ("draining", "evicting", "cancelling"):
+        drain = model.get("draining") or {}
+        first = next(iter(drain.get("answers", ())), None)
+        if first is None or drain["seconds_left"] is not None:
+            return "leaving"
+        return f"{first['request']} ends ({span(first['run_seconds'])})"
+    if model["state"] != "ready":
+        back = model.get("home_seconds")
+        return "" if back is None else f"back in {span(back)}"
+    if model["leases"]:
+        return "in use"
+    if seconds is None:
+        return "unpinned" if model.get("pinned") else "next swap"
+    return f"{seconds:.0f} s from now" if seconds < 120 else f"{seconds / 60:.0f} min from now"
+
+
+def _state_cell(model: StatusJson) -> str:
+    far = model.get("progress")
+    return _state(model) + (f" {far['words']}" if far else "") + (" pinned" if model.get("pinned") else "")
+
+
+def _size(model: StatusJson) -> str:
+    size = model["backends"][model["backend"]]["size"]
+    return "" if size is None else gib(size)
+
+
+def _error(model: StatusJson) -> str:
+    error = (model["last_error"] or "").partition("\n")[0]
+    elsewhere = model.get("elsewhere")
+    if not error and elsewhere and elsewhere["circuit"] != "closed":
+        error = elsewhere["why"] or ""
+    return error if len(error) <= 60 else error[:57] + "..."
+
+
+MODEL_COLUMNS: Columns[StatusJson] = {
+    "MODEL": lambda model: model["name"],
+    "STATE": _state_cell,
+    "SIZE": _size,
+    "GPUS": lambda model: where(model),
+    "LEASES": lambda model: str(model["leases"]),
+    "WAITING": lambda m: str(m["waiting"]) + (f" of {m['max_queue']}" if "max_queue" in m else ""),
+    "LOADED-IN": lambda m: "" if m["load_seconds"] is None else f"{m['load_seconds']:.1f} s",
+    "UNTIL": _until,
+    "LAST ERROR": _error,
+}
+"""The columns of ``ps`` and ``top``."""
+
+
+# The screen of top
+
+
+class TopScreen:
+    """The screen of ``top``: the last state and the last events of a stream of messages."""
+
+    def __init__(self) -> None:
+        self._state: StatusJson = {}
+        self._events: deque[str] = deque(maxlen=LAST)
+
+    def take(self, kind: str, data: StatusJson) -> None:
+        """Takes a message of ``GET /events``."""
+        if kind in ("snapshot", "state"):
+            self._state = data
+        if kind == "event":
+            self._events.append(event_line(data))
+        for event in data.get("events", ()) if kind == "snapshot" else ():
+            self._events.append(event_line(event))
+
+    def lines(self, now: float) -> list[str]:
+        state = self._state
+        running = f"{state['leases']} in flight, {state['waiting']} waiting"
+        shown = [f"anvil-mux {state['version']}: {state['status']}, {running}", ""]
+        shown += [f"problem: {name}: {why}" for name, why in state["problems"].items()]
+        shown += [f"problem: {host}" for host in hosts_not_here(state)]
+        shown += filter(None, [pause_line(state)])
+        if state.get("hosts"):
+            shown += _hosts_table(state)
+        else:
+            shown += tabled(GPU_COLUMNS, _with_names(state["gpus"]))
+            shown += other_programs(state)
+        shown += ["", *models_table(state)]
+        if state["queued"]:
+            rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["queued"]]
+            shown += ["", *table(("WAITS", "FOR", "SINCE"), rows)]
+        return [*shown, "", *self._events]
+
+
+def _memory(gpu: StatusJson) -> str:
+    used, total = gpu.get("used"), gpu.get("total")
+    return f"{used / (1 << 30):.1f} of {gib(total)}" if total and used is not None else ""
+
+
+def _load(gpu: StatusJson) -> str:
+    """The sensors of a GPU, as far as it has them."""
+    sensors = gpu.get("sensors") or {}
+    units = {"utilization": "{:.0%}", "celsius": "{:.0f} °C", "watts": "{:.0f} W"}
+    read = [(sensors.get(name), form) for name, form in units.items()]
+    return " ".join(form.format(value) for value, form in read if value is not None)
+
+
+def _leaving(gpu: StatusJson) -> str:
+    drain = gpu["draining"]
+    if not drain:
+        return ""
+    left = drain["seconds_left"]
+    end = "once its requests have ended" if left is None else f"{left:.0f} s left"
+    return f"makes room for {drain['target']}, {end}"
+
+
+GPU_COLUMNS: Columns[StatusJson] = {
+    "GPU": lambda gpu: gpu["name"],
+    "STATE": lambda gpu: _painted(gpu["state"]),
+    "RESIDENT": lambda gpu: ", ".join(gpu["residents"]),
+    "MEMORY": _memory,
+    "LOAD": _load,
+    "": _leaving,
+}
+
+
+def _hosts_table(state: StatusJson) -> list[str]:
+    """A line for each host: first those that are not here and those where something moves."""
+    gpus: dict[str, list[StatusJson]] = {name: [] for name in sorted(state["hosts"])}
+    for about in state["gpus"].values():
+        gpus.setdefault(host_of(about), []).append(about)
+    stirring = [name for name in gpus if _is_stirring(state["hosts"].get(name), gpus[name])]
+    shown = [*stirring, *[name for name in gpus if name not in stirring][:MOST_HOSTS]]
+    names = [name for name in gpus if name in shown]
+    rows = [{**(state["hosts"].get(name) or {}), "name": name, "gpus": gpus[name]} for name in names]
+    lines = tabled(HOST_COLUMNS, rows)
+    left = [gpu for name in gpus.keys() - shown for gpu in gpus[name]]
+    return [*lines, f"and {len(gpus) - len(shown)} more hosts: {_summed_up(left)}"] if left else lines
+
+
+def _is_stirring(host: StatusJson | None, gpus: Iterable[StatusJson]) -> bool:
+    """Whether there is more to say of a host than what is loaded there."""
+    return bool(host and host_state(host) != "here") or any(gpu["state"] in MOVING for gpu in gpus)
+
+
+def _summed_up(gpus: Iterable[StatusJson]) -> str:
+    """How many GPUs are in each state."""
+    return ", ".join(f"{count} {state}" for state, count in Counter(gpu["state"] for gpu in gpus).items())
+
+
+def _host_state_cell(host: StatusJson) -> str:
+    state = host_state(host) if "lost" in host else "here"
+    colour = COLOURS["stuck"] if host.get("lost") else "" if state == "here" else COLOURS["loading"]
+    return paint(state, colour)
+
+
+HOST_COLUMNS: Columns[StatusJson] = {
+    "HOST": lambda host: host["name"],
+    "STATE": _host_state_cell,
+    "GPUS": lambda host: _summed_up(host["gpus"]),
+    "RESIDENT": lambda host: named(model for gpu in host["gpus"] for model in gpu["residents"]),
+    "": lambda host: "; ".join(filter(None, map(_leaving, host["gpus"]))),
+}
+
+
+def event_line(event: StatusJson) -> str:
+    """An event as ``anvil-mux events`` prints it."""
+    clock = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+    on = f" on {event['host']}" if event.get("host") else ""
+    return f"{clock} {event['model'] or 'anvil-mux'}{on}: {event['text']}"
+
+
+# Beside the table
 
 
 def last_lines(models: Mapping[str, StatusJson]) -> Iterator[str]:
@@ -172,166 +487,8 @@ def pause_line(status: StatusJson) -> str:
     return f"paused {until}: nothing is loaded, and requests {fate}"
 
 
-def time_of_day(moment: float) -> str:
-    """The time of day of a moment, and the day if that is not today."""
-    then = time.localtime(moment)
-    today = then[:3] == time.localtime()[:3]
-    return time.strftime("%H:%M" if today else "%Y-%m-%d %H:%M", then)
-
-
 def host_state(host: StatusJson) -> str:
     """The state of a host in a word or two."""
     if host["lost"]:
         return f"lost for {host['lost_seconds']:.0f} s"
     return "away" if host["away"] else "drained" if host["drained"] else "here"
-
-
-def models_table(status: StatusJson) -> list[str]:
-    """The table of ``ps`` and ``top``, the presets of each model, and its prompts on disk."""
-    head = [("WHERE" if each == "GPUS" and status.get("hosts") else each) for each in MODEL_HEAD]
-    models = status["models"].items()
-    presets = [
-        f"presets of {name}: {named(about['presets'])}" for name, about in models if "presets" in about
-    ]
-    kept = [
-        f"prompts of {name} on disk: {_kept(about['kept_prompts'])}"
-        for _, model in models
-        for name, about in model["backends"].items()
-        if "kept_prompts" in about
-    ]
-    choices = [_choice_line(*pair) for pair in status.get("any_of", {}).items()]
-    return [*table(head, (model_row(*pair) for pair in models)), *presets, *choices, *kept]
-
-
-def _choice_line(name: str, about: StatusJson) -> str:
-    """The line of a name that stands for several models."""
-    never = "" if about["swap"] == "allowed" else ", swap: never"
-    return f"{name}: any of {', '.join(about['models'])}{never}; now {about['serves']}"
-
-
-def _kept(prompts: StatusJson) -> str:
-    return f"{prompts['prompts']} ({prompts['tokens']} tokens, {prompts['size'] / (1 << 20):.1f} MiB)"
-
-
-MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")
-
-
-def _until(model: StatusJson, seconds: float | None) -> str:
-    """How long a model stays in its state."""
-    if model["state"] in ("draining", "evicting", "cancelling"):
-        drain = model.get("draining") or {}
-        first = next(iter(drain.get("answers", ())), None)
-        if first is None or drain["seconds_left"] is not None:
-            return "leaving"
-        return f"{first['request']} ends ({span(first['run_seconds'])})"
-    if model["state"] != "ready":
-        back = model.get("home_seconds")
-        return "" if back is None else f"back in {span(back)}"
-    if model["leases"]:
-        return "in use"
-    if seconds is None:
-        return "unpinned" if model.get("pinned") else "next swap"
-    return f"{seconds:.0f} s from now" if seconds < 120 else f"{seconds / 60:.0f} min from now"
-
-
-class TopScreen:
-    """The screen of ``top``: the last state and the last events of a stream of messages."""
-
-    def __init__(self) -> None:
-        self._state: StatusJson = {}
-        self._events: deque[str] = deque(maxlen=LAST)
-
-    def take(self, kind: str, data: StatusJson) -> None:
-        """Takes a message of ``GET /events``."""
-        if kind in ("snapshot", "state"):
-            self._state = data
-        if kind == "event":
-            self._events.append(event_line(data))
-        for event in data.get("events", ()) if kind == "snapshot" else ():
-            self._events.append(event_line(event))
-
-    def lines(self, now: float) -> list[str]:
-        state = self._state
-        running = f"{state['leases']} in flight, {state['waiting']} waiting"
-        shown = [f"anvil-mux {state['version']}: {state['status']}, {running}", ""]
-        shown += [f"problem: {name}: {why}" for name, why in state["problems"].items()]
-        shown += [f"problem: {host}" for host in hosts_not_here(state)]
-        shown += filter(None, [pause_line(state)])
-        if state.get("hosts"):
-            shown += _hosts_table(state)
-        else:
-            rows = [_gpu_row(*pair) for pair in state["gpus"].items()]
-            shown += table(("GPU", "STATE", "RESIDENT", "MEMORY", "LOAD", ""), rows)
-            shown += other_programs(state)
-        shown += ["", *models_table(state)]
-        if state["queued"]:
-            rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["queued"]]
-            shown += ["", *table(("WAITS", "FOR", "SINCE"), rows)]
-        return [*shown, "", *self._events]
-
-
-def _gpu_row(gpu: str, about: StatusJson) -> tuple[str, ...]:
-    residents = ", ".join(about["residents"])
-    return gpu, state_cell(about["state"]), residents, *_measured(about), _leaving(about)
-
-
-def _measured(gpu: StatusJson) -> tuple[str, str]:
-    """The memory of a GPU and what it measures of itself, as far as it tells."""
-    used, total, sensors = gpu.get("used"), gpu.get("total"), gpu.get("sensors") or {}
-    memory = f"{used / (1 << 30):.1f} of {gib(total)}" if total and used is not None else ""
-    busy, celsius, watts = (sensors.get(name) for name in ("utilization", "celsius", "watts"))
-    told = ("" if busy is None else f"{busy:.0%}", "" if celsius is None else f"{celsius:.0f} °C")
-    return memory, " ".join(filter(None, (*told, "" if watts is None else f"{watts:.0f} W")))
-
-
-def _leaving(gpu: StatusJson) -> str:
-    drain = gpu["draining"]
-    if not drain:
-        return ""
-    left = drain["seconds_left"]
-    end = "once its requests have ended" if left is None else f"{left:.0f} s left"
-    return f"makes room for {drain['target']}, {end}"
-
-
-def _hosts_table(state: StatusJson) -> list[str]:
-    """A line for each host: first those that are not here and those where something moves."""
-    gpus: dict[str, list[StatusJson]] = {name: [] for name in sorted(state["hosts"])}
-    for about in state["gpus"].values():
-        gpus.setdefault(host_of(about), []).append(about)
-    stirring = [name for name in gpus if _is_stirring(state["hosts"].get(name), gpus[name])]
-    shown = [*stirring, *[name for name in gpus if name not in stirring][:MOST_HOSTS]]
-    names = [name for name in gpus if name in shown]
-    rows = [_host_row(name, state["hosts"].get(name), gpus[name]) for name in names]
-    lines = table(("HOST", "STATE", "GPUS", "RESIDENT", ""), rows)
-    left = [gpu for name in gpus.keys() - shown for gpu in gpus[name]]
-    return [*lines, f"and {len(gpus) - len(shown)} more hosts: {_summed_up(left)}"] if left else lines
-
-
-def _is_stirring(host: StatusJson | None, gpus: Iterable[StatusJson]) -> bool:
-    """Whether there is more to say of a host than what is loaded there."""
-    return bool(host and host_state(host) != "here") or any(gpu["state"] in MOVING for gpu in gpus)
-
-
-def _host_row(name: str, host: StatusJson | None, gpus: Sequence[StatusJson]) -> tuple[str, ...]:
-    state = host_state(host) if host else "here"
-    colour = COLOURS["stuck"] if host and host["lost"] else "" if state == "here" else COLOURS["loading"]
-    residents = named(model for gpu in gpus for model in gpu["residents"])
-    return (
-        name,
-        paint(state, colour),
-        _summed_up(gpus),
-        residents,
-        "; ".join(filter(None, map(_leaving, gpus))),
-    )
-
-
-def _summed_up(gpus: Iterable[StatusJson]) -> str:
-    """How many GPUs are in each state."""
-    return ", ".join(f"{count} {state}" for state, count in Counter(gpu["state"] for gpu in gpus).items())
-
-
-def event_line(event: StatusJson) -> str:
-    """An event as ``anvil-mux events`` prints it."""
-    clock = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-    on = f" on {event['host']}" if event.get("host") else ""
-    return f"{clock} {event['model'] or 'anvil-mux'}{on}: {event['text']}"

@@ -21,6 +21,7 @@ from anvil_mux.cli.arguments import (
     configuration,
     read_counts,
     read_positive,
+    read_profiles,
     read_value,
 )
 from anvil_mux.cli.output import FAILED, complain, opened, print_json, print_table, progress, say
@@ -51,7 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--profile",
-        type=_profiles,
+        type=read_profiles,
         default=(),
         metavar="NAME[,NAME]",
         help="generated traffic for models a and b: single, balanced, bursty, dominant, interleave, mixed, "
@@ -162,12 +163,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "those of the least busy one. SLO-TTFT, SLO-TPOT and SLO are the shares of requests that met one "
         "objective, or both; REFUSED requests met none, and have no latency."
     )
-
-
-def _profiles(names: str) -> tuple[str, ...]:
-    from anvil_mux.lab import study
-
-    return read_value(study.choose_profiles, names)
 
 
 def _evictions(names: str) -> tuple[str, ...]:

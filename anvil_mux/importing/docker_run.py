@@ -9,10 +9,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.config import service
-from anvil_mux.importing.macros import VARIABLE
 
 ServiceKeys = dict[str, Any]
-Put = Callable[[ServiceKeys, str], None]
 
 
 @dataclass
@@ -26,12 +24,11 @@ class ContainerRun:
     """The options that no key of a service stands for."""
 
     @property
-    def volumes(self) -> list[str]:
-        """The named volumes that it has."""
+    def sources(self) -> list[str]:
+        """The paths and named volumes that it mounts."""
         volumes = self.service.get("volumes", ())
-        sources = [volume.partition(":")[0] for volume in volumes if isinstance(volume, str)]
-        sources += [str(mount["source"]) for mount in volumes if _is_volume(mount)]
-        return [source for source in sources if not source.startswith((".", "/", "~", "$", VARIABLE))]
+        named = [volume.partition(":")[0] for volume in volumes if isinstance(volume, str)]
+        return named + [str(mount["source"]) for mount in volumes if _is_volume(mount)]
 
     @property
     def reserves(self) -> bool:
@@ -82,7 +79,7 @@ def _option(made: ContainerRun, word: str, rest: list[str]) -> None:
     if name in FLAGS:
         made.service |= FLAGS[name] if value not in ("false", "0") else {}
     elif name not in MEANINGLESS:
-        known = name in (*OPTIONS, *IGNORED, PUBLISH)
+        known = name in (*SINGLE, *LISTS, *OTHERS, *IGNORED, PUBLISH)
         if known and not equals and rest:
             equals, value = "=", rest.pop(0)
         if known and equals:
@@ -105,25 +102,15 @@ def _take(made: ContainerRun, name: str, value: str) -> None:
     if name == PUBLISH:
         outside, _, inside = value.removesuffix("/tcp").rpartition(":")
         made.ports.append((outside.rpartition(":")[2], inside))
-    elif name in OPTIONS:
+    elif name in SINGLE:
+        made.service[SINGLE[name]] = value
+    elif name in LISTS:
+        made.service.setdefault(LISTS[name], []).append(value)
+    elif name in OTHERS:
         try:
-            OPTIONS[name](made.service, value)
+            OTHERS[name](made.service, value)
         except (ValueError, csv.Error):
             made.unknown.append(f"{name} {value}")
-
-
-def _set(key: str) -> Put:
-    def put(service: ServiceKeys, value: str) -> None:
-        service[key] = value
-
-    return put
-
-
-def _add(key: str) -> Put:
-    def put(service: ServiceKeys, value: str) -> None:
-        service.setdefault(key, []).append(value)
-
-    return put
 
 
 def _variable(service: ServiceKeys, value: str) -> None:
@@ -187,6 +174,11 @@ def _fields(text: str) -> list[str]:
     return next(csv.reader([text]), [])
 
 
+def _by_key(keys: Sequence[str]) -> dict[str, str]:
+    """The options that are called as the keys of a service are."""
+    return {f"--{key.replace('_', '-')}": key for key in keys}
+
+
 PUBLISH = "--publish"
 SHORT = {
     "-p": PUBLISH,
@@ -209,57 +201,34 @@ MEANINGLESS = ("--rm", "-i", "-t", "-d", "--interactive", "--tty", "--detach", "
 IGNORED = ("--name", "--restart", "--pull", "--stop-timeout")
 """Options with a value that anvil-mux sees to, or that would be in its way."""
 VALUED = (
-    *(
-        "--dns",
-        "--sysctl",
-        "--log-driver",
-        "--log-opt",
-        "--cgroup-parent",
-        "--memory-swap",
-        "--cidfile",
-        "--ip",
-    ),
-    *(
-        "--pids-limit",
-        "--oom-score-adj",
-        "--health-cmd",
-        "--network-alias",
-        "--link",
-        "--expose",
-        "--volumes-from",
-    ),
+    *("--dns", "--sysctl", "--log-driver", "--log-opt", "--cgroup-parent", "--memory-swap", "--cidfile"),
+    *("--pids-limit", "--oom-score-adj", "--health-cmd", "--network-alias", "--link", "--expose", "--ip"),
+    "--volumes-from",
 )
 """Options with a value for which nothing is written."""
 MOUNT_KEYS = (("source", "src"), ("target", "dst", "destination"))
-OPTIONS: dict[str, Put] = {
-    "--volume": _add("volumes"),
-    "--mount": _mount,
-    "--env": _variable,
-    "--env-file": _add("env_file"),
-    "--gpus": _gpus,
-    "--runtime": _set("runtime"),
-    "--ipc": _set("ipc"),
-    "--pid": _set("pid"),
-    "--shm-size": _set("shm_size"),
-    "--network": _set("network_mode"),
-    "--net": _set("network_mode"),
-    "--user": _set("user"),
-    "--userns": _set("userns_mode"),
-    "--workdir": _set("working_dir"),
+SINGLE = {
+    **_by_key(("cpus", "hostname", "ipc", "pid", "platform", "runtime", "shm_size", "stop_signal", "user")),
+    "--cpuset-cpus": "cpuset",
+    "--memory": "mem_limit",
+    "--net": "network_mode",
+    "--network": "network_mode",
+    "--userns": "userns_mode",
+    "--workdir": "working_dir",
+}
+"""Option -> the key that has its value."""
+LISTS = {
+    **_by_key(("cap_add", "cap_drop", "env_file", "group_add", "security_opt", "tmpfs")),
+    "--add-host": "extra_hosts",
+    "--device": "devices",
+    "--volume": "volumes",
+}
+"""Option -> the key that lists its values."""
+OTHERS: dict[str, Callable[[ServiceKeys, str], None]] = {
     "--entrypoint": _entrypoint,
-    "--device": _add("devices"),
-    "--group-add": _add("group_add"),
-    "--cap-add": _add("cap_add"),
-    "--cap-drop": _add("cap_drop"),
-    "--security-opt": _add("security_opt"),
-    "--ulimit": _limit,
-    "--memory": _set("mem_limit"),
-    "--cpus": _set("cpus"),
-    "--cpuset-cpus": _set("cpuset"),
-    "--hostname": _set("hostname"),
-    "--add-host": _add("extra_hosts"),
-    "--tmpfs": _add("tmpfs"),
+    "--env": _variable,
+    "--gpus": _gpus,
     "--label": _label,
-    "--platform": _set("platform"),
-    "--stop-signal": _set("stop_signal"),
+    "--mount": _mount,
+    "--ulimit": _limit,
 }

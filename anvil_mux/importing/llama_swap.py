@@ -16,10 +16,19 @@ from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.presets import UNTOUCHED
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import macros, swap_models
-from anvil_mux.importing.macros import PORT, Macros, plain
-from anvil_mux.importing.swap_models import UNKNOWN, SwapModel, texts
-from anvil_mux.importing.written import Note, Written
+from anvil_mux.importing import Note, Written, swap_models
+from anvil_mux.importing.swap_models import (
+    PORT,
+    UNKNOWN,
+    Macros,
+    SwapModel,
+    listed,
+    plain,
+    texts,
+    uncommented,
+    variable,
+    written,
+)
 
 NAME = "from-llama-swap"
 ORIGIN = (
@@ -33,6 +42,8 @@ MATRIX = (
     "is left out, and models take turns as without it: write the GPUs that each service needs, and its "
     "`vram`, and what fits together stays loaded (docs/sizing.md)."
 )
+NOTHING: tuple[object, ...] = (None, "", False, [], {})
+"""The values of keys that say nothing."""
 TwoModels = frozenset[str]
 """Two of the models, in no order."""
 
@@ -141,7 +152,7 @@ class _SwapFile:
     def _read_key(self, model: SwapModel, key: str, value: Any) -> None:
         if key in swap_models.KEYS:
             swap_models.KEYS[key](model, value)
-        elif value not in (None, "", False, [], {}):
+        elif value not in NOTHING:
             model.note(key, swap_models.NOTES.get(key, UNKNOWN))
 
     # What is resident together
@@ -172,21 +183,15 @@ class _SwapFile:
 
     def _rules(self) -> tuple[KeyPath, dict[str, Any]]:
         """The groups or the matrix, whichever is in use, and the way to it."""
-        router = _sub(_sub(self.top, "routing"), "router")
-        use = "matrix" if router.get("use") == "matrix" else "groups"
-        other = {"matrix": "groups", "groups": "matrix"}[use]
-        if _sub(_sub(router, "settings"), other):
-            self.note(("routing", "router", "settings", other), "is not in use: routing.router.use says so.")
-        for key in (("matrix",), ("groups",), ("routing", "router", "settings", use)):
-            if found := self._below(key):
+        settings = ("routing", "router", "settings")
+        is_matrix = _sub(self.top, "routing", "router").get("use") == "matrix"
+        use, other = ("matrix", "groups") if is_matrix else ("groups", "matrix")
+        if _sub(self.top, *settings, other):
+            self.note((*settings, other), "is not in use: routing.router.use says so.")
+        for key in (("matrix",), ("groups",), (*settings, use)):
+            if found := _sub(self.top, *key):
                 return key, found
         return (), {}
-
-    def _below(self, key: KeyPath) -> dict[str, Any]:
-        found = self.top
-        for each in key:
-            found = _sub(found, each)
-        return found
 
     def _whole(self) -> None:
         """Let models take turns on all GPUs, but for those that name theirs."""
@@ -222,7 +227,7 @@ class _SwapFile:
                 TOP[key](self, value)
             except ValueError as error:
                 self._problem((key,), str(error))
-        elif value not in (None, "", False, [], {}):
+        elif key not in OF_MODELS and value not in NOTHING:
             self.note((key,), TOP_NOTES.get(key, UNKNOWN))
 
     def _write(self) -> None:
@@ -231,7 +236,7 @@ class _SwapFile:
         seconds = self.top.get("healthCheckTimeout")
         if isinstance(seconds, int) and seconds > 600:
             settings["queue_timeout"] = seconds  # requests wait for as long as a load may take
-        self.made.settings = macros.written({**settings, **self.made.settings})
+        self.made.settings = written({**settings, **self.made.settings})
         first = self.top.get("startPort")
         port = first if isinstance(first, int) else FIRST_PORT
         for name in sorted(self.models):
@@ -242,20 +247,21 @@ class _SwapFile:
             else:
                 swap_models.write_process(model, service)
             port += PORT in model.said["cmd"]
-            service["x-anvil"] = macros.written({**given, **model.settings})
+            service["x-anvil"] = written({**given, **model.settings})
 
 
 def _bare(key: str, value: Any) -> Any:
     """The value of a model's key; a command without its comments, which may name macros."""
     if key in ("cmd", "cmdStop") and isinstance(value, str):
-        return "\n".join(macros.uncommented(value))
+        return "\n".join(uncommented(value))
     return value
 
 
-def _sub(value: Any, key: str) -> dict[str, Any]:
-    """The mapping below a key; {} where there is none."""
-    inner = value.get(key) if isinstance(value, dict) else None
-    return inner if isinstance(inner, dict) else {}
+def _sub(value: Any, *path: str) -> dict[str, Any]:
+    """The mapping below these keys; {} where there is none."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def _entries(value: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -334,9 +340,9 @@ def _hooks(file: _SwapFile, value: Any) -> None:
 
 
 def _routing(file: _SwapFile, value: Any) -> None:
-    fifo = _sub(_sub(_sub(value, "scheduler"), "settings"), "fifo")
-    key = ("routing", "scheduler", "settings", "fifo", "priority")
-    for name, given in _sub(fifo, "priority").items():
+    path = ("scheduler", "settings", "fifo", "priority")
+    key = ("routing", *path)
+    for name, given in _sub(value, *path).items():
         if name not in file.models:
             file.note(key, f"{name} is no model of the file.")
         elif isinstance(given, int):
@@ -375,7 +381,7 @@ def _peers(file: _SwapFile, value: Any) -> None:
             file.note(key, f"is left out, and with it {models}: anvil-mux cannot ask {plain(proxy)}.")
             continue
         settings: dict[str, Any] = {"url": proxy.rstrip("/") + "/v1"}
-        if secret := macros.variable(said.get("apiKey")):
+        if secret := variable(said.get("apiKey")):
             settings["api_key_env"] = secret
         elif said.get("apiKey"):
             file.note((*key, "apiKey"), "is not written here: put it into a variable that api_key_env names.")
@@ -385,7 +391,7 @@ def _peers(file: _SwapFile, value: Any) -> None:
 def _write_peer(file: _SwapFile, key: KeyPath, said: Mapping[str, Any], settings: dict[str, Any]) -> None:
     """A service for each model of a peer."""
     filters = _sub(said, "filters")
-    if names := [n.strip() for n in str(filters.get("stripParams") or "").split(",") if n.strip()]:
+    if names := listed(filters.get("stripParams")):
         settings["strip"] = [name for name in names if name not in UNTOUCHED]
     if fields := {n: each for n, each in _sub(filters, "setParams").items() if n not in UNTOUCHED}:
         settings["set"] = fields
@@ -394,23 +400,15 @@ def _write_peer(file: _SwapFile, key: KeyPath, said: Mapping[str, Any], settings
     for name in texts(said.get("models")):
         full = f"{key[1]}/{name}"
         service = file.made.free_name(full)
-        alone = sum(name in texts(_sub(file.top["peers"], p).get("models")) for p in file.top["peers"]) == 1
+        alone = sum(name in texts(peer.get("models")) for _, peer in _entries(file.top["peers"])) == 1
         aliases = {"aliases": [name]} if alone and name not in file.models else {}
         given = {"model": full, "served_model": name, **aliases, **settings}
-        file.made.services[service] = {"x-anvil": macros.written(given)}
+        file.made.services[service] = {"x-anvil": written(given)}
 
 
-def _nothing(file: _SwapFile, value: Any) -> None:
-    """Take a key of which the models have been told already."""
-
-
+OF_MODELS = ("groups", "globalTTL", "healthCheckTimeout", "matrix", "startPort", "unloadTimeout")
+"""Keys of the whole that say something of the models, which have been told already."""
 TOP: dict[str, Callable[[_SwapFile, Any], None]] = {
-    "healthCheckTimeout": _nothing,
-    "globalTTL": _nothing,
-    "unloadTimeout": _nothing,
-    "startPort": _nothing,
-    "groups": _nothing,
-    "matrix": _nothing,
     "apiKeys": _api_keys,
     "hooks": _hooks,
     "routing": _routing,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from anvil_mux import state
 from anvil_mux.config.service import USUAL_PORTS
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing.written import Note, Written
+from anvil_mux.importing import Note, Written
 from anvil_mux.protocol import foreign
 
 NAME = "from-ollama"

@@ -11,15 +11,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from anvil_mux.clock import count_in
 from anvil_mux.config import interpolate, service
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.overlay import laid_over
 from anvil_mux.errors import ConfigError
+from anvil_mux.importing import Note, Written
 from anvil_mux.importing.docker_run import ServiceKeys
-from anvil_mux.importing.model_names import about_vram, is_path, models, more_models, shown_name, unnamed
-from anvil_mux.importing.roles import Role, find_role, flags
-from anvil_mux.importing.written import Note, Written
+from anvil_mux.importing.roles import (
+    Role,
+    about_vram,
+    find_role,
+    flags,
+    is_path,
+    models,
+    more_models,
+    shown_name,
+    unnamed,
+)
 
 PORT = 9292
 BRIDGE = "172.17.0.1"
@@ -50,29 +61,6 @@ class Row:
 
 
 @dataclass
-class Suggestion:
-    """A suggestion: what anvil-mux would make of the files."""
-
-    written: Written
-    rows: list[Row] = field(default_factory=list)
-    services: dict[str, ServiceKeys] = field(default_factory=dict)
-    """The services as they were read, by name."""
-    rest: ServiceKeys = field(default_factory=dict)
-    """The other keys of the files."""
-
-    @property
-    def merged(self) -> ServiceKeys:
-        """The files with the suggestion laid over them, as Compose would merge them."""
-        over = {"x-anvil": self.written.settings, "services": self.written.services}
-        found: ServiceKeys = laid_over({**self.rest, "services": self.services}, over)
-        for described in found["services"].values():
-            for key in (*interpolate.OTHER_FILES, "env_file"):
-                described.pop(key, None)
-        found.pop("include", None)
-        return found
-
-
-@dataclass
 class _EngineFound:
     name: str
     described: ServiceKeys
@@ -82,17 +70,6 @@ class _EngineFound:
     gpus: str | tuple[str, ...] | None = None
     said: ServiceKeys = field(default_factory=dict)
     """The ``x-anvil`` for it."""
-
-
-def suggest(
-    documents: Sequence[Document], environ: Mapping[str, str], gpus_here: Sequence[str]
-) -> Suggestion:
-    """Say what would become of the services; ``gpus_here``: the GPUs of this machine that are seen."""
-    names = ", ".join(document.file.name for document in documents)
-    made = _Maker(
-        Written("", f"What `anvil-mux check --suggest` makes of {names}."), documents, environ, gpus_here
-    )
-    return made.run()
 
 
 class _NothingMustBeSet(interpolate.Scope):
@@ -110,43 +87,32 @@ class _NothingMustBeSet(interpolate.Scope):
             return ""
 
 
-class _Maker:
-    """The making of one suggestion."""
+class Suggestion:
+    """The text to add to the files for anvil-mux, and a row for each service that says what becomes of it."""
 
     def __init__(
-        self,
-        written: Written,
-        documents: Sequence[Document],
-        environ: Mapping[str, str],
-        gpus_here: Sequence[str],
+        self, documents: Sequence[Document], environ: Mapping[str, str], gpus_here: Sequence[str]
     ) -> None:
-        self._written = written
+        """``gpus_here``: the GPUs of this machine that are seen."""
+        names = ", ".join(document.file.name for document in documents)
+        self.written = Written("", f"What `anvil-mux check --suggest` makes of {names}.")
+        self.rows: list[Row] = []
         self._documents = documents
         self._folder = documents[0].file.parent
         self._variables = interpolate.environment(self._folder, environ)
         self._scope = _NothingMustBeSet(self._variables)
         self._gpus_here = gpus_here
-        self._made = Suggestion(written)
+        self._services: dict[str, ServiceKeys] = {}
+        """The services as they were read, by name."""
+        self._rest: ServiceKeys = {}
+        """The other keys of the files."""
         self._engines: dict[str, _EngineFound] = {}
         self._pulled: dict[str, None] = {}
         self._downloaders: set[str] = set()
         """The services that only download models."""
         self._readers: dict[str, list[str]] = {}
         """Service -> those that depend on it."""
-
-    def run(self) -> Suggestion:
-        content: ServiceKeys = {}
-        for document in self._documents:
-            content = laid_over(content, self._filled(document.content, document))
-        services = content.pop("services", None)
-        self._made.rest = content
-        if content.get("include"):
-            self._note("include", "other files are not read here: name them on the command line too")
-        for name, described in (services if isinstance(services, dict) else {}).items():
-            if isinstance(described, dict):
-                self._made.services[str(name)] = self._whole(str(name), described, services)
-        for unset in self._scope.unset:
-            self._note(unset, "the variable is not set, so its value is not known here")
+        self._read()
         self._find_roles()
         self._left_alone()
         for engine in self._engines.values():
@@ -154,11 +120,34 @@ class _Maker:
         if self._engines:
             self._settle_gpus()
             self._point_clients()
-        order = [*self._made.services]
-        self._made.rows.sort(key=lambda row: (not row.what, order.index(row.service)))
-        return self._made
+        order = [*self._services]
+        self.rows.sort(key=lambda row: (not row.what, order.index(row.service)))
+
+    def merged(self) -> str:
+        """The files with the suggestion laid over them, as Compose would merge them."""
+        over = {"x-anvil": self.written.settings, "services": self.written.services}
+        found: ServiceKeys = laid_over({**self._rest, "services": self._services}, over)
+        for described in found["services"].values():
+            for key in (*interpolate.OTHER_FILES, "env_file"):
+                described.pop(key, None)
+        found.pop("include", None)
+        return str(yaml.safe_dump(_escaped(found), sort_keys=False))
 
     # Reading
+
+    def _read(self) -> None:
+        content: ServiceKeys = {}
+        for document in self._documents:
+            content = laid_over(content, self._filled(document.content, document))
+        services = content.pop("services", None)
+        self._rest = content
+        if content.get("include"):
+            self._note("include", "other files are not read here: name them on the command line too")
+        for name, described in (services if isinstance(services, dict) else {}).items():
+            if isinstance(described, dict):
+                self._services[str(name)] = self._whole(str(name), described, services)
+        for unset in self._scope.unset:
+            self._note(unset, "the variable is not set, so its value is not known here")
 
     def _filled(self, value: Any, document: Document, key: tuple[str, ...] = ()) -> Any:
         match value:
@@ -203,7 +192,7 @@ class _Maker:
     # Roles
 
     def _find_roles(self) -> None:
-        for name, described in self._made.services.items():
+        for name, described in self._services.items():
             self._note_readers(name, described)
             try:
                 role = find_role(described, self._folder)
@@ -237,11 +226,8 @@ class _Maker:
             ports = {port.outside for port in _published(engine.described) if port.outside}
             before = next((taken[port] for port in ports if port in taken), None)
             if before and not _share(before.gpus, engine.gpus):
-                self._row(
-                    engine.name,
-                    "",
-                    why=f"it uses a port of {before.name}, so it seems to be an alternative to that",
-                )
+                why = f"it uses a port of {before.name}, so it seems to be an alternative to that"
+                self._row(engine.name, "", why=why)
                 del self._engines[engine.name]
                 continue
             taken |= dict.fromkeys(ports, engine)
@@ -262,14 +248,14 @@ class _Maker:
         if service.engine(described) != role.engine:
             engine.said["engine"] = role.engine
         port = self._settle_port(engine)
-        self._written.services[engine.name] = {"x-anvil": engine.said}
+        self.written.services[engine.name] = {"x-anvil": engine.said}
         self._note_engine(engine, names)
         gpus = _shown(engine, service.ALL if self._takes_all(engine) else "none")
         self._row(engine.name, role.engine, model=engine.model, port=str(port), gpus=gpus, why=role.why)
 
     def _takes_all(self, engine: _EngineFound) -> bool:
         """Whether the engine is a process that says nothing of GPUs, on a machine that has some."""
-        top = self._made.rest.get("x-anvil")
+        top = self._rest.get("x-anvil")
         top = top if isinstance(top, dict) else {}
         has_gpus = bool(self._gpus_here or top.get("gpus"))
         return top.get("runtime") == "process" and has_gpus and not service.hides_gpus(engine.variables)
@@ -313,7 +299,7 @@ class _Maker:
                 name,
             )
         if str(described.get("restart", "no")) in ("always", "unless-stopped"):
-            self._written.services[name]["restart"] = "no"
+            self.written.services[name]["restart"] = "no"
             self._note(
                 "restart", "otherwise Docker restarts it on a GPU that another model uses by then", name
             )
@@ -334,9 +320,9 @@ class _Maker:
                 name,
             )
             return
-        self._written.services[name]["profiles"] = ["llm"]
+        self.written.services[name]["profiles"] = ["llm"]
         for each in downloaders:
-            self._written.services[each] = {"profiles": ["llm"]}
+            self.written.services[each] = {"profiles": ["llm"]}
             self._note(
                 "profiles",
                 f"before anvil-mux is started, `docker compose run --rm {each}` downloads the models; stop "
@@ -359,7 +345,7 @@ class _Maker:
         if self._gpus_here or service.ALL not in used:
             return
         ids = {id for each in used if isinstance(each, tuple) for id in each if id}
-        self._written.settings["gpus"] = sorted({"0", *ids}, key=lambda id: (len(id), id))
+        self.written.settings["gpus"] = sorted({"0", *ids}, key=lambda id: (len(id), id))
         self._note("gpus", "no GPU was found here: name those of the machine that will serve")
 
     # Clients
@@ -374,13 +360,13 @@ class _Maker:
             ports |= {str(port.outside): name for port in _published(engine.described) if port.outside}
         pointed = [
             name
-            for name, described in self._made.services.items()
+            for name, described in self._services.items()
             if name not in self._engines
             and name not in self._downloaders
             and self._point(name, described, hosts, ports)
         ]
         if pointed:
-            self._written.settings["listen"] = f"{BRIDGE}:{PORT}"
+            self.written.settings["listen"] = f"{BRIDGE}:{PORT}"
             self._note(
                 "listen",
                 f"{', '.join(pointed)} can reach anvil-mux at the address of Docker's bridge "
@@ -427,13 +413,13 @@ class _Maker:
         over: ServiceKeys = {"environment": changed | keys}
         if not shared and HOST not in str(described.get("extra_hosts")):
             over["extra_hosts"] = [f"{HOST}:host-gateway"]
-        self._written.services[name] = over
+        self.written.services[name] = over
         if any(
             text.startswith(base) and "OLLAMA" in key and "/v1" not in text and "/api" not in text
             for key, text in changed.items()
         ):
             self._note("environment", "if you use API keys, give it one for its Ollama server too", name)
-        self._made.rows[:] = [row for row in self._made.rows if row.service != name]
+        self.rows[:] = [row for row in self.rows if row.service != name]
         why = (
             f"it uses {', '.join(asked)}: now anvil-mux" if asked else "Open WebUI: a client of anvil-mux now"
         )
@@ -469,10 +455,8 @@ class _Maker:
 
     # Telling
 
-    def _row(
-        self, name: str, what: str, model: str = "", port: str = "", gpus: str = "", why: str = ""
-    ) -> None:
-        self._made.rows.append(Row(name, self._where(name), what, model=model, port=port, gpus=gpus, why=why))
+    def _row(self, name: str, what: str, **more: str) -> None:
+        self.rows.append(Row(name, self._where(name), what, **more))
 
     def _where(self, name: str) -> str:
         for document in reversed(self._documents):
@@ -482,8 +466,20 @@ class _Maker:
 
     def _note(self, about: str, text: str, name: str = "") -> None:
         note = Note(self._where(name) or str(self._documents[0].file), about, text, name)
-        if note not in self._written.notes:
-            self._written.notes.append(note)
+        if note not in self.written.notes:
+            self.written.notes.append(note)
+
+
+def _escaped(value: Any) -> Any:
+    """The value with each $ standing for itself, but for what the suggestion adds."""
+    match value:
+        case str():
+            return re.sub(r"\$(?!\{ANVIL_API_KEY)", "$$$$", value)
+        case dict():
+            return {name: _escaped(each) for name, each in value.items()}
+        case list():
+            return [_escaped(each) for each in value]
+    return value
 
 
 def _of_webui(changed: Mapping[str, str], given: Mapping[str, str], base: str) -> dict[str, str]:

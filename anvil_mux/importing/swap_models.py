@@ -1,12 +1,18 @@
-"""The models of llama-swap's file -> services: what becomes of each key.
+"""The models of llama-swap's file -> services: what becomes of each key, and of the macros in their values.
 
-``KEYS`` has those that become something, in the order in which they are taken; ``NOTES`` says why the others
-become nothing.
+``KEYS`` has the keys that become something, in the order in which they are taken; ``NOTES`` says why the
+others become nothing.
+
+``${NAME}`` stands for a macro, of the model or else of the whole file, ``${env.NAME}`` for a variable, and
+``${MODEL_ID}``, ``${PORT}`` and ``${PID}`` for what llama-swap knows. A variable stays one (``${NAME?}``: it
+has to be set, as llama-swap wants it), and the port becomes the one that anvil-mux gives (``$$PORT``): both
+are marks until a value is written.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +20,20 @@ from typing import Any
 from anvil_mux.config import settings
 from anvil_mux.config.presets import UNTOUCHED
 from anvil_mux.config.service import engine as service_engine
-from anvil_mux.importing import docker_run, macros
+from anvil_mux.importing import docker_run
 from anvil_mux.importing.docker_run import ContainerRun
-from anvil_mux.importing.macros import PORT, plain
 
+MACRO = re.compile(r"\$\{([a-zA-Z0-9_.-]+)\}")
+PORT, PID = "\ue000", "\ue001"
+"""The marks of the port and of the process id."""
+VARIABLE = "\ue002"
+"""The mark before the name of a variable; ``_END`` stands behind it."""
+_END = "\ue003"
+_MARKED = re.compile(rf"{PORT}(?=(\w?))|{VARIABLE}([^{VARIABLE}{_END}]*){_END}|\$")
 DEFAULT_ENGINE = "openai"
 LEAST_LOAD_SECONDS = 15
+NO_VOLUME = (".", "/", "~", "$", VARIABLE)
+"""The beginnings of a source that is no named volume, or may be none."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")
 PROXY = re.compile(rf"(?P<scheme>\w+)://(?P<host>\[[^]]*\]|[^/:]*)(:(?P<port>[0-9]+|{PORT}))?(?P<path>/.*)?")
 
@@ -49,13 +63,100 @@ class SwapModel:
             self.settings["aliases"] = new
 
 
+# Macros
+
+
+class Macros:
+    """The macros of one model: ``own`` before ``common``."""
+
+    def __init__(self, common: Mapping[str, Any], own: Mapping[str, Any], model: str) -> None:
+        self._values: dict[str, Any] = {**common, **own, "MODEL_ID": model, "PORT": PORT, "PID": PID}
+
+    def fill(self, value: Any) -> Any:
+        """The value, of any kind, with its macros replaced; ValueError says which cannot be."""
+        return self._fill(value, ())
+
+    def _fill(self, value: Any, within: tuple[str, ...]) -> Any:
+        match value:
+            case str():
+                alone = MACRO.fullmatch(value.strip())
+                if alone:
+                    return self._value(alone[1], within)
+                return MACRO.sub(lambda found: _text(self._value(found[1], within)), value)
+            case dict():
+                return {str(self._fill(name, within)): self._fill(v, within) for name, v in value.items()}
+            case list():
+                return [self._fill(each, within) for each in value]
+        return value
+
+    def _value(self, name: str, within: tuple[str, ...]) -> Any:
+        if name.startswith("env."):
+            return VARIABLE + name[len("env.") :] + _END
+        if name not in self._values:
+            raise ValueError(f"${{{name}}} is no macro of the file")
+        if name in within:
+            raise ValueError(f"the macro {name} holds itself: {' -> '.join([*within, name])}")
+        return self._fill(self._values[name], (*within, name))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def command_words(command: str) -> list[str]:
+    """The words of a command as llama-swap reads it: no shell, and lines that begin with # are comments."""
+    return shlex.split("\n".join(line.rstrip().removesuffix("\\") for line in uncommented(command)))
+
+
+def uncommented(command: str) -> list[str]:
+    """The lines of a command that are no comments."""
+    return [line for line in command.splitlines() if not line.strip().startswith("#")]
+
+
+def written(value: Any, port: int | None = None) -> Any:
+    """The value as a compose file has it; ``port``: the port where it is not anvil-mux's to give."""
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[0] == "$":
+            return "$$"
+        if found[0] != PORT:
+            return f"${{{found[2]}?}}"
+        if port is not None:
+            return str(port)
+        return "$${PORT}" if found[1] else "$$PORT"
+
+    match value:
+        case str():
+            return _MARKED.sub(replaced, value)
+        case dict():
+            return {written(name, port): written(each, port) for name, each in value.items()}
+        case list() | tuple():
+            return [written(each, port) for each in value]
+    return value
+
+
+def plain(value: Any) -> str:
+    """The value as people write it, for messages."""
+    text = _MARKED.sub(lambda found: f"${{env.{found[2]}}}" if found[2] else found[0], str(value))
+    return text.replace(PORT, "${PORT}").replace(PID, "${PID}")
+
+
+def variable(value: Any) -> str:
+    """The variable that a value is and nothing else; "" where it is something else."""
+    text = str(value)
+    alone = text.startswith(VARIABLE) and text.endswith(_END) and text.count(_END) == 1
+    return text[1:-1] if alone else ""
+
+
 # Services
 
 
 def write_process(model: SwapModel, service: dict[str, Any]) -> None:
-    service["command"] = macros.written(model.words)
+    service["command"] = written(model.words)
     if model.environment:
-        service["environment"] = macros.written(model.environment)
+        service["environment"] = written(model.environment)
     if model.port is not None:
         model.settings["port"] = model.port
     elif PORT not in model.said["cmd"]:
@@ -74,12 +175,12 @@ def write_process(model: SwapModel, service: dict[str, Any]) -> None:
 def write_container(model: SwapModel, service: dict[str, Any], port: int, volumes: dict[str, Any]) -> None:
     made = model.container
     assert made
-    service |= macros.written({**made.service, "profiles": ["llm"]}, port)
+    service |= written({**made.service, "profiles": ["llm"]}, port)
     for name, value in service.get("environment", {}).items():
         if value is None and name in model.environment:
-            service["environment"][name] = macros.written(model.environment[name])
+            service["environment"][name] = written(model.environment[name])
     asked = str(port) if model.port is None else str(model.port)
-    published = [macros.written(list(each), port) for each in made.ports]
+    published = [written(list(each), port) for each in made.ports]
     service["ports"] = [f"127.0.0.1::{inside}" for outside, inside in published if outside == asked]
     service["ports"] += [f"127.0.0.1:{o}:{inside}" for o, inside in published if o != asked]
     if not published:
@@ -87,7 +188,7 @@ def write_container(model: SwapModel, service: dict[str, Any], port: int, volume
         model.settings["port"] = int(asked)
     elif len(published) > 1:
         model.settings["port"] = next((int(inside) for o, inside in published if o == asked), int(asked))
-    volumes |= {name: {"name": name} for name in made.volumes}
+    volumes |= {name: {"name": name} for name in made.sources if not name.startswith(NO_VOLUME)}
 
 
 # Keys
@@ -101,8 +202,13 @@ def texts(value: Any) -> list[str]:
     return [str(each) for each in value]
 
 
+def listed(value: Any) -> list[str]:
+    """The names in a text, between commas."""
+    return [name.strip() for name in str(value or "").split(",") if name.strip()]
+
+
 def _command(model: SwapModel, value: Any) -> None:
-    model.words = macros.words(str(value or ""))
+    model.words = command_words(str(value or ""))
     if docker_run.is_container(model.words):
         model.container = docker_run.read(model.words)
 
@@ -173,7 +279,7 @@ def _health(model: SwapModel, value: Any) -> None:
 def _stop(model: SwapModel, value: Any) -> None:
     if not value:
         return
-    words = macros.words(str(value))
+    words = command_words(str(value))
     program = words[0].rpartition("/")[2] if words else ""
     if model.container and program in ("docker", "podman") and words[1:2] in (["stop"], ["kill"], ["rm"]):
         return  # what is told to end does so itself, and takes its container with it
@@ -188,8 +294,7 @@ def _filters(model: SwapModel, value: Any) -> None:
         return
     if not isinstance(value, dict):
         raise ValueError(f"must hold stripParams and setParams, not {value!r}")
-    stripped = value.get("stripParams") or value.get("strip_params") or ""
-    names = [name.strip() for name in str(stripped).split(",") if name.strip()]
+    names = listed(value.get("stripParams") or value.get("strip_params"))
     if kept := [name for name in names if name not in UNTOUCHED]:
         model.settings["strip"] = kept
     _untouched(model, "stripParams", names)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.cli import main as cli
-from tests.cli.test_cli import mux  # noqa: F401 (a fixture)
+from tests.cli.demo import mux  # noqa: F401 (a fixture)
 from tests.running import Running
 
 GUARD = 60.0

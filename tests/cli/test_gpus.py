@@ -11,7 +11,7 @@ import pytest
 from anvil_mux.cli.main import main
 from anvil_mux.host import check, drm, nvml
 from anvil_mux.host.reading import Gpus
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.host.test_gpu import Nvml
 from tests.host.trees import plant
 

@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.cli.output import paint, table, width
 from anvil_mux.cli.screen import (
     LAST,
-    MODEL_HEAD,
+    MODEL_COLUMNS,
     TopScreen,
     event_line,
     hosts_not_here,
     last_lines,
-    model_row,
     models_table,
     other_programs,
-    paint,
-    table,
-    width,
 )
 
 BACKEND: dict[str, Any] = {"size": None, "unload_seconds": None}
@@ -251,8 +248,8 @@ def test_a_row_says_what_a_model_takes_and_how_long_it_stays(
     about: dict[str, Any], seconds: float | None, until: str
 ) -> None:
     backends = {"it": {"size": 3 << 29, "unload_seconds": seconds}}
-    row = dict(zip(MODEL_HEAD, model_row("a", {**MODEL, **about, "backends": backends}), strict=True))
-    assert (row["SIZE"], row["UNTIL"]) == ("1.5 GiB", until)
+    model = {**MODEL, **about, "backends": backends}
+    assert (MODEL_COLUMNS["SIZE"](model), MODEL_COLUMNS["UNTIL"](model)) == ("1.5 GiB", until)
 
 
 def test_colours_take_no_room_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

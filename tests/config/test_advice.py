@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from anvil_mux.cli import gpus
+from anvil_mux.cli.checking import vram_to_declare
 from anvil_mux.config.config import Backend, Config, Gpu, Machine
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.problems import FOLDER, page_of
@@ -693,7 +693,7 @@ def test_what_is_found_beside_the_file_has_its_page() -> None:
     assert isinstance(told, Diagnostic)
     assert (told.write, page_of(told)) == ("key_file: keys.txt", "docs/security.md#who-can-reach-it")
     held = SimpleNamespace(backend="a", held={"0": 3 << 30}, is_outdated=lambda digest: False)
-    [hint] = gpus.vram_to_declare(config, cast(Any, SimpleNamespace(footprints=[held])))
+    [hint] = vram_to_declare(config, cast(Any, SimpleNamespace(footprints=[held])))
     assert isinstance(hint, Diagnostic)
     assert hint.write.startswith("x-anvil: {vram: ")
     assert page_of(hint) == "docs/gpus.md#what-a-model-needs"
@@ -703,6 +703,6 @@ def test_a_vram_that_its_model_exceeded_is_told() -> None:
     config = Config((Backend("a", "a", gpus=("0",), vram=12 << 30), Backend("b", "b", gpus=("0",))))
     for held, expected in ((12 << 30, []), (20 << 30, ["x-anvil: {vram: 20GiB}"])):
         footprint = SimpleNamespace(backend="a", held={"0": held}, is_outdated=lambda digest: False)
-        hints = [*gpus.vram_to_declare(config, cast(Any, SimpleNamespace(footprints=[footprint])))]
+        hints = [*vram_to_declare(config, cast(Any, SimpleNamespace(footprints=[footprint])))]
         assert [cast(Diagnostic, hint).write for hint in hints] == expected
     assert hints[0].startswith("a held 20GiB of each GPU when it last ran, more than its vram")

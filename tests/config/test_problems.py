@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.cli.diagnostics import print_diagnostics
 from anvil_mux.cli.main import main
+from anvil_mux.cli.output import print_diagnostics
 from anvil_mux.config import misplaced, problems
 from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.config.interpolate import read

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tests.cli.test_cli import compose, engine_pid, is_alive
+from tests.cli.demo import compose, engine_pid, is_alive
 from tests.host.trees import instead, plant
 from tests.running import serving
 

@@ -13,8 +13,7 @@ from anvil_mux.cli.main import main
 from anvil_mux.config import interpolate
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import docker_run, llama_swap, macros, swap_models
-from anvil_mux.importing.written import Written
+from anvil_mux.importing import Written, docker_run, llama_swap, swap_models
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,7 +66,7 @@ def test_a_model_becomes_a_process_that_is_given_its_port(tmp_path: Path) -> Non
 
 def test_a_command_is_split_as_llama_swap_splits_it() -> None:
     command = "# all of this\n/bin/server --port 1 \\\n  # not this\n  --name 'a b'\n -c 'x\ny'"
-    assert macros.words(command) == ["/bin/server", "--port", "1", "--name", "a b", "-c", "x\ny"]
+    assert swap_models.command_words(command) == ["/bin/server", "--port", "1", "--name", "a b", "-c", "x\ny"]
 
 
 MACROS = """
@@ -515,7 +514,16 @@ MIGRATING = (ROOT / "docs" / "migrating.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "key", sorted({*swap_models.KEYS, *swap_models.NOTES, *llama_swap.TOP, *llama_swap.TOP_NOTES})
+    "key",
+    sorted(
+        {
+            *swap_models.KEYS,
+            *swap_models.NOTES,
+            *llama_swap.OF_MODELS,
+            *llama_swap.TOP,
+            *llama_swap.TOP_NOTES,
+        }
+    ),
 )
 def test_the_document_has_each_key(key: str) -> None:
     assert f"| `{key}`" in MIGRATING or f", `{key}`" in MIGRATING

@@ -12,8 +12,8 @@ import pytest
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
+from anvil_mux.importing import Written
 from anvil_mux.importing.ollama_store import CONTEXT, Wanted, translate
-from anvil_mux.importing.written import Written
 from anvil_mux.plugins import load
 
 KIND = "application/vnd.ollama.image."

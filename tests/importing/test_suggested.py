@@ -38,8 +38,8 @@ from anvil_mux.config import composefile, interpolate
 from anvil_mux.config.config import Config
 from anvil_mux.config.overlay import laid_over
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing.suggested import Suggestion, suggest
-from anvil_mux.importing.weights import weights_of
+from anvil_mux.importing.roles import weights_of
+from anvil_mux.importing.suggested import Suggestion
 from anvil_mux.plugins import load
 
 RESERVED = (
@@ -51,7 +51,7 @@ ONE, ALL = RESERVED % "1", RESERVED % "all"
 def read(folder: Path, services: str, **environ: str) -> Suggestion:
     file = folder / "compose.yaml"
     file.write_text(f"services:\n{services}\n")
-    return suggest([interpolate.read(file)], environ, [])
+    return Suggestion([interpolate.read(file)], environ, [])
 
 
 def pasted(folder: Path, made: Suggestion) -> Config:
@@ -477,7 +477,7 @@ def test_a_process_that_says_nothing_of_gpus_has_all_of_them(
 ) -> None:
     text = f"x-anvil: {{{top}}}\nservices: {{a: {{command: llama-server -m /m/a.gguf --port 80{more}}}}}"
     (tmp_path / "compose.yaml").write_text(text)
-    (row,) = suggest([interpolate.read(tmp_path / "compose.yaml")], {}, gpus_here).rows
+    (row,) = Suggestion([interpolate.read(tmp_path / "compose.yaml")], {}, gpus_here).rows
     assert row.gpus == shown
 
 

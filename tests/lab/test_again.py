@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.cli.main import main
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.lab.again import REQUESTS, SESSION, check, recorded, sent
 from tests.running import serving
 

@@ -12,7 +12,7 @@ import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.lab import report
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.running import Running, serving
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "measuring.md").read_text()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.cli.main import main
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.running import Running, serving
 
 

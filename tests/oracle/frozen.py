@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 import worlds
-from anvil_mux.sim import simulate, study, workload
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.sim import simulate, study, workload
 
 WHAT = {"Load": "load", "Cancel": "cancel", "Evict": "evict", "Demote": "demote"}
 

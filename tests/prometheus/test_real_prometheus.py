@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import yaml
 
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.prometheus.server import GUARD, PROGRAM, Prometheus
 from tests.running import Running, serving
 from tests.telemetry.test_grafana import ASKED, FOLDER

@@ -127,7 +127,7 @@ def test_an_engines_answer_that_is_nested_too_deeply_is_its_mistake():
 
 OWN = {
     # What anvil-mux, its children and Docker write, the text of one string, and what was checked before.
-    "cli/requests.py",
+    "cli/operating.py",
     "cluster/frames.py",
     "cluster/ownership.py",
     "config/presets.py",

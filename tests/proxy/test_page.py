@@ -18,7 +18,7 @@ from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.fake_engine import JSON_OK, Rig
 from tests.running import Running, serving
 

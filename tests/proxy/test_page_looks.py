@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.chromium import PROGRAM, Chromium
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.proxy.test_page import row, state_of
 from tests.running import Running, serving
 

@@ -20,7 +20,7 @@ from anvil_mux.config.elsewhere import trust
 from anvil_mux.errors import ConfigError
 from anvil_mux.proxy import tls
 from anvil_mux.serve.configuration import tls_context
-from tests.cli.test_cli import compose, state
+from tests.cli.demo import compose, state
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import begin, seen
 

@@ -12,7 +12,7 @@ import pytest
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import load
-from tests.cli.test_cli import compose, state
+from tests.cli.demo import compose, state
 from tests.fake_engine import JSON_OK, Rig
 from tests.running import Running, seen, serving
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import PROJECT, compose, engine_pid, is_alive, state, stream
+from tests.cli.demo import PROJECT, compose, engine_pid, is_alive, state, stream
 from tests.running import STOP_TIMEOUT, Running, seen
 
 __all__ = ["state"]

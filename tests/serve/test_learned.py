@@ -10,7 +10,7 @@ from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.serve.state_files import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.watches import HostWatches
-from tests.cli.test_cli import compose
+from tests.cli.demo import compose
 from tests.running import serving
 
 AB = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))))

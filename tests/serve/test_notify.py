@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.serve.invocation import Notifier
-from tests.cli.test_cli import ROOT, compose, state
+from tests.cli.demo import ROOT, compose, state
 from tests.running import serve
 
 __all__ = ["state"]

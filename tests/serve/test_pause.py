@@ -11,7 +11,7 @@ import pytest
 
 from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.serve.state_files import PauseFile
-from tests.cli.test_cli import compose, state
+from tests.cli.demo import compose, state
 from tests.running import seen, serving
 
 __all__ = ["state"]

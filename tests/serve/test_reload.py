@@ -36,7 +36,7 @@ from anvil_mux.serve.building import Parts
 from anvil_mux.serve.hosts import Stock
 from anvil_mux.serve.program import AnvilMux
 from anvil_mux.telemetry.eventlog import config_of, read
-from tests.cli.test_cli import PROJECT, ROOT, TIMEOUT, state
+from tests.cli.demo import PROJECT, ROOT, TIMEOUT, state
 from tests.running import Running, seen, serve, serving
 
 __all__ = ["state"]

@@ -38,8 +38,8 @@ from anvil_mux.telemetry.eventlog import (
     whole,
 )
 from anvil_mux.telemetry.situation import Situation
-from tests.cli.test_cli import PROJECT, compose, stream
-from tests.cli.test_cli import run as run_serve
+from tests.cli.demo import PROJECT, compose, stream
+from tests.cli.demo import run as run_serve
 from tests.lab.test_simulate import LAYOUTS, world
 from tests.running import serving
 from tests.seeds import seeds

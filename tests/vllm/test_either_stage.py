@@ -18,8 +18,8 @@ import pytest
 import requests
 
 from anvil_mux.cli import main as cli
-from anvil_mux.cli.profiler import OUTPUT
 from anvil_mux.config import profile
+from anvil_mux.lab.profiler import OUTPUT
 from anvil_mux.routing import pipeline
 from tests.running import seen
 from tests.vllms import CONTEXT, GUARD, NIXL_MARKS, Scene, loaded, service, write_compose, write_model

@@ -1,20 +1,41 @@
-"""Figures of swaps, from literal logs."""
+"""Figures of swaps, from literal logs, and the standby levels that are not measured, with the reason."""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
-from anvil_mux.cli import tally
-from anvil_mux.cli.levels import Unmeasured
-from anvil_mux.cli.tally import TimedPhase, TimedSwap
+from anvil_mux.cli.output import Columns
+from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError
+from anvil_mux.lab import swap_figures
 from anvil_mux.lab.plot import PhaseBar
+from anvil_mux.lab.swap_figures import (
+    UNMEASURED,
+    SwapFigures,
+    TimedPhase,
+    TimedSwap,
+    Unmeasured,
+    unmeasured,
+    why_not,
+)
 from anvil_mux.scheduler.events import Event
 
 GIB = 1 << 30
+
+
+def rows_of(columns: Columns[Any], rows: Iterable[Any]) -> list[tuple[str, ...]]:
+    """A table as people read it, below its headings."""
+    return [tuple(columns), *(tuple(cell(row) for cell in columns.values()) for row in rows)]
+
+
+def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
+    return rows_of(swap_figures.columns(rows), rows)
+
 
 LOG = [
     Event(7.0, "leased", "a", "a", 1, 1),
@@ -31,7 +52,7 @@ LOG = [
 
 
 def test_phases_follow_each_other_from_the_last_leases_end_to_the_first_byte() -> None:
-    assert tally.phases(LOG, 21.0) == {"drain": 0.5, "evict": 1.5, "load": 8.0, "first_token": 1.0}
+    assert swap_figures.phases(LOG, 21.0) == {"drain": 0.5, "evict": 1.5, "load": 8.0, "first_token": 1.0}
 
 
 def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened() -> None:
@@ -42,7 +63,7 @@ def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened
         TimedPhase(17.0, "ready", 4.0),
         TimedPhase(20.0, "probe", 3.0),
     ]
-    found = tally.phases(LOG, 21.0, told)
+    found = swap_figures.phases(LOG, 21.0, told)
     assert found == {
         "drain": 0.5,
         "evict": 0.5,
@@ -57,14 +78,14 @@ def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened
 
 def test_who_had_to_be_stopped_did_not_rest_in_the_way_that_is_measured() -> None:
     standby = [event._replace(kind="standby") if event.kind == "stopped" else event for event in LOG]
-    assert tally.phases(standby, 21.0, way="sleep") == tally.phases(LOG, 21.0)
+    assert swap_figures.phases(standby, 21.0, way="sleep") == swap_figures.phases(LOG, 21.0)
     with pytest.raises(BackendError, match="a had to be stopped: it did not go into standby by sleep"):
-        tally.phases(LOG, 21.0, way="sleep")
+        swap_figures.phases(LOG, 21.0, way="sleep")
 
 
 def test_half_a_swap_is_none() -> None:
     with pytest.raises(BackendError, match="no event ready"):
-        tally.phases(LOG[:-3], 21.0)
+        swap_figures.phases(LOG[:-3], 21.0)
 
 
 def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> TimedSwap:
@@ -73,7 +94,7 @@ def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> T
 
 def test_figures_are_medians_and_the_overhead_that_of_the_differences() -> None:
     swaps = [swap(1, "stop", 9.0, 9.5), swap(2, "stop", 19.0, 19.0), swap(3, "stop", 4.0, 4.9)]
-    [row] = tally.figures(swaps)
+    [row] = swap_figures.figures(swaps)
     assert (row.backend, row.replaces, row.way, row.swaps) == ("b", "a", "stop", 3)
     assert row.phases == {"evict": 1.0, "load": 9.0}
     assert (row.total_seconds, row.by_hand_seconds) == (10.0, 9.5)
@@ -84,16 +105,18 @@ def test_figures_are_medians_and_the_overhead_that_of_the_differences() -> None:
 
 
 def test_a_way_back_is_compared_with_a_cold_start() -> None:
-    asleep, cold = tally.figures([swap(1, "sleep", 1.5, 3.0, probe=0.5), swap(1, "stop", 8.0, 9.0)])
+    asleep, cold = swap_figures.figures([swap(1, "sleep", 1.5, 3.0, probe=0.5), swap(1, "stop", 8.0, 9.0)])
     assert (asleep.way, asleep.cold_start_ratio) == ("sleep", 4.0)
     assert cold.cold_start_ratio == 1.0
-    [alone] = tally.figures([swap(1, "sleep", 1.5, 3.0)])
+    [alone] = swap_figures.figures([swap(1, "sleep", 1.5, 3.0)])
     assert alone.cold_start_ratio is None
 
 
 def test_the_table_has_a_column_for_each_phase_that_occurs() -> None:
-    rows = tally.figures([swap(1, "stop", 8.0, 8.75), swap(1, "sleep", 1.5, 3.0, probe=0.5, thaw=0.25)])
-    assert tally.table(rows) == [
+    rows = swap_figures.figures(
+        [swap(1, "stop", 8.0, 8.75), swap(1, "sleep", 1.5, 3.0, probe=0.5, thaw=0.25)]
+    )
+    assert table(rows) == [
         (
             *("BACKEND", "REPLACES", "WAY", "EVICT", "LOAD", "PROBE", "THAW"),
             *("TOTAL", "BY-HAND", "OVERHEAD", "HALF-WITHIN", "COLD/BACK"),
@@ -122,20 +145,20 @@ def test_memory_that_came_back_is_weighed_against_the_bus() -> None:
         for n in (1, 2)
     ]
     swaps.append(TimedSwap("b", "a", "sleep", 3, {"load": 9.0}, 9.0))
-    rows = tally.figures(swaps)
+    rows = swap_figures.figures(swaps)
     assert (rows[0].bytes, rows[0].bytes_per_second, rows[0].bus_bytes_per_second) == (
         24 * GIB,
         8 * GIB,
         64e9,
     )
-    head, line = tally.table(rows)
+    head, line = table(rows)
     assert head[-3:] == ("GIB", "GIB/S", "BUS")
     assert line[-3:] == ("24.00", "8.00", "59.60")
 
 
 def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
     file = io.StringIO()
-    tally.write_csv([swap(1, "stop", 8.0, 8.75), swap(2, "sleep", 1.5, 3.0, probe=0.5)], file)
+    swap_figures.write_csv([swap(1, "stop", 8.0, 8.75), swap(2, "sleep", 1.5, 3.0, probe=0.5)], file)
     first, second = csv.DictReader(file.getvalue().splitlines())
     assert (first["round"], first["load_seconds"], first["probe_seconds"]) == ("1", "8.000000", "0.000000")
     assert (second["way"], second["total_seconds"], second["overhead_seconds"]) == (
@@ -148,14 +171,14 @@ def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
 
 
 def test_the_picture_has_a_panel_for_each_engine_with_the_cold_start_first() -> None:
-    rows = tally.figures([swap(1, "sleep", 1.5, 3.0), swap(1, "stop", 8.0, 8.75)])
+    rows = swap_figures.figures([swap(1, "sleep", 1.5, 3.0), swap(1, "stop", 8.0, 8.75)])
     other = TimedSwap("x", "x", "stop", 1, {"load": 2.0}, 2.5, engine="vllm")
     untried = [
         Unmeasured("vllm", ("x",), "checkpoint", "no driver"),
         Unmeasured("vllm", ("x",), "freeze", ""),
         Unmeasured("sglang", ("y",), "checkpoint", "no driver"),
     ]
-    found = tally.bars([*rows, *tally.figures([other])], untried)
+    found = swap_figures.bars([*rows, *swap_figures.figures([other])], untried)
     assert found == {
         "": [
             PhaseBar("b, stop", {"evict": 1.0, "load": 8.0}, 8.75, "9 s"),
@@ -170,12 +193,77 @@ def test_the_picture_has_a_panel_for_each_engine_with_the_cold_start_first() -> 
 
 def test_the_table_names_the_engines_where_there_are_several() -> None:
     other = TimedSwap("x", "x", "stop", 1, {"load": 2.0}, 2.5, engine="vllm")
-    head, first, second = tally.table(tally.figures([swap(1, "stop", 8.0, 8.75), other]))
+    head, first, second = table(swap_figures.figures([swap(1, "stop", 8.0, 8.75), other]))
     assert (head[:2], first[:2], second[:2]) == (("ENGINE", "BACKEND"), ("", "b"), ("vllm", "x"))
 
 
 def test_a_burst_is_told_by_its_medians() -> None:
-    bursts = [tally.Burst("b", "a", 100, n, took, 2.0) for n, took in enumerate((1.0, 3.0, 9.0), 1)]
-    [row] = tally.burst_figures(bursts)
+    bursts = [swap_figures.Burst("b", "a", 100, n, took, 2.0) for n, took in enumerate((1.0, 3.0, 9.0), 1)]
+    [row] = swap_figures.burst_figures(bursts)
     assert (row.bursts, row.seconds, row.direct_seconds, row.ratio) == (3, 3.0, 2.0, 1.5)
-    assert tally.burst_table([row])[1:] == [("b", "a", "100", "3.000", "2.000", "1.50")]
+    assert rows_of(swap_figures.BURSTS, [row])[1:] == [("b", "a", "100", "3.000", "2.000", "1.50")]
+
+
+# What is not measured
+
+LLAMA = Backend(
+    "one",
+    "one",
+    ("0",),
+    engine="llamacpp",
+    evict_to=("freeze", "stop"),
+    service=Service(command=("llama-server", "-m", "/m/one.gguf")),
+)
+ROUTER = "llama-server unloads in router mode only, without a model of its own: give it --models-dir"
+
+
+def no_driver(gpus: Sequence[str], insist: bool) -> str:
+    return f"no driver for {','.join(gpus)}{' (insisted)' if insist else ''}"
+
+
+def anything(gpus: Sequence[str], insist: bool) -> None:
+    return None
+
+
+def test_what_the_engine_or_the_machine_cannot_do_is_a_row_with_the_reason() -> None:
+    found = unmeasured([LLAMA], no_driver)
+    assert found == [
+        Unmeasured("llamacpp", ("one",), "sleep", ROUTER),
+        Unmeasured("llamacpp", ("one",), "checkpoint", "no driver for 0"),
+    ]
+    assert rows_of(UNMEASURED, found)[1:] == [
+        ("llamacpp", "one", "sleep", f"not possible here: {ROUTER}"),
+        ("llamacpp", "one", "checkpoint", "not possible here: no driver for 0"),
+    ]
+
+
+def test_what_could_be_done_and_is_not_named_is_told_as_that() -> None:
+    cold = Backend("two", "two", ("0",), engine="vllm", service=Service(gpus_by="reservation"))
+    found = {each.way: each.why for each in unmeasured([cold], anything)}
+    assert found.keys() == {"sleep", "sleep-2", "checkpoint", "freeze"}
+    assert found["checkpoint"] == ""
+    assert found["freeze"] == "what is frozen keeps its GPU memory"
+    assert "VLLM_SERVER_DEV_MODE" in found["sleep"]
+    [row] = [line for line in rows_of(UNMEASURED, unmeasured([cold], anything)) if "checkpoint" in line]
+    assert row[-1] == "not named in evict_to"
+
+
+def test_a_level_that_is_named_is_measured_unless_the_machine_cannot_take_it() -> None:
+    named = Backend("a", "a", ("0", "1"), evict_to=("checkpoint", "stop"), checkpoint_anyway=True)
+    assert why_not(named, "checkpoint", anything) == ""
+    assert why_not(named, "stop", no_driver) == ""
+    [row] = [each for each in unmeasured([named], no_driver) if each.way == "checkpoint"]
+    assert (row.named, row.why) == (True, "no driver for 0,1 (insisted)")
+    assert row.to_json() == {
+        "engine": "openai",
+        "backends": ["a"],
+        "way": "checkpoint",
+        "not_possible": "no driver for 0,1 (insisted)",
+    }
+    assert [each.way for each in unmeasured([named], anything)] == ["sleep", "freeze"]
+
+
+def test_backends_of_one_engine_share_a_row_where_they_share_the_reason() -> None:
+    both = [LLAMA, Backend("two", "two", ("0",), engine="llamacpp", evict_to=("freeze",))]
+    rows = [(each.way, each.backends) for each in unmeasured(both, no_driver)]
+    assert ("checkpoint", ("one", "two")) in rows

@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from anvil_mux import plugins
-from anvil_mux.cli import bench
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError
 from anvil_mux.host import check, gpu, nvml
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.lab import swaps
 from tests.running import serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,7 +33,7 @@ GUARD = 60.0
 
 
 def ring_names(*backends: Backend, gpus: tuple[Gpu, ...] = ()) -> list[tuple[str, list[str]]]:
-    found = bench.rings(Config(backends, gpus=gpus))
+    found = swaps.rings(Config(backends, gpus=gpus))
     return [(way, [member.name for member in members]) for way, members in found]
 
 
@@ -414,14 +414,14 @@ def test_ctrl_c_leaves_the_figures_of_the_rounds_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, table = compose(tmp_path), tmp_path / "swaps.csv"
-    begin = bench._Ring._round
+    begin = swaps._Ring._round
 
     def round_and_signal(ring: Any, number: int, *more: Any) -> Any:
         if number == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return begin(ring, number, *more)
 
-    monkeypatch.setattr(bench._Ring, "_round", round_and_signal)
+    monkeypatch.setattr(swaps._Ring, "_round", round_and_signal)
     rows = measured(capsys, file, "--repeat", 5, "--csv", table, code=130)
     found = [(row["backend"], row["way"], row["swaps"]) for row in rows]
     assert found == [("small", "stop", 1), ("large", "stop", 1)]

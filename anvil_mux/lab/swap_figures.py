@@ -1,4 +1,4 @@
-"""Figures of measured swaps: the phases of each, medians over all of them, a table.
+"""Figures of measured swaps: the phases of each, medians over all of them, tables, and bars of a picture.
 
 A swap begins when the last lease of the victim ends, while a request for the other already waits,
 and ends with the first byte of that request's answer. Its phases follow each other without a gap:
@@ -13,20 +13,26 @@ in which it happened.
 
 Every swap is compared with the same one done by hand in the same round, and a way back with a cold start.
 Where it is known how much GPU memory comes back, so is how fast, beside what the bus could carry.
+
+An engine or a machine may not be able to take a standby level (no NVIDIA driver, no checkpoint), and a
+service may not name one that it could take. Either is a row of its own, with the reason.
 """
 
 from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from statistics import median, quantiles
 from typing import NamedTuple, TextIO
 
-from anvil_mux.cli.levels import Unmeasured
+from anvil_mux.config import service
+from anvil_mux.config.config import WAYS, Backend, Judge
 from anvil_mux.errors import BackendError
+from anvil_mux.host import check
 from anvil_mux.lab.plot import PhaseBar
 from anvil_mux.scheduler.events import Event
 
@@ -43,6 +49,7 @@ OUT = frozenset(("drain", "save", "evict", "verify", "freeze"))
 """The phases of the victim."""
 MOVING = ("load", "ready")
 """The phases in which memory is filled."""
+NOT_NAMED = "not named in evict_to"
 GIB = 1 << 30
 
 
@@ -229,13 +236,15 @@ def _burst_figures(group: Sequence[Burst]) -> BurstFigures:
     )
 
 
-def burst_table(rows: Sequence[BurstFigures]) -> list[tuple[str, ...]]:
-    """A table for people: seconds."""
-    lines: list[tuple[str, ...]] = [("BURST", "REPLACES", "REQUESTS", "SECONDS", "DIRECT", "RATIO")]
-    for row in rows:
-        figures = f"{row.seconds:.3f}", f"{row.direct_seconds:.3f}", f"{row.ratio:.2f}"
-        lines.append((row.backend, row.replaces, str(row.requests), *figures))
-    return lines
+BURSTS: Mapping[str, Callable[[BurstFigures], str]] = {
+    "BURST": lambda row: row.backend,
+    "REPLACES": lambda row: row.replaces,
+    "REQUESTS": lambda row: str(row.requests),
+    "SECONDS": lambda row: f"{row.seconds:.3f}",
+    "DIRECT": lambda row: f"{row.direct_seconds:.3f}",
+    "RATIO": lambda row: f"{row.ratio:.2f}",
+}
+"""The columns of a table for people."""
 
 
 def _known(values: Iterable[float | None]) -> float | None:
@@ -250,35 +259,47 @@ def names(measured: Iterable[TimedSwap | SwapFigures]) -> list[str]:
     return [*(phase for phase in PHASES if phase in found), *sorted(found - set(PHASES))]
 
 
-def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
-    """A table for people: seconds, the overhead in milliseconds.
+def columns(rows: Sequence[SwapFigures]) -> dict[str, Callable[[SwapFigures], str]]:
+    """The columns of a table for people: seconds, the overhead in milliseconds.
 
     Columns for memory where that is known, and one for the engine where there are several.
     """
-    columns, several = names(rows), len({row.engine for row in rows}) > 1
-    head = ["ENGINE"] if several else []
-    head += ["BACKEND", "REPLACES", "WAY", *(name.upper().replace("_", "-") for name in columns)]
-    head += ["TOTAL", "BY-HAND", "OVERHEAD", "HALF-WITHIN", "COLD/BACK"]
-    moved = any(row.bytes_per_second for row in rows)
-    lines = [(*head, "GIB", "GIB/S", "BUS") if moved else tuple(head)]
-    for row in rows:
-        seconds = [row.phases.get(phase) for phase in columns]
-        cells = ["" if each is None else f"{each:.3f}" for each in seconds]
-        cells += [f"{row.total_seconds:.3f}", f"{row.by_hand_seconds:.3f}", *_own(row)]
-        cells.append("" if row.cold_start_ratio is None else f"{row.cold_start_ratio:.1f}")
-        if moved:
-            cells += map(_gib, (row.bytes, row.bytes_per_second, row.bus_bytes_per_second))
-        lines.append((*([row.engine] if several else []), row.backend, row.replaces, row.way, *cells))
-    return lines
+    found: dict[str, Callable[[SwapFigures], str]] = {}
+    if len({row.engine for row in rows}) > 1:
+        found["ENGINE"] = lambda row: row.engine
+    found |= {"BACKEND": lambda row: row.backend, "REPLACES": lambda row: row.replaces}
+    found |= {"WAY": lambda row: row.way}
+    found |= {phase.upper().replace("_", "-"): partial(_phase_cell, phase) for phase in names(rows)}
+    found |= FIGURES
+    return {**found, **MEMORY} if any(row.bytes_per_second for row in rows) else found
 
 
-def _own(row: SwapFigures) -> tuple[str, str]:
+def _phase_cell(phase: str, row: SwapFigures) -> str:
+    seconds = row.phases.get(phase)
+    return "" if seconds is None else f"{seconds:.3f}"
+
+
+def _within(row: SwapFigures) -> str:
     low, high = row.overhead_quartiles
-    return f"{1000 * row.overhead_seconds:.0f} ms", f"{1000 * low:.0f}..{1000 * high:.0f} ms"
+    return f"{1000 * low:.0f}..{1000 * high:.0f} ms"
 
 
 def _gib(amount: float | None) -> str:
     return "" if amount is None else f"{amount / GIB:.2f}"
+
+
+FIGURES: Mapping[str, Callable[[SwapFigures], str]] = {
+    "TOTAL": lambda row: f"{row.total_seconds:.3f}",
+    "BY-HAND": lambda row: f"{row.by_hand_seconds:.3f}",
+    "OVERHEAD": lambda row: f"{1000 * row.overhead_seconds:.0f} ms",
+    "HALF-WITHIN": _within,
+    "COLD/BACK": lambda row: "" if row.cold_start_ratio is None else f"{row.cold_start_ratio:.1f}",
+}
+MEMORY: Mapping[str, Callable[[SwapFigures], str]] = {
+    "GIB": lambda row: _gib(row.bytes),
+    "GIB/S": lambda row: _gib(row.bytes_per_second),
+    "BUS": lambda row: _gib(row.bus_bytes_per_second),
+}
 
 
 def write_csv(swaps: Sequence[TimedSwap], file: TextIO) -> None:
@@ -316,3 +337,70 @@ def _bar_note(row: SwapFigures) -> str:
     ratio = row.cold_start_ratio
     beside = f"; back in 1/{ratio:.0f} of a cold start" if ratio and row.way != "stop" else ""
     return f"{row.total_seconds:.3g} s{beside}"
+
+
+# What is not measured
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """A standby level that backends of one engine could not take, or do not name."""
+
+    engine: str
+    backends: tuple[str, ...]
+    way: str
+    why: str
+    """Why it is not possible here; "": it is, and the services do not name it."""
+    named: bool = False
+    """Whether the services name it all the same."""
+
+    def to_json(self) -> dict[str, object]:
+        named = {"engine": self.engine, "backends": list(self.backends), "way": self.way}
+        return {**named, "not_possible": self.why}
+
+
+def unmeasured(backends: Iterable[Backend], judge: Judge | None = None) -> list[Unmeasured]:
+    """The levels that are not measured of these backends, in one row where engine and reason are the same."""
+    found: dict[tuple[str, str, str, bool], list[str]] = {}
+    for backend in backends:
+        for way in _levels_of(backend):
+            why, named = why_not(backend, way, judge), way in backend.evict_to
+            if why or not named:
+                found.setdefault((backend.engine, way, why, named), []).append(backend.name)
+    return [
+        Unmeasured(engine, tuple(names), way, why, named)
+        for (engine, way, why, named), names in found.items()
+    ]
+
+
+def why_not(backend: Backend, way: str, judge: Judge | None = None) -> str:
+    """Why a backend cannot take a standby level, as far as it can be known beforehand; "" if it can.
+
+    What its file says of a level that it names was checked when that was read.
+    """
+    judge = judge or check.why_not_checkpoint
+    on_gpu = (judge(backend.gpus, backend.checkpoint_anyway) or "") if way == "checkpoint" else ""
+    if way in backend.evict_to or on_gpu:
+        return on_gpu
+    described: dict[str, object] = {"command": [*backend.service.command]}
+    if backend.service.gpus_by:
+        described["gpus"] = "all"
+    return service.cannot_evict_to(described, dict(backend.service.environment), backend.engine, way)
+
+
+def _levels_of(backend: Backend) -> list[str]:
+    """The standby levels of which something is to be said: the deep sleep is vLLM's own."""
+    return [
+        way
+        for way in WAYS
+        if way != "stop" and (way != "sleep-2" or backend.engine == "vllm" or way in backend.evict_to)
+    ]
+
+
+UNMEASURED: Mapping[str, Callable[[Unmeasured], str]] = {
+    "ENGINE": lambda row: row.engine,
+    "BACKENDS": lambda row: ",".join(row.backends),
+    "WAY": lambda row: row.way,
+    "NOT MEASURED": lambda row: f"not possible here: {row.why}" if row.why else NOT_NAMED,
+}
+"""The columns of a table for people."""

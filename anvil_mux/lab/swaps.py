@@ -6,7 +6,7 @@ they follow each other many times, each first in every other round, and what the
 troubles both alike. A backend that evicts nobody is a ring of its own: it is evicted and loaded again. The
 first round is not counted, since it makes containers and fills caches.
 
-What a swap's phases are stands in tally.py, which makes figures of them.
+What a swap's phases are stands in swap_figures.py, which makes figures of them.
 
 By hand means for ``stop``: `docker stop`, `docker start`, and asking until an answer comes; for processes the
 runtime's kill and exec take the place of Docker's. For every other way it means the same calls of the
@@ -22,25 +22,33 @@ Nothing that was started is left running, however the benchmark ends. Ctrl-C lea
 
 from __future__ import annotations
 
+import http.client
+import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from socket import socketpair
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from anvil_mux.cli import levels
-from anvil_mux.cli.byhand import Asker
-from anvil_mux.cli.levels import Unmeasured
-from anvil_mux.cli.tally import Burst, TimedPhase, TimedSwap, phases
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host import byhand
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import HostConfig
+from anvil_mux.lab.swap_figures import (
+    Burst,
+    TimedPhase,
+    TimedSwap,
+    Unmeasured,
+    phases,
+    unmeasured,
+    why_not,
+)
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.connections import Address
 from anvil_mux.proxy.relay import Exchange, Relay
@@ -50,6 +58,11 @@ from anvil_mux.scheduler.placement import Placement
 from anvil_mux.serve.state_files import locked
 
 SLACK_SECONDS = 60.0
+ASK_PAUSE = 0.01
+"""Seconds between two attempts to get an answer."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at whether the backend has ended."""
+CONNECT_SECONDS = 1.0
 BUSY_PAUSE = 0.1
 BURST_TOKENS = 8
 """The tokens of each answer in a burst: they overlap, as answers do."""
@@ -107,7 +120,7 @@ def measure(
 
     CannotServe while an anvil-mux serves the project.
     """
-    found.unmeasured += levels.unmeasured([backend for backend in config.backends if not backend.url])
+    found.unmeasured += unmeasured([backend for backend in config.backends if not backend.url])
     told: list[TimedPhase] = []
 
     def took(backend: Backend, phase: str, seconds: float) -> None:
@@ -121,7 +134,7 @@ def measure(
                 say(f"stopping {name}, which runs already")
                 host.stop(next(backend for backend in config.backends if backend.name == name))
             for way, all_members in rings(config):
-                members = [each for each in all_members if not levels.why_not(each, way)]
+                members = [each for each in all_members if not why_not(each, way)]
                 if not members:
                     continue
                 try:
@@ -414,6 +427,106 @@ class _Ring:
             if again or not self._host.runtime.lost_its_port(backend):
                 raise
         return self._start_by_hand(backend, again=True)
+
+
+# Questions, as somebody asks them who has no anvil-mux
+
+
+class Asker:
+    """Asks backends for as little as they answer; the first question that one answers is its own."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, SampleQuestion] = {}
+
+    def ask(self, backend: Backend, address: Address) -> float:
+        """The moment of the answer's first byte."""
+        known = self._known.get(backend.name)
+        for question in [known] if known else QUESTIONS:
+            status, moment = question.ask(backend, address)
+            if status < 300:
+                self._known[backend.name] = question
+                return moment
+        raise BackendError(f"{backend.name} answers {status} to POST {question.path}")
+
+    def question(self, backend: Backend) -> SampleQuestion:
+        """The one that it was found to answer."""
+        return self._known[backend.name]
+
+    def ask_until_answered(
+        self, backend: Backend, address: Address, ended: Callable[[Backend], str | None]
+    ) -> float:
+        """The moment of the first answer's first byte; ``ended`` says how the backend ended, if it has."""
+        begun = looked = time.monotonic()
+        while True:
+            try:
+                return self.ask(backend, address)
+            except BackendError:
+                now = time.monotonic()
+                if now - begun > backend.load_timeout:
+                    raise
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                if how := ended(backend):
+                    raise BackendError(f"{backend.name} {how} before it answered")
+            time.sleep(ASK_PAUSE)
+
+
+class SampleQuestion(NamedTuple):
+    """A request whose answer's first byte counts as the first token."""
+
+    path: str
+    asks: Mapping[str, object]
+
+    def ask(self, backend: Backend, address: Address) -> tuple[int, float]:
+        """The answer's status, and when the first byte of its body came."""
+        connection = http.client.HTTPConnection(*address, timeout=CONNECT_SECONDS)
+        try:
+            connection.connect()
+            connection.sock.settimeout(backend.load_timeout)
+            headers = {**_headers(backend), "Connection": "close"}
+            connection.request("POST", self.path, self._body(backend), headers)
+            response = connection.getresponse()
+            response.read(1)
+            moment = time.monotonic()
+            response.read()
+            return response.status, moment
+        except (OSError, http.client.HTTPException) as error:
+            raise BackendError(f"{backend.name} does not answer POST {self.path}: {error!r}") from None
+        finally:
+            connection.close()
+
+    def whole(self, tokens: int) -> SampleQuestion:
+        """The same for an answer of so many tokens, if it is for text, and in one piece.
+
+        llama-server closes the connection behind a stream, so only such an answer shows what idle ones do.
+        """
+        more = {"max_tokens": tokens, "stream": False} if "max_tokens" in self.asks else {}
+        return self._replace(asks={**self.asks, **more})
+
+    def written(self, backend: Backend) -> tuple[bytes, bytes]:
+        """The lines of the head, and the body, for a connection that may be used again."""
+        fields = {"Host": backend.name, **_headers(backend)}
+        lines = [f"POST {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        return "".join(f"{line}\r\n" for line in lines).encode(), self._body(backend).encode()
+
+    def _body(self, backend: Backend) -> str:
+        return json.dumps({"model": backend.served_model, **self.asks})
+
+
+def _headers(backend: Backend) -> dict[str, str]:
+    key = backend.service.api_key
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+
+QUESTIONS = (
+    SampleQuestion(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "stream": True},
+    ),
+    SampleQuestion("/v1/completions", {"prompt": "Hi", "max_tokens": 1, "stream": True}),
+    SampleQuestion("/v1/embeddings", {"input": "Hi"}),
+    SampleQuestion("/v1/rerank", {"query": "Hi", "documents": ["Hi"]}),
+)
 
 
 def _address(url: str) -> Address:

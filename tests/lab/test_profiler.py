@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from anvil_mux.cli import main as cli
-from anvil_mux.cli.profiler import OUTPUT, Profiler, Streamed, measure
 from anvil_mux.config import profile
 from anvil_mux.errors import BackendError
+from anvil_mux.lab.profiler import OUTPUT, Profiler, Streamed, measure
 from anvil_mux.routing import pipeline, routing
 from anvil_mux.routing.routing import Replica, RoutingMemory, Work
 

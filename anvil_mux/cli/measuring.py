@@ -1,19 +1,46 @@
-"""The command ``replay``: traffic against a running server, beside another one, and beside its simulation."""
+"""Real engines measured: the commands ``replay``, ``profile`` and ``bench swap``.
+
+``replay`` sends traffic to a running server, beside another one, and beside its simulation; ``profile``
+measures how fast an engine is, and ``bench swap`` how long swaps take.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from anvil_mux.cli import asking
-from anvil_mux.cli.arguments import add_clients, add_json, clients, configuration, read_positive, read_value
-from anvil_mux.cli.output import FAILED, INTERRUPTED, complain, opened, print_json, print_table, progress, say
-from anvil_mux.errors import MuxError
+from anvil_mux.cli.arguments import (
+    add_clients,
+    add_files,
+    add_json,
+    address,
+    clients,
+    configuration,
+    read_positive,
+    read_profiles,
+    read_sizes,
+    running_at,
+    with_scheme,
+)
+from anvil_mux.cli.output import (
+    FAILED,
+    INTERRUPTED,
+    Columns,
+    complain,
+    opened,
+    print_columns,
+    print_json,
+    print_table,
+    progress,
+    say,
+)
+from anvil_mux.errors import ConfigError, MuxError
 
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config
@@ -23,14 +50,16 @@ if TYPE_CHECKING:
     from anvil_mux.lab.report import LiveRun
     from anvil_mux.lab.workload import Workload
 
+# replay
+
 TTFT_AXIS = "time to the first token (s)"
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_replay(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
         "--profile",
-        type=_profiles,
+        type=read_profiles,
         default=(),
         metavar="NAME[,NAME]",
         help="a profile of generated traffic, as in `simulate`",
@@ -120,12 +149,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _profiles(names: str) -> tuple[str, ...]:
-    from anvil_mux.lab import study
-
-    return read_value(study.choose_profiles, names)
-
-
 def _count(text: str) -> int:
     return 0 if text == "0" else read_positive(text)
 
@@ -140,7 +163,7 @@ def _factor(text: str) -> float:
     return value
 
 
-def run(given: argparse.Namespace) -> int:
+def replay(given: argparse.Namespace) -> int:
     from anvil_mux.lab import plot
     from anvil_mux.lab.replay import Replay, ReplaySettings, WatchedServer
     from anvil_mux.lab.workload import ModelNames
@@ -204,18 +227,15 @@ def _server(given: argparse.Namespace, url: str | None, key_env: str | None, fla
     if key_env and key_env not in os.environ:
         given.refuse(f"{key_env} is not set; it should hold the API key of the server of {flag}")
     key = os.environ[key_env] if key_env else os.environ.get("ANVIL_API_KEY", "") if flag == "--url" else ""
-    address = asking.with_scheme(url) if url else asking.address(given)
-    return PlayedServer(address, key, CHAT if given.chat else COMPLETIONS)
+    at = with_scheme(url) if url else address(given)
+    return PlayedServer(at, key, CHAT if given.chat else COMPLETIONS)
 
 
 def _config(given: argparse.Namespace, url: str) -> Config | None:
     """The configuration that is simulated: of the file given, or of the anvil-mux that serves here."""
-    from anvil_mux.serve import remote
-    from anvil_mux.state import state_folder
-
     if given.simulate:
         return configuration([given.simulate])
-    here = next((p for p in remote.places(state_folder("", os.environ)) if p.url == url), None)
+    here = running_at(url)
     if here and all(Path(file).exists() for file in here.files):
         return configuration(here.files)
     if given.simulate is not None:
@@ -260,3 +280,120 @@ def _draw(path: str, runs: Iterable[LiveRun], config: Config | None) -> None:
     elif panels := report.replay_panels(first):
         with plot.picture(path) as figure:
             plot.draw_dots(panels, DEFAULT_ROUTING, TTFT_AXIS, figure)
+
+
+# profile
+
+
+def add_profile(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="the file to write; by default standard output"
+    )
+    command.add_argument(
+        "--repeat", type=int, default=3, metavar="N", help="requests for each figure (default 3)"
+    )
+    for name, what in (
+        ("prompts", "prompt lengths to measure, in tokens"),
+        ("batches", "numbers of concurrent requests to measure"),
+        ("lengths", "lengths of the concurrent requests, in tokens"),
+    ):
+        command.add_argument(f"--{name}", type=read_sizes, metavar="N,N", help=what)
+
+
+def profile(given: argparse.Namespace) -> int:
+    from anvil_mux.lab import profiler
+
+    engine = profiler.Profiler(address(given), given.model, os.environ.get("ANVIL_API_KEY", ""))
+    found = profiler.measure(
+        engine,
+        say,
+        prompts=given.prompts or profiler.PROMPTS,
+        batches=given.batches or profiler.BATCHES,
+        lengths=given.lengths or profiler.LENGTHS,
+        repeat=max(given.repeat, 1),
+    )
+    if given.output:
+        Path(given.output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        say(f"written to {given.output}; use it: x-anvil: {{profile: {given.output}}}")
+    else:
+        print_json(found)
+    return 0
+
+
+# bench
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    about = "Measure how long swaps take, and how much of that is anvil-mux's overhead"
+    command = parser.add_subparsers(metavar="WHAT", required=True).add_parser(
+        "swap", help=about, description=f"{about}."
+    )
+    add = command.add_argument
+    add_files(command)
+    add("--repeat", type=read_positive, default=5, metavar="N", help="measure each swap N times (default 5)")
+    add(
+        "--burst",
+        type=read_positive,
+        default=0,
+        metavar="N",
+        help="also measure N requests that wait for a swap, compared with N that are sent directly",
+    )
+    add(
+        "--also",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also measure the services of another compose file (a separate project); may be repeated",
+    )
+    add("--csv", metavar="FILE", help="write every swap to a CSV file, with its phases and its engine")
+    add("--plot", metavar="FILE", help="plot the phases, one panel for each engine (needs matplotlib)")
+    add_json(command)
+    command.epilog = (
+        "Swaps all pairs of backends in the file that do not fit side by side, with each of their standby "
+        "levels, alternating between anvil-mux and the same steps by hand. Running engines of the project "
+        "are stopped first, and nothing is left running. Times are medians in seconds, from the end of the "
+        "last request to the first byte of the next answer. OVERHEAD is how much longer a swap took than by "
+        "hand; half of the swaps are within HALF-WITHIN, the machine's noise. COLD/BACK is the time of a "
+        "cold start divided by that of coming back from standby. GIB is the GPU memory that was loaded "
+        "again, BUS what the GPU's link could carry in a second. A burst is measured from the moment the "
+        "model is ready until all requests are answered; DIRECT is the same number of requests sent at once "
+        "to a freshly started engine, each on its own connection. Exit code 1: something could not be "
+        "measured."
+    )
+
+
+def bench(given: argparse.Namespace) -> int:
+    from anvil_mux.lab import swap_figures, swaps
+
+    configs = [configuration(given.files), *(configuration([file]) for file in given.also)]
+    names = [backend.name for config in configs for backend in config.backends]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError([f"{', '.join(twice)}: in more than one file; give each service a name of its own"])
+    with ExitStack() as outputs:
+        # Whether they can be written is known before the long work begins.
+        file = outputs.enter_context(opened(given.csv)) if given.csv else None
+        figure = None
+        if given.plot:
+            from anvil_mux.lab import plot
+
+            figure = outputs.enter_context(plot.picture(given.plot))
+        found = swaps.measure_all(configs, given.repeat, say, burst=given.burst)
+        rows, burst_rows = swap_figures.figures(found.swaps), swap_figures.burst_figures(found.bursts)
+        if file:
+            swap_figures.write_csv(found.swaps, file)
+        if figure and rows:
+            plot.draw_phases(swap_figures.bars(rows, found.unmeasured), swap_figures.names(rows), figure)
+    if given.json:
+        asked = [each.to_json() for each in found.unmeasured if each.named]
+        print_json([*map(asdict, rows), *map(asdict, burst_rows), *asked])
+    else:
+        tables: list[tuple[Columns[Any], Sequence[object]]] = [
+            (swap_figures.columns(rows), rows),
+            (swap_figures.BURSTS, burst_rows),
+            (swap_figures.UNMEASURED, found.unmeasured),
+        ]
+        for columns, lines in tables:
+            if lines:
+                print_columns(columns, lines)
+    code = max([complain(f"not measured: {why}", FAILED) for why in found.failed], default=0)
+    return INTERRUPTED if found.was_interrupted else code
