@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,8 +94,6 @@ class SchedulerDriver:
         """Backend -> what its log said last of a load, and when."""
         self.prompts: dict[str, KeptPrompts] = {}
         """Backend -> its prompts on disk, of those that keep some."""
-        self._gone: dict[str, None] = {}
-        """The backends that reloads have taken away, until they are forgotten."""
         self._changed = clock.condition(self.lock)
         self._jobs: deque[Job] = deque()
         self._ask_at = -FOREVER
@@ -300,14 +298,14 @@ class SchedulerDriver:
             layout = self.scheduler.layout
             self.backends |= layout.wanted
             self.backends |= {slot.name: slot.backend for slot in layout.slots}
-            self._gone.update(dict.fromkeys(name for name in self.backends if name not in layout.wanted))
-            self._forget_gone(layout.wanted)
+            self._forget_gone()
             return effects
 
         self.apply(fact)
 
-    def _forget_gone(self, wanted: Collection[str]) -> None:
+    def _forget_gone(self) -> None:
         """Forget the backends that the configuration has no longer, and that have left their GPUs."""
+        layout = self.scheduler.layout
         tables: tuple[dict[str, Any], ...] = (
             self.backends,
             self.runs,
@@ -315,9 +313,8 @@ class SchedulerDriver:
             self.reported,
             self.prompts,
         )
-        for name in [each for each in self._gone if not self.scheduler.layout.slot(each)]:
-            del self._gone[name]
-            for table in tables if name not in wanted else ():
+        for name in [each for each in self.backends if each not in layout.wanted and not layout.slot(each)]:
+            for table in tables:
                 table.pop(name, None)
 
 
