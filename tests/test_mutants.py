@@ -293,7 +293,7 @@ HOST_MUTANTS = {
     ),
     "a queue is offered to two groups at once": (
         "planner",
-        'if model.home in ("", state.name) and not model.is_coming]',
+        "if model.queues_in(state.name) and not model.is_coming]",
         "if model.name not in coming(state.swaps)]",
     ),
     "what is on a lost host is leased": (

@@ -943,7 +943,7 @@ def audit(layout):
             slot.name for group in own for slot in group.state.own(model)
         )
         assert layout.of_model[name] in own
-        assert model.home == (layout.of_model[name].name if len(own) > 1 else "")
+        assert model.queue_group == (layout.of_model[name].name if len(own) > 1 else "")
         assert (name in layout.spread) == (len(own) > 1)
         assert model.slots == [slot for group in groups for slot in group.state.own_slots.get(name, ())]
         assert model.ready == [slot for slot in model.slots if slot.model == name and slot.serves]

@@ -26,11 +26,11 @@ TOUCHES = """
 ALLOWED = {
     "multiplexer": {"host.seam", "host.hosts"},
     "telemetry": {"host.seam"},
-    "proxy": {"host.seam", "host.engine", "host.elsewhere"},
-    "cluster": {"host.seam", "host.local", "host.visit", "host.check"},
-    "serve": {"host.seam", "host.local", "host.hosts", "host.elsewhere"},
+    "proxy": {"host.seam", "host.engine", "host.external"},
+    "cluster": {"host.seam", "host.local", "host.engine_client", "host.check"},
+    "serve": {"host.seam", "host.local", "host.hosts", "host.external"},
     "lab": {"host.seam", "host.local", "host.check", "host.byhand", "host.engine"},
-    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.elsewhere"},
+    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.external"},
 }
 """Package -> the modules of host/ that it may use. ``engine`` has what differs between engines;
 ``local`` opens the host, ``elsewhere`` asks servers that are on none, and ``check`` and ``byhand`` are for

@@ -26,8 +26,8 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ClientGone, MuxError
 from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host.engine_client import EngineClient
 from anvil_mux.host.swap import Swapper
-from anvil_mux.host.visit import Visit
 from anvil_mux.lab.checker import check
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -196,14 +196,14 @@ class VirtualHouse(House):
 
     def ask(
         self,
-        visit: Visit,
+        client: EngineClient,
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
         timeout: float = 5.0,
     ) -> tuple[int, bytes]:
-        """In place of ``Visit.ask``."""
-        engine = self.at(visit.url)
+        """In place of ``EngineClient.ask``."""
+        engine = self.at(client.url)
         if engine is None or engine.unreachable:
             raise requests.ConnectionError("Connection refused")
         try:
@@ -211,7 +211,7 @@ class VirtualHouse(House):
                 raise Hanging
             status, answer = engine.answer(method, path, body or {})
         except Hanging:
-            self.clock.sleep(max(min(timeout, visit.deadline - self.clock.now()), 0.01))
+            self.clock.sleep(max(min(timeout, client.deadline - self.clock.now()), 0.01))
             raise requests.Timeout(path) from None
         return status, json.dumps(answer).encode()
 
@@ -292,7 +292,7 @@ class World:
         self.checkpointer = Checkpointer(cast(Any, lambda: self.house.driver), probe, now=now, wait=sleep)
         self.swapper = Swapper(self.house, probe=probe, now=now, sleep=sleep, checkpointer=self.checkpointer)
         self.mux = Multiplexer(config, self.swapper, log=self.log.append, clock=self.clock)
-        monkeypatch.setattr(Visit, "ask", lambda visit, *asked: self.house.ask(visit, *asked))
+        monkeypatch.setattr(EngineClient, "ask", lambda client, *asked: self.house.ask(client, *asked))
         monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=now, sleep=sleep))
 
     def play(self, main: Callable[[], object]) -> World:

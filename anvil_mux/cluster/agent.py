@@ -2,8 +2,8 @@
 
 It takes what the methods below name: configurations and names, never commands or paths. Only the anvil-mux
 that has claimed the host may change anything (ownership.py). Whatever may take long is a step: it is begun,
-goes on whether or not anybody is there to ask for it, and its result is asked for (begun.py). State, logs and
-what the owner has learned of this host stay on the host.
+goes on whether or not anybody is there to ask for it, and its result is asked for (running_steps.py). State,
+logs and what the owner has learned of this host stay on the host.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 import anvil_mux
 from anvil_mux.cluster import frames, messages
-from anvil_mux.cluster.begun import Begun, BegunSteps
 from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState
 from anvil_mux.cluster.ownership import Ownership
+from anvil_mux.cluster.running_steps import RunningStep, RunningSteps
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
@@ -95,7 +95,7 @@ class Agent:
         # Guarded by it:
         self._described = described
         self._ownership = Ownership(name, self._folder)
-        self._steps = BegunSteps(self._changed)
+        self._steps = RunningSteps(self._changed)
         self._waiting = 0
         """How many calls wait for the end of a step."""
         self._host: Host | None = None
@@ -265,7 +265,7 @@ class Agent:
         with self._changed:
             self._steps.begin(number, self._step(owner, self._owned(owner), method, args))
 
-    def _step(self, owner: Owner, host: Host, method: str, args: tuple[object, ...]) -> Begun:
+    def _step(self, owner: Owner, host: Host, method: str, args: tuple[object, ...]) -> RunningStep:
         if method not in STEPS:
             raise BackendError(f"a host has no step {method}")
         backend, *more = _arguments(getattr(Host, method), args)
@@ -275,7 +275,7 @@ class Agent:
                 raise BackendError(f"{backend.name} is not configured on host {self.name}")
             _, number = more
             cancel = partial(host.cancel, backend, number)
-        return Begun(owner, backend.name, partial(getattr(host, method), backend, *more), cancel)
+        return RunningStep(owner, backend.name, partial(getattr(host, method), backend, *more), cancel)
 
     def _settle(self, owner: Owner, timeout: float) -> bool:
         with self._changed:

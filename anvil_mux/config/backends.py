@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config import composing, elsewhere, interpolate, prompt_cache, service, settings
+from anvil_mux.config import composing, external, interpolate, prompt_cache, service, settings
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
@@ -127,11 +127,11 @@ class BackendReader:
     def _backends(self, name: str, described: Description, given: dict[str, Any]) -> Iterator[Backend]:
         _check_service(name, described)
         if given.get("url"):
-            yield self._elsewhere(name, described, given)
+            yield self._external(name, described, given)
             return
-        for key in [key for key in elsewhere.NEED_URL if key in given]:
+        for key in [key for key in external.NEED_URL if key in given]:
             self._problems.add(
-                ("services", name, "x-anvil", key), "needs url beside it", f"url: {elsewhere.EXAMPLE}"
+                ("services", name, "x-anvil", key), "needs url beside it", f"url: {external.EXAMPLE}"
             )
         if self._around.plain and "env_file" in described:
             self._problems.add(("services", name, "env_file"), interpolate.NEED_COMPOSE)
@@ -187,11 +187,11 @@ class BackendReader:
             if wrong := unknown_key(key, value):
                 self._problems.add(("services", name, key), wrong)
 
-    def _elsewhere(self, name: str, described: Description, given: dict[str, Any]) -> Backend:
+    def _external(self, name: str, described: Description, given: dict[str, Any]) -> Backend:
         """The backend of a service that somebody else runs."""
         key, variables = ("services", name, "x-anvil"), service.environment(described, self._around.variables)
         said = {*(described.get("x-anvil") or ()), *service.labels(described, LABEL)}
-        for setting in sorted(elsewhere.OF_ENGINES & said):
+        for setting in sorted(external.OF_ENGINES & said):
             self._problems.add((*key, setting), "says nothing about a server elsewhere (url): leave it out")
             for filled in (setting, *SERVICE_SETTINGS[setting].fields_of(setting)):
                 given.pop(filled, None)
@@ -200,13 +200,13 @@ class BackendReader:
         secret = ""
         if named := given.get("api_key_env"):
             try:
-                secret = elsewhere.key_of(named, {**self._around.variables, **variables})
+                secret = external.key_of(named, {**self._around.variables, **variables})
             except ValueError as error:
                 self._problems.add((*key, "api_key_env"), as_diagnostic(error))
         if file := given.get("ca_file"):
             given["ca_file"] = os.path.abspath(self._around.folder / file)
             try:
-                elsewhere.trust(given["ca_file"])
+                external.trust(given["ca_file"])
             except OSError as error:
                 self._problems.add((*key, "ca_file"), f"{given['ca_file']} cannot be used: {error}")
         model = given.pop("model", settings.TEXT.read(name))
@@ -214,10 +214,10 @@ class BackendReader:
         compose = not self._around.process
         self._warn(
             name,
-            elsewhere.bites(given["url"], key=secret, compose=compose, profiles=service.profiles(described)),
+            external.caveats(given["url"], key=secret, compose=compose, profiles=service.profiles(described)),
         )
         self.ports[name] = set()
-        made = Service(profiles=service.profiles(described), key=secret, digest=elsewhere.DIGEST)
+        made = Service(profiles=service.profiles(described), key=secret, digest=external.DIGEST)
         return Backend(name, model, service=made, **given)
 
     def _check_choice(
@@ -262,7 +262,7 @@ class BackendReader:
         found = find_adapters(given["engine"], service.argv(described), variables, wanted)
         for path, text in found.problems:
             self._problems.add(("services", name, "x-anvil", "loras", *path), text)
-        self._warn(name, iter(found.bites))
+        self._warn(name, iter(found.caveats))
         if wanted:
             self.loras[name] = frozenset([adapter for adapter, _ in wanted])
         given["presets"] = (*given.get("presets", ()), *found.presets)
@@ -329,20 +329,20 @@ class BackendReader:
         if why := prompt_cache.problem(backend):
             self._problems.add(("services", name, "x-anvil", "prompt_cache"), why)
         else:
-            self._warn(name, prompt_cache.bites(backend.service))
+            self._warn(name, prompt_cache.caveats(backend.service))
 
     def _note(self, name: str, backend: Backend, described: Description, variables: dict[str, str]) -> None:
-        """Note what bites in a service, as it is described for its first backend, and check its levels."""
+        """Note the caveats of a service, as it is described for its first backend, and check its levels."""
         self._check_levels(name, backend, described, variables)
         self._check_prompt_cache(name, backend)
         if self._around.process:
-            bites = service.process_bites(described, backend.port)
+            caveats = service.process_caveats(described, backend.port)
         else:
-            bites = service.bites(described, backend.engine, backend.port, backend.gpus)
-        self._warn(name, bites)
+            caveats = service.caveats(described, backend.engine, backend.port, backend.gpus)
+        self._warn(name, caveats)
 
-    def _warn(self, name: str, bites: Iterator[str]) -> None:
-        for text in bites:
+    def _warn(self, name: str, caveats: Iterator[str]) -> None:
+        for text in caveats:
             self._problems.of_service(name, text)
 
     def _ports(self, described: Description, port: int | None, *, fixed: bool) -> set[int]:
@@ -423,7 +423,7 @@ class BackendReader:
         if not self._around.process and any(candidate.host for candidate in candidates):
             for key, text in composing.cannot_leave(described, template.port):
                 self._problems.add(("services", name, key), text)
-            self._warn(name, composing.bites(described, self._image(name, described)))
+            self._warn(name, composing.caveats(described, self._image(name, described)))
 
     def _is_as_written(
         self, described: Description, candidate: HostChoice, *, count: int | None, need: Need

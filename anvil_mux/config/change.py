@@ -1,10 +1,10 @@
 """The difference between two configurations: the backends that go on, are replaced, come or go.
 
 A backend goes on as it is, with the streams that it serves, if only settings of it changed that steer us and
-not its engine (``OURS``). Anything else makes it another one: it is drained, stopped as it was described when
+not its engine (``LIVE``). Anything else makes it another one: it is drained, stopped as it was described when
 it was started, and its place is given to the new description. So are all backends on a GPU whose memory is
-declared anew. Some settings of the whole are built into what runs (``LATER``): they change at the next start.
-Pure.
+declared anew. Some settings of the whole are built into what runs (``RESTART``): they change at the next
+start. Pure.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 
-OURS = tuple(fields_of(SERVICE_SETTINGS, lambda setting: setting.live))
+LIVE = tuple(fields_of(SERVICE_SETTINGS, lambda setting: setting.live))
 """Fields of a backend that may change under its leases."""
-LATER = tuple([name for key, setting in SETTINGS.items() for name in setting.waiting(key)])
+RESTART = tuple([name for key, setting in SETTINGS.items() for name in setting.waiting(key)])
 """Fields of the whole that change at the next start."""
 TLS = ("tls_cert", "tls_key")
 """The files of TLS: others may take their place, but encryption itself is not begun or ended."""
@@ -66,7 +66,7 @@ def compare(old: Config, new: Config) -> Change:
     resized = _resized(old, new)
     different = [key for key in SETTINGS if key != "gpus" and _values(old, key) != _values(new, key)]
     effective = within(old, new)
-    own = [f"{name}.{key}" for name in kept for key in OURS if _differ(before[name], after[name], key)]
+    own = [f"{name}.{key}" for name in kept for key in LIVE if _differ(before[name], after[name], key)]
     return Change(
         kept=tuple(kept),
         changed=tuple(changed),
@@ -95,7 +95,7 @@ def replaced(old: Described, new: Described) -> list[str]:
 
 def within(old: Config, new: Config) -> Config:
     """Return ``new`` as far as it can take effect in a program that was started with ``old``."""
-    fixed = {name: getattr(old, name) for name in LATER}
+    fixed = {name: getattr(old, name) for name in RESTART}
     if (old.tls_cert is None) != (new.tls_cert is None):
         fixed |= {name: getattr(old, name) for name in TLS}
         ours = {key: digest for key, digest in new.said.items() if key not in TLS}
@@ -113,7 +113,7 @@ def _resized(old: Described, new: Described) -> set[str]:
 
 
 def _goes_on(before: Backend, after: Backend) -> bool:
-    ours: dict[str, Any] = {name: getattr(after, name) for name in OURS}
+    ours: dict[str, Any] = {name: getattr(after, name) for name in LIVE}
     service = replace(before.service, scale=after.service.scale)
     return replace(before, **ours, service=service) == after and service.digest == after.service.digest
 

@@ -59,7 +59,7 @@ class Checks:
         self._check_names()
         self._check_any_of()
         self._check_homes()
-        self._check_elsewhere()
+        self._check_external()
         self._check_fallbacks()
         self._check_room()
         self._check_ports()
@@ -133,7 +133,7 @@ class Checks:
                         key, f"{other.name} is at home on GPU {gpu} too, and both do not fit: one of them"
                     )
 
-    def _check_elsewhere(self) -> None:
+    def _check_external(self) -> None:
         served = Counter(backend.model for backend in self._backends)
         for backend in self._backends:
             if backend.url and served[backend.model] > 1:

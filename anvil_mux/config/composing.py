@@ -89,7 +89,7 @@ def cannot_leave(described: RawService, port: int | None) -> Iterator[tuple[str,
         yield "x-anvil", "port is needed, since its engine is reached by it on other hosts: {port: ...}"
 
 
-def bites(described: RawService, image: str) -> Iterator[str]:
+def caveats(described: RawService, image: str) -> Iterator[str]:
     """Warnings of what a service leaves behind that runs on another host."""
     if needed := [*_names(described.get("depends_on")), *_names(described.get("links"))]:
         yield f"depends on {', '.join(dict.fromkeys(needed))}, which other hosts are not given"

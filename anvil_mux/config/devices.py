@@ -86,7 +86,7 @@ def sees_only(gpus: Sequence[str]) -> dict[str, str]:
     return {NARROWING[0]: ",".join(numbers)} if numbers else {}
 
 
-def bites(service: Mapping[str, Any], found: GivenGpus, gpus: Sequence[str]) -> Iterator[str]:
+def caveats(service: Mapping[str, Any], found: GivenGpus, gpus: Sequence[str]) -> Iterator[str]:
     """Warnings of what a service lacks that is given GPUs of AMD or Intel, with remedies."""
     paths = [*_sources(service)]
     if KFD in paths and not any(path == DRI or NODE.fullmatch(path) for path in paths):

@@ -129,7 +129,7 @@ class Adapters:
     put: tuple[tuple[str, str], ...] = ()
     """The fields that requests for the model's own name are asked with, unless its service sets them."""
     problems: tuple[settings.Problem, ...] = ()
-    bites: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
 
 def find_adapters(
@@ -228,7 +228,7 @@ def _of_llamacpp(words: Sequence[str], variables: Mapping[str, str], wanted: Lor
             presets.append(Preset(name, set=(("lora", _scales(files, number)),), is_adapter=True))
     if not presets:
         return Adapters(problems=tuple(problems))
-    put, bites = [("lora", _scales(files))], []
+    put, caveats = [("lora", _scales(files))], []
     if _prompts_kept(words, variables) != "0":
         put.append(("cache_prompt", "false"))
         said = (
@@ -236,8 +236,8 @@ def _of_llamacpp(words: Sequence[str], variables: Mapping[str, str], wanted: Lor
             "memory, so each prompt is computed anew"
         )
         text, write = f"{said}: add --cache-ram 0 to its command", "command: ... --cache-ram 0"
-        bites.append(Diagnostic(text, said=said, write=write, key=("x-anvil", "loras")))
-    return Adapters(tuple(presets), put=tuple(put), problems=tuple(problems), bites=tuple(bites))
+        caveats.append(Diagnostic(text, said=said, write=write, key=("x-anvil", "loras")))
+    return Adapters(tuple(presets), put=tuple(put), problems=tuple(problems), caveats=tuple(caveats))
 
 
 def _scales(files: Sequence[tuple[str, float]], only: int = -1) -> str:

@@ -92,7 +92,7 @@ def problem(backend: Backend) -> str:
     return ""
 
 
-def bites(service: Service) -> Iterator[str]:
+def caveats(service: Service) -> Iterator[str]:
     """Warnings of what keeps llama-server from saving prompts, or all of them, with remedies."""
     words = service.command
     if any(word.partition("=")[0] in ("--mmproj", "-mm", "--mmproj-url", "-mmu") for word in words):

@@ -521,7 +521,7 @@ def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
     return bool(given & set(LOADS_A_MODEL)) or any(name in variables for name in LOADS_A_MODEL_BY)
 
 
-# What bites
+# Caveats
 
 SLEEPERS = ("vllm", "sglang")
 """Engines whose sleep gives memory back only if PyTorch's allocator plays along."""
@@ -547,7 +547,7 @@ def steered_at(address: str) -> str:
     )
 
 
-def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
+def caveats(service: RawService, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
     """Warnings of what Docker would do with this service that its owner hardly wants, with remedies."""
     restart = str(service.get("restart", "no"))
     if restart in ("always", "unless-stopped"):
@@ -581,12 +581,12 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
         write = "gpus: all"
         yield Diagnostic(f"{said} or say x-anvil: {{gpus: [...]}}", said=said, write=write, key=("gpus",))
     if others := others_gpus(service, {}):
-        yield from devices.bites(service, others, gpus)
+        yield from devices.caveats(service, others, gpus)
     yield from _unheard(service, engine, port)
     yield from _unpublished(service, port, USUAL_PORTS.get(engine, "PORT"))
 
 
-def process_bites(service: RawService, port: int | None) -> Iterator[str]:
+def process_caveats(service: RawService, port: int | None) -> Iterator[str]:
     """The same warnings for a local process.
 
     Your own program may read PORT from its environment; engines do not.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from anvil_mux.config import any_of, elsewhere, fallback, hooks, service, settings, shapes
+from anvil_mux.config import any_of, external, fallback, hooks, service, settings, shapes
 from anvil_mux.config.config import (
     ANY_HOST,
     DEFAULT_ROUTING,
@@ -571,7 +571,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         page="standby.md#what-a-checkpoint-needs",
     ),
     "url": _replaces(
-        elsewhere.URL,
+        external.URL,
         "The base URL of a server that somebody else runs and that serves this model (see elsewhere.md).",
         page="elsewhere.md#a-server-elsewhere",
     ),

@@ -4,6 +4,6 @@
 it, and ``tests/test_seam.py`` says who may use what else.
 
 ``ways`` has the standby levels and ``swap`` their guarantee, ``containers`` and ``process`` run services,
-``visit`` and ``control`` talk to what is inside, ``gpu`` and ``driver`` to the cards. Every call may block:
-none is made under the multiplexer's lock.
+``engine_client`` and ``control`` talk to what is inside, ``gpu`` and ``driver`` to the cards. Every call may
+block: none is made under the multiplexer's lock.
 """

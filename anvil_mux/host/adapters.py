@@ -12,7 +12,7 @@ import requests
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError
-from anvil_mux.host.visit import Visit, has_error
+from anvil_mux.host.engine_client import EngineClient, has_error
 
 ROUTE = "/v1/load_lora_adapter"
 
@@ -22,31 +22,31 @@ def load_adapters(
     url: str,
     *,
     deadline: float,
-    tend: Callable[[], object] | None = None,
+    check_cancelled: Callable[[], object] | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> None:
     """Have the engine load those of its adapters that it lacks; LoadError says which it did not, and why.
 
-    ``tend`` is called a few times a second, and what it raises ends that.
+    ``check_cancelled`` is called a few times a second, and what it raises ends that.
     """
     if not backend.loras:
         return
-    with Visit(backend, url, now, deadline, tend) as visit:
+    with EngineClient(backend, url, now, deadline, check_cancelled) as client:
         try:
-            there = visit.model_ids()
+            there = client.model_ids()
             for name, path in backend.loras:
                 if name not in there:
-                    _load(visit, name, path)
+                    _load(client, name, path)
         except requests.RequestException as error:
             raise LoadError(f"{backend.name} could not be given its LoRA adapters: {error}") from error
 
 
-def _load(visit: Visit, name: str, path: str) -> None:
+def _load(client: EngineClient, name: str, path: str) -> None:
     asked = {"lora_name": name, "lora_path": path}
-    status, answer = visit.ask("POST", ROUTE, asked, visit.deadline - visit.now())
+    status, answer = client.ask("POST", ROUTE, asked, client.deadline - client.now())
     if status >= 300 or has_error(answer):
         said = answer[:300].decode("utf-8", "replace")
         raise LoadError(
-            f"{visit.backend.name} did not load the LoRA adapter {name} from {path}: "
+            f"{client.backend.name} did not load the LoRA adapter {name} from {path}: "
             f"POST {ROUTE} answers {status}: {said}"
         )

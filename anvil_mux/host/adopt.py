@@ -27,11 +27,11 @@ from anvil_mux.errors import MuxError
 from anvil_mux.host import control
 from anvil_mux.host.adapters import load_adapters
 from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
+from anvil_mux.host.engine_client import await_ready
+from anvil_mux.host.freed import CONTEXT, FreedCheck, host_bytes
 from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
-from anvil_mux.host.visit import await_ready
 from anvil_mux.host.ways import may_sleep
 from anvil_mux.state import write_whole
 
@@ -84,7 +84,7 @@ class Adopter:
     ) -> None:
         self._runtime = runtime
         self._notes = notes
-        self._memory = Memory(probe)
+        self._memory = FreedCheck(probe)
         self._checkpointer = checkpointer or Checkpointer()
 
     def look(self, backend: Backend, url: str) -> Found:

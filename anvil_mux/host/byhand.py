@@ -17,7 +17,7 @@ from anvil_mux.host.container import base_url
 from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
-from anvil_mux.host.freed import Memory
+from anvil_mux.host.freed import FreedCheck
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.project import Project
 from anvil_mux.host.seam import HostConfig
@@ -39,7 +39,7 @@ def hand(host: LocalHost, config: HostConfig) -> Hand:
 
 def held(host: LocalHost, backend: Backend) -> int:
     """The GPU memory that it has, as NVML tells or as declared; 0 where nobody knows."""
-    memory = Memory(gpu.probe if host.inventory().gpus else None)
+    memory = FreedCheck(gpu.probe if host.inventory().gpus else None)
     found = memory.held(backend, lambda: host.runtime.pids(backend), resident=True)
     return sum(found.bytes.values()) or (backend.vram or 0) * len(backend.gpus)
 

@@ -31,7 +31,7 @@ import requests
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.engine import find_engine
-from anvil_mux.host.visit import LONGEST_PAUSE, NotYet, Ready, Visit, has_error
+from anvil_mux.host.engine_client import LONGEST_PAUSE, EngineClient, NotYet, Ready, has_error
 from anvil_mux.protocol import foreign
 from anvil_mux.protocol.completions import count
 
@@ -53,15 +53,15 @@ UNKNOWN = 2
 """The level to wake from where it is not known: weights read anew are right in any case."""
 
 
-class Control(Protocol):
+class SleepApi(Protocol):
     """The way in which one engine sleeps and wakes."""
 
     levels: ClassVar[tuple[int, ...]]
 
-    def sleep(self, visit: Visit, level: int) -> None: ...
-    def wake(self, visit: Visit, level: int) -> None: ...
+    def sleep(self, client: EngineClient, level: int) -> None: ...
+    def wake(self, client: EngineClient, level: int) -> None: ...
 
-    def is_asleep(self, visit: Visit) -> bool | None:
+    def is_asleep(self, client: EngineClient) -> bool | None:
         """Whether the engine sleeps; None where it cannot say."""
 
 
@@ -70,19 +70,19 @@ def sleep(backend: Backend, url: str, level: int) -> None:
     control = CONTROLS.get(backend.engine)
     if control is None or level not in control.levels:
         raise BackendError(f"engine {backend.engine} cannot sleep at level {level}")
-    with _visit(backend, url, SLEEP_TIMEOUT) as visit:
-        _sure(visit)
-        control.sleep(visit, level)
+    with _client(backend, url, SLEEP_TIMEOUT) as client:
+        _sure(client)
+        control.sleep(client, level)
 
 
-def wake(backend: Backend, url: str, level: int, tend: Callable[[], object] | None = None) -> None:
-    """Makes the engine take its GPU memory back. What ``tend`` raises meanwhile ends that."""
+def wake(backend: Backend, url: str, level: int, check_cancelled: Callable[[], object] | None = None) -> None:
+    """Makes the engine take its GPU memory back. What ``check_cancelled`` raises meanwhile ends that."""
     control = CONTROLS.get(backend.engine)
     if control is None:
         raise BackendError(f"engine {backend.engine} cannot be woken")
     limit = min(WAKE_TIMEOUT, backend.load_timeout) if level == 1 else backend.load_timeout
-    with _visit(backend, url, limit, tend) as visit:
-        control.wake(visit, level)
+    with _client(backend, url, limit, check_cancelled) as client:
+        control.wake(client, level)
 
 
 def is_asleep(backend: Backend, url: str) -> bool | None:
@@ -90,24 +90,24 @@ def is_asleep(backend: Backend, url: str) -> bool | None:
     control = CONTROLS.get(backend.engine)
     if control is None:
         return None
-    with _visit(backend, url, LOOK_TIMEOUT) as visit:
-        return control.is_asleep(visit)
+    with _client(backend, url, LOOK_TIMEOUT) as client:
+        return control.is_asleep(client)
 
 
 def probe(backend: Backend, url: str) -> None:
     """One token from the backend's model; BackendError if it does not come."""
-    with _visit(backend, url, min(PROBE_TIMEOUT, backend.load_timeout)) as visit:
+    with _client(backend, url, min(PROBE_TIMEOUT, backend.load_timeout)) as client:
         try:
-            flaw = visit.probe()
+            flaw = client.probe()
             if (
                 isinstance(flaw, NotYet)
                 and flaw.no_route
-                and _is_awake(visit)
-                and visit.is_well(LOOK_TIMEOUT)
+                and _is_awake(client)
+                and client.is_well(LOOK_TIMEOUT)
             ):
                 return  # such as one for speech: that it is well is all there is to learn
         except requests.RequestException as error:
-            raise _complaint(visit, "a request for one token", error) from None
+            raise _complaint(client, "a request for one token", error) from None
     if flaw is not None:
         raise BackendError(getattr(flaw, "why", "no token came"))
 
@@ -116,8 +116,8 @@ def await_notice(backend: Backend, url: str) -> None:
     """Return once the engine works for nobody, or after a moment: all its clients have left just now."""
     route = find_engine(backend.engine).slots
     for pause in NOTICE_PAUSES if route else ():
-        with _visit(backend, url, LOOK_TIMEOUT) as visit:
-            _, slots = _ask(visit, "GET", route, None)
+        with _client(backend, url, LOOK_TIMEOUT) as client:
+            _, slots = _ask(client, "GET", route, None)
         if b'"is_processing":true' not in slots.replace(b" ", b""):
             return
         time.sleep(pause)
@@ -126,67 +126,67 @@ def await_notice(backend: Backend, url: str) -> None:
 class Vllm:
     levels: ClassVar[tuple[int, ...]] = (1, 2)
 
-    def sleep(self, visit: Visit, level: int) -> None:
+    def sleep(self, client: EngineClient, level: int) -> None:
         # Whatever still runs was severed by the drain.
-        _tell(visit, f"/sleep?level={level}&mode=abort")
-        if self.is_asleep(visit) is False:
-            raise BackendError(f"{visit.place} says 200 to /sleep and is awake")
+        _tell(client, f"/sleep?level={level}&mode=abort")
+        if self.is_asleep(client) is False:
+            raise BackendError(f"{client.place} says 200 to /sleep and is awake")
 
-    def wake(self, visit: Visit, level: int) -> None:
-        if self.is_asleep(visit) is False:
-            raise BackendError(f"{visit.place} was to be woken and is awake, nobody knows since when")
+    def wake(self, client: EngineClient, level: int) -> None:
+        if self.is_asleep(client) is False:
+            raise BackendError(f"{client.place} was to be woken and is awake, nobody knows since when")
         if level == 1:
-            _tell(visit, "/wake_up")
+            _tell(client, "/wake_up")
         else:
-            _tell(visit, "/wake_up?tags=weights")
-            _tell(visit, "/collective_rpc", {"method": "reload_weights"})
-            _tell(visit, "/wake_up?tags=kv_cache")
-        _tell(visit, "/reset_prefix_cache", may_lack=True)
-        if self.is_asleep(visit):
-            raise BackendError(f"{visit.place} says 200 to /wake_up and is only partly awake")
+            _tell(client, "/wake_up?tags=weights")
+            _tell(client, "/collective_rpc", {"method": "reload_weights"})
+            _tell(client, "/wake_up?tags=kv_cache")
+        _tell(client, "/reset_prefix_cache", may_lack=True)
+        if self.is_asleep(client):
+            raise BackendError(f"{client.place} says 200 to /wake_up and is only partly awake")
 
-    def is_asleep(self, visit: Visit) -> bool | None:
-        answer = _get(visit, "/is_sleeping")
+    def is_asleep(self, client: EngineClient) -> bool | None:
+        answer = _get(client, "/is_sleeping")
         if answer is None:
             return None
         match answer:
             case {"is_sleeping": bool(asleep)}:
                 return asleep
-        raise _nonsense(visit, "/is_sleeping", answer)
+        raise _nonsense(client, "/is_sleeping", answer)
 
 
 class Sglang:
     levels: ClassVar[tuple[int, ...]] = (1,)
     TAGS: ClassVar[tuple[str, ...]] = ("kv_cache", "weights")
 
-    def sleep(self, visit: Visit, level: int) -> None:
-        if self._running(visit):
-            _tell(visit, "/abort_request", {"abort_all": True})
-            idle_by = visit.now() + IDLE_TIMEOUT
-            for _ in _until(visit, idle_by):
-                if not self._running(visit):
+    def sleep(self, client: EngineClient, level: int) -> None:
+        if self._running(client):
+            _tell(client, "/abort_request", {"abort_all": True})
+            idle_by = client.now() + IDLE_TIMEOUT
+            for _ in _until(client, idle_by):
+                if not self._running(client):
                     break
             else:
-                raise BackendError(f"{visit.place} still computes, so it must not be put to sleep")
-        _tell(visit, "/release_memory_occupation", {"tags": list(self.TAGS)})
+                raise BackendError(f"{client.place} still computes, so it must not be put to sleep")
+        _tell(client, "/release_memory_occupation", {"tags": list(self.TAGS)})
 
-    def wake(self, visit: Visit, level: int) -> None:
-        _tell(visit, "/resume_memory_occupation", {"tags": list(reversed(self.TAGS))})
-        _tell(visit, "/flush_cache", may_lack=True)
+    def wake(self, client: EngineClient, level: int) -> None:
+        _tell(client, "/resume_memory_occupation", {"tags": list(reversed(self.TAGS))})
+        _tell(client, "/flush_cache", may_lack=True)
 
-    def is_asleep(self, visit: Visit) -> bool | None:
+    def is_asleep(self, client: EngineClient) -> bool | None:
         return None
 
-    def _running(self, visit: Visit) -> int:
+    def _running(self, client: EngineClient) -> int:
         """How many requests it works on."""
         for path in ("/v1/loads", "/get_load"):
-            answer = _get(visit, path)
+            answer = _get(client, path)
             entries = answer.get("loads") if isinstance(answer, dict) else answer
             if isinstance(entries, list) and all(isinstance(each, dict) for each in entries):
                 found = [count(each[key] or 0) for each in entries for key in LOADS if key in each]
                 if None not in found:
                     return sum(filter(None, found))
-        raise BackendError(f"{visit.place} does not say whether it is idle, and must not sleep if it is not")
+        raise BackendError(f"{client.place} does not say whether it is idle, and must not sleep if it is not")
 
 
 LOADS = ("num_reqs", "num_running_reqs", "num_waiting_reqs")
@@ -195,73 +195,73 @@ LOADS = ("num_reqs", "num_running_reqs", "num_waiting_reqs")
 class Ollama:
     levels: ClassVar[tuple[int, ...]] = (1,)
 
-    def sleep(self, visit: Visit, level: int) -> None:
-        _tell(visit, "/api/generate", {"model": visit.model, "keep_alive": 0, "stream": False})
-        self._await(visit, asleep=True)
+    def sleep(self, client: EngineClient, level: int) -> None:
+        _tell(client, "/api/generate", {"model": client.model, "keep_alive": 0, "stream": False})
+        self._await(client, asleep=True)
 
-    def wake(self, visit: Visit, level: int) -> None:
-        status, answer = _ask(visit, "POST", "/api/generate", {"model": visit.model, "stream": False})
+    def wake(self, client: EngineClient, level: int) -> None:
+        status, answer = _ask(client, "POST", "/api/generate", {"model": client.model, "stream": False})
         if status == 400 and b"does not support" in answer:  # it makes embeddings, and no text
-            _tell(visit, "/api/embed", {"model": visit.model, "input": ""})
+            _tell(client, "/api/embed", {"model": client.model, "input": ""})
         else:
-            _check(visit, "/api/generate", status, answer)
-        self._await(visit, asleep=False)
+            _check(client, "/api/generate", status, answer)
+        self._await(client, asleep=False)
 
-    def is_asleep(self, visit: Visit) -> bool | None:
-        answer = _get(visit, "/api/ps")
+    def is_asleep(self, client: EngineClient) -> bool | None:
+        answer = _get(client, "/api/ps")
         match answer:
             case {"models": list(loaded)}:
                 names = [each.get("name") for each in loaded if isinstance(each, dict)]
-                return visit.model not in names and f"{visit.model}:latest" not in names
-        raise _nonsense(visit, "/api/ps", answer)
+                return client.model not in names and f"{client.model}:latest" not in names
+        raise _nonsense(client, "/api/ps", answer)
 
-    def _await(self, visit: Visit, *, asleep: bool) -> None:
-        for _ in _until(visit, visit.deadline):
-            if self.is_asleep(visit) is asleep:
+    def _await(self, client: EngineClient, *, asleep: bool) -> None:
+        for _ in _until(client, client.deadline):
+            if self.is_asleep(client) is asleep:
                 return
         what = "holds" if asleep else "has not loaded"
-        raise BackendError(f"{visit.place} {what} {visit.model} although it was told otherwise")
+        raise BackendError(f"{client.place} {what} {client.model} although it was told otherwise")
 
 
 class LlamaCpp:
     levels: ClassVar[tuple[int, ...]] = (1,)
 
-    def sleep(self, visit: Visit, level: int) -> None:
-        self._told(visit, "/models/unload", "unloaded")
+    def sleep(self, client: EngineClient, level: int) -> None:
+        self._told(client, "/models/unload", "unloaded")
 
-    def wake(self, visit: Visit, level: int) -> None:
-        self._told(visit, "/models/load", "loaded")
+    def wake(self, client: EngineClient, level: int) -> None:
+        self._told(client, "/models/load", "loaded")
 
-    def is_asleep(self, visit: Visit) -> bool | None:
-        status = self._status(visit)
+    def is_asleep(self, client: EngineClient) -> bool | None:
+        status = self._status(client)
         return None if status is None else status not in ("loaded", "loading")
 
-    def _told(self, visit: Visit, path: str, wanted: str) -> None:
-        status = self._status(visit)
+    def _told(self, client: EngineClient, path: str, wanted: str) -> None:
+        status = self._status(client)
         if status == wanted:
             return
-        _tell(visit, path, {"model": visit.model})
-        for _ in _until(visit, visit.deadline):
-            status = self._status(visit)
+        _tell(client, path, {"model": client.model})
+        for _ in _until(client, client.deadline):
+            status = self._status(client)
             if status == wanted:
                 return
             if status in (None, "failed"):
                 break
-        raise BackendError(f"{visit.place}: {visit.model} is {status or 'unknown'} after POST {path}")
+        raise BackendError(f"{client.place}: {client.model} is {status or 'unknown'} after POST {path}")
 
-    def _status(self, visit: Visit) -> str | None:
-        match _get(visit, "/models"):
+    def _status(self, client: EngineClient) -> str | None:
+        match _get(client, "/models"):
             case {"data": list(entries)}:
                 for each in entries:
                     match each:
-                        case {"id": visit.model, "status": {"failed": True}}:
+                        case {"id": client.model, "status": {"failed": True}}:
                             return "failed"
-                        case {"id": visit.model, "status": {"value": str(value)}}:
+                        case {"id": client.model, "status": {"value": str(value)}}:
                             return value
         return None
 
 
-CONTROLS: dict[str, Control] = {
+CONTROLS: dict[str, SleepApi] = {
     "vllm": Vllm(),
     "sglang": Sglang(),
     "ollama": Ollama(),
@@ -271,74 +271,78 @@ SILENT = ("sglang",)
 """The engines that cannot say whether they sleep."""
 
 
-def _visit(backend: Backend, url: str, limit: float, tend: Callable[[], object] | None = None) -> Visit:
-    return Visit(backend, url, time.monotonic, time.monotonic() + limit, tend)
+def _client(
+    backend: Backend, url: str, limit: float, check_cancelled: Callable[[], object] | None = None
+) -> EngineClient:
+    return EngineClient(backend, url, time.monotonic, time.monotonic() + limit, check_cancelled)
 
 
-def _sure(visit: Visit) -> None:
+def _sure(client: EngineClient) -> None:
     """Check that it is the backend's engine: another one may have the address, and must not sleep."""
-    if not visit.engine.loads_at_first_request:
-        sight = visit.look(anew=False)
+    if not client.engine.loads_at_first_request:
+        sight = client.look(anew=False)
         if not isinstance(sight, Ready):
             raise BackendError(sight.why)
 
 
-def _is_awake(visit: Visit) -> bool:
+def _is_awake(client: EngineClient) -> bool:
     """Whether the engine says that it is awake, or cannot sleep: one that cannot say may be well asleep."""
-    control = CONTROLS.get(visit.backend.engine)
-    return control is None or control.is_asleep(visit) is False
+    control = CONTROLS.get(client.backend.engine)
+    return control is None or control.is_asleep(client) is False
 
 
-def _until(visit: Visit, deadline: float) -> Iterator[None]:
+def _until(client: EngineClient, deadline: float) -> Iterator[None]:
     """Yield again and again, with pauses, until the deadline."""
     pause = 0.01
-    while visit.now() < deadline:
+    while client.now() < deadline:
         yield
         time.sleep(pause)
-        if visit.tend:
-            visit.tend()
+        if client.check_cancelled:
+            client.check_cancelled()
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def _tell(visit: Visit, path: str, body: dict[str, Any] | None = None, *, may_lack: bool = False) -> None:
+def _tell(
+    client: EngineClient, path: str, body: dict[str, Any] | None = None, *, may_lack: bool = False
+) -> None:
     """POST; anything but success is a BackendError. ``may_lack``: an engine without the route is fine."""
-    status, answer = _ask(visit, "POST", path, body)
+    status, answer = _ask(client, "POST", path, body)
     if not (may_lack and status in (404, 405)):
-        _check(visit, path, status, answer)
+        _check(client, path, status, answer)
 
 
-def _check(visit: Visit, path: str, status: int, answer: bytes) -> None:
+def _check(client: EngineClient, path: str, status: int, answer: bytes) -> None:
     if status >= 300 or has_error(answer):
         words = answer[:200].decode("utf-8", "replace")
-        raise BackendError(f"{visit.place}: POST {path} answers {status}: {words}")
+        raise BackendError(f"{client.place}: POST {path} answers {status}: {words}")
 
 
-def _get(visit: Visit, path: str) -> Any:
+def _get(client: EngineClient, path: str) -> Any:
     """The JSON that it answers, None if it has no such route."""
-    status, answer = _ask(visit, "GET", path, None)
+    status, answer = _ask(client, "GET", path, None)
     if status in (404, 405, 501):
         return None
     if status >= 300:
-        raise BackendError(f"{visit.place}: GET {path} answers {status}")
+        raise BackendError(f"{client.place}: GET {path} answers {status}")
     try:
         return foreign.read(answer)
     except ValueError:
-        raise _nonsense(visit, path, answer) from None
+        raise _nonsense(client, path, answer) from None
 
 
-def _ask(visit: Visit, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+def _ask(client: EngineClient, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
     try:
-        return visit.ask(method, path, body, visit.deadline - visit.now())
+        return client.ask(method, path, body, client.deadline - client.now())
     except requests.RequestException as error:
-        raise _complaint(visit, f"{method} {path}", error) from None
+        raise _complaint(client, f"{method} {path}", error) from None
 
 
-def _complaint(visit: Visit, what: str, error: requests.RequestException) -> BackendError:
+def _complaint(client: EngineClient, what: str, error: requests.RequestException) -> BackendError:
     if isinstance(error, requests.Timeout):
-        return BackendError(f"{visit.place}: {what} was not answered in time")
+        return BackendError(f"{client.place}: {what} was not answered in time")
     refused = "nothing listens there" if "refused" in str(error) else "the connection was closed"
-    return BackendError(f"{visit.place}: {what}: {refused}")
+    return BackendError(f"{client.place}: {what}: {refused}")
 
 
-def _nonsense(visit: Visit, path: str, answer: object) -> BackendError:
-    return BackendError(f"{visit.place}: GET {path} answers nonsense: {str(answer)[:100]}")
+def _nonsense(client: EngineClient, path: str, answer: object) -> BackendError:
+    return BackendError(f"{client.place}: GET {path} answers nonsense: {str(answer)[:100]}")

@@ -33,7 +33,7 @@ MOST_KEPT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Before:
     """The memory that a backend held before it was told to leave; only GPUs of which that is known."""
 
     bytes: Mapping[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class After:
     """The fate of that memory; only GPUs that could be read."""
 
     bytes: Mapping[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Left:
     """GPU id -> bytes given back: by its processes' account, or else as the GPU's free memory rose."""
 
 
-class Memory:
+class FreedCheck:
     """Reads GPUs by ``probe`` (None: there are none to be read). ``owner``: see runtime.Runtime."""
 
     def __init__(
@@ -68,22 +68,22 @@ class Memory:
         self._now = now
         self._sleep = sleep
 
-    def held(self, backend: Backend, pids: Callable[[], Iterable[int]], *, resident: bool) -> Held:
+    def held(self, backend: Backend, pids: Callable[[], Iterable[int]], *, resident: bool) -> Before:
         """Measure what the backend holds now; ``pids`` are asked for only if there are GPUs to be read.
 
         What is declared counts only for one that is ``resident``.
         """
         if self._probe is None or not backend.gpus:
-            return Held()
+            return Before()
         own = frozenset(pids())
         readings = self._read(backend.gpus, own)
         amounts = {gpu: reading.used_by(own) for gpu, reading in readings.items()}
         if not any(amounts.values()):
             own, amounts = frozenset(), dict.fromkeys(readings, backend.vram if resident else None)
         known = {gpu: amount for gpu, amount in amounts.items() if amount}
-        return Held(known, {gpu: readings[gpu].free or 0 for gpu in known}, own)
+        return Before(known, {gpu: readings[gpu].free or 0 for gpu in known}, own)
 
-    def left(self, held: Held, *, runs: bool) -> Left:
+    def left(self, held: Before, *, runs: bool) -> After:
         """Wait until little enough is held, and return what is; BackendError if that does not come.
 
         ``runs``: the backend runs on, asleep or the like.
@@ -103,10 +103,10 @@ class Memory:
                 late = []
             if not late:
                 freed = {gpu: _freed(held, gpu, reading, left[gpu]) for gpu, reading in readings.items()}
-                return Left(left if runs else {}, freed)
+                return After(left if runs else {}, freed)
             self._sleep(PAUSE)
 
-    def _judge(self, held: Held, left: Mapping[str, int], full: list[str]) -> None:
+    def _judge(self, held: Before, left: Mapping[str, int], full: list[str]) -> None:
         """Raise BackendError if it still holds memory; else log that its memory is not free."""
         if full:
             what = ", ".join(f"{gib(left[gpu])} of {gib(held.bytes[gpu])} on GPU {gpu}" for gpu in full)
@@ -141,19 +141,19 @@ def host_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-def _left(held: Held, gpu: str, reading: Reading) -> int:
+def _left(held: Before, gpu: str, reading: Reading) -> int:
     if held.pids:
         return reading.used_by(held.pids) or 0
     return max(held.bytes[gpu] - ((reading.free or 0) - held.free[gpu]), 0)
 
 
-def _freed(held: Held, gpu: str, reading: Reading, left: int) -> int:
+def _freed(held: Before, gpu: str, reading: Reading, left: int) -> int:
     """Return the bytes given back. ``left``: those that it still holds, or declared ones not yet free."""
     risen = (reading.free or 0) - held.free[gpu]
     return max(held.bytes[gpu] - left if held.pids else risen, 0)
 
 
-def _risen(held: Held, gpu: str, reading: Reading) -> bool:
+def _risen(held: Before, gpu: str, reading: Reading) -> bool:
     return (reading.free or 0) - held.free[gpu] >= (1 - MOST_KEPT) * held.bytes[gpu]
 
 

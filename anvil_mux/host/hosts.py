@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anvil_mux.config.config import Backend
-from anvil_mux.host.elsewhere import Elsewhere
+from anvil_mux.host.external import ExternalServer
 from anvil_mux.host.seam import LOG_LINES, Evicted, Found, Host, Loaded
 
 
@@ -17,10 +17,10 @@ class Hosts:
 
     def __init__(self, hosts: Mapping[str, Host]) -> None:
         self.by_name = hosts
-        self._elsewhere = Elsewhere()
+        self._external = ExternalServer()
 
-    def _of(self, backend: Backend) -> Host | Elsewhere:
-        return self._elsewhere if backend.url else self.by_name[backend.host]
+    def _of(self, backend: Backend) -> Host | ExternalServer:
+        return self._external if backend.url else self.by_name[backend.host]
 
     def __getitem__(self, name: str) -> Host:
         return self.by_name[name]

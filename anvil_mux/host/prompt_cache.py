@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from anvil_mux.config import prompt_cache
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Cancelled
+from anvil_mux.host.engine_client import EngineClient
 from anvil_mux.host.prompt_files import Binding, KeptPrompt, PromptFiles
-from anvil_mux.host.visit import Visit
 from anvil_mux.host.weights import shards
 from anvil_mux.protocol import foreign
 from anvil_mux.protocol.completions import count
@@ -84,19 +84,21 @@ class PromptCache:
     def save(self, backend: Backend, url: str) -> None:
         """Save the prompts of an engine that is about to be stopped; a failure is logged."""
         if files := files_of(backend, self._state):
-            with Visit(backend, url, self._now, self._now() + SAVE_SECONDS) as visit:
-                self._attempt(backend, files, "saved", lambda: _save(visit, files))
+            with EngineClient(backend, url, self._now, self._now() + SAVE_SECONDS) as client:
+                self._attempt(backend, files, "saved", lambda: _save(client, files))
 
     def restore(
-        self, backend: Backend, url: str, began: float, tend: Callable[[], object] | None = None
+        self, backend: Backend, url: str, began: float, check_cancelled: Callable[[], object] | None = None
     ) -> None:
         """Restore the prompts of an engine that is ready, and was started after ``began``.
 
-        What ``tend`` raises ends the load; any other failure is logged.
+        What ``check_cancelled`` raises ends the load; any other failure is logged.
         """
         if files := files_of(backend, self._state):
-            with Visit(backend, url, self._now, self._now() + RESTORE_SECONDS, tend) as visit:
-                self._attempt(backend, files, "restored", lambda: _restore(visit, files, began))
+            with EngineClient(
+                backend, url, self._now, self._now() + RESTORE_SECONDS, check_cancelled
+            ) as client:
+                self._attempt(backend, files, "restored", lambda: _restore(client, files, began))
 
     def _attempt(
         self, backend: Backend, files: PromptFiles, what: str, attempt: Callable[[], list[KeptPrompt]]
@@ -165,28 +167,28 @@ class Room:
         return True
 
 
-def _save(visit: Visit, files: PromptFiles) -> list[KeptPrompt]:
-    props = _props(visit)
+def _save(client: EngineClient, files: PromptFiles) -> list[KeptPrompt]:
+    props = _props(client)
     bound, prompts = files.binding(), files.prompts()
-    if not bound or bound != _binding(visit, props):
+    if not bound or bound != _binding(client, props):
         files.clear()
         raise Unkept("what it was loaded from is not known, or has changed since")
-    used = _used(visit, props)
+    used = _used(client, props)
     unused = {each.slot for each in prompts} - {each.id for each in used}
-    room = Room(files, visit.backend.prompt_cache or 0, prompts, unused)
+    room = Room(files, client.backend.prompt_cache or 0, prompts, unused)
     try:
         for slot in sorted(used, key=lambda each: -each.tokens):
             files.remove(slot.id)
-            if room.make(slot.tokens) and (saved := _save_slot(visit, files, slot.id)):
+            if room.make(slot.tokens) and (saved := _save_slot(client, files, slot.id)):
                 room.add(saved)
     finally:
         files.write(bound, room.kept)
     return room.kept
 
 
-def _save_slot(visit: Visit, files: PromptFiles, slot: int) -> KeptPrompt | None:
+def _save_slot(client: EngineClient, files: PromptFiles, slot: int) -> KeptPrompt | None:
     """Have a slot written; None if it is empty."""
-    match _act(visit, slot, "save", files.name(slot)):
+    match _act(client, slot, "save", files.name(slot)):
         case {"n_saved": 0}:
             return None
         case {"n_saved": int(tokens), "n_written": int(size)}:
@@ -200,9 +202,9 @@ def _save_slot(visit: Visit, files: PromptFiles, slot: int) -> KeptPrompt | None
     raise Unkept("llama-server does not say what it saved")
 
 
-def _used(visit: Visit, props: dict[str, Any]) -> list[UsedSlot]:
+def _used(client: EngineClient, props: dict[str, Any]) -> list[UsedSlot]:
     """The slots that were used since the engine began; all, where it does not say which."""
-    status, answer = visit.ask("GET", "/slots")
+    status, answer = client.ask("GET", "/slots")
     try:
         found = foreign.read(answer) if status < 300 else None
     except ValueError:
@@ -223,21 +225,21 @@ def _used_slot(said: Any) -> UsedSlot | None:
 # Restoring
 
 
-def _restore(visit: Visit, files: PromptFiles, began: float) -> list[KeptPrompt]:
+def _restore(client: EngineClient, files: PromptFiles, began: float) -> list[KeptPrompt]:
     try:
-        bound = _binding(visit, _props(visit), began)
+        bound = _binding(client, _props(client), began)
     except Exception:
         files.clear()  # a later save must not take the old list for that of this run
         raise
     before = files.binding()
     if before and (before != bound or files.is_tried):
         why = "its engine ended over them" if before == bound else _difference(before, bound)
-        log.warning("%s: its saved prompts are removed: %s", visit.backend.name, why)
+        log.warning("%s: its saved prompts are removed: %s", client.backend.name, why)
         files.clear()
     prompts = files.prompts()
     files.write(bound, prompts, tried=bool(prompts))
     try:
-        restored = [each for each in prompts if _restore_slot(visit, files, each)]
+        restored = [each for each in prompts if _restore_slot(client, files, each)]
     except Cancelled:
         files.write(bound, prompts)
         raise
@@ -245,15 +247,15 @@ def _restore(visit: Visit, files: PromptFiles, began: float) -> list[KeptPrompt]
     return restored
 
 
-def _restore_slot(visit: Visit, files: PromptFiles, prompt: KeptPrompt) -> bool:
+def _restore_slot(client: EngineClient, files: PromptFiles, prompt: KeptPrompt) -> bool:
     """Whether the engine has taken the whole prompt; if not, its slot is empty."""
     try:
-        match _act(visit, prompt.slot, "restore", files.name(prompt.slot)):
+        match _act(client, prompt.slot, "restore", files.name(prompt.slot)):
             case {"n_restored": prompt.tokens}:
                 return True
-        _act(visit, prompt.slot, "erase", "")
+        _act(client, prompt.slot, "erase", "")
     except Unkept as error:
-        log.warning("%s: a saved prompt is removed: %s", visit.backend.name, error)
+        log.warning("%s: a saved prompt is removed: %s", client.backend.name, error)
     return False
 
 
@@ -265,22 +267,22 @@ def _difference(before: Binding, now: Binding) -> str:
 # What is asked of the engine
 
 
-def _act(visit: Visit, slot: int, action: str, file: str) -> Any:
+def _act(client: EngineClient, slot: int, action: str, file: str) -> Any:
     """Have a slot saved, restored or erased; Unkept if the engine does not."""
     path = f"/slots/{slot}?action={action}"
-    status, answer = visit.ask("POST", path, {"filename": file}, visit.deadline - visit.now())
+    status, answer = client.ask("POST", path, {"filename": file}, client.deadline - client.now())
     if status >= 300:
         said = answer[:300].decode("utf-8", "replace")
-        raise Unkept(f"{visit.place}: POST {path} answers {status}: {said}")
+        raise Unkept(f"{client.place}: POST {path} answers {status}: {said}")
     try:
         return foreign.read(answer)
     except ValueError:
         return None
 
 
-def _props(visit: Visit) -> dict[str, Any]:
+def _props(client: EngineClient) -> dict[str, Any]:
     """The description that the engine gives of itself."""
-    status, answer = visit.ask("GET", "/props")
+    status, answer = client.ask("GET", "/props")
     try:
         props: dict[str, Any] = foreign.read(answer) if status < 300 else {}
         match props:
@@ -290,15 +292,15 @@ def _props(visit: Visit) -> dict[str, Any]:
                 return props
     except ValueError:
         pass
-    raise Unkept(f"{visit.place}: GET /props answers {status}, and not which model file and version it is")
+    raise Unkept(f"{client.place}: GET /props answers {status}, and not which model file and version it is")
 
 
-def _binding(visit: Visit, props: dict[str, Any], began: float | None = None) -> Binding:
+def _binding(client: EngineClient, props: dict[str, Any], began: float | None = None) -> Binding:
     """All that the engine's prompts depend on.
 
     Unkept if a model file cannot be seen, or changed after ``began``.
     """
-    service = visit.backend.service
+    service = client.backend.service
     described = [service.command, service.environment, service.image, props["total_slots"]]
     files: dict[str, list[int]] = {}
     for inside in _model_files(service.command, props["model_path"]):

@@ -25,13 +25,13 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.freed import Held, Left, Memory, host_bytes
+from anvil_mux.host.engine_client import answers
+from anvil_mux.host.freed import After, Before, FreedCheck, host_bytes
 from anvil_mux.host.prompt_cache import PromptCache
 from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import NotBegun, Runtime
 from anvil_mux.host.seam import LOG_LINES, Evicted, Loaded
-from anvil_mux.host.visit import answers
-from anvil_mux.host.ways import SLEEPS, WAYS, Checkpoint, Told, Tools, Way
+from anvil_mux.host.ways import SLEEPS, WAYS, Checkpoint, SwapContext, Told, Way
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Swapper:
     def __init__(
         self,
         runtime: Runtime,
-        ways: Mapping[str, Callable[[Tools], Way]] = WAYS,
+        ways: Mapping[str, Callable[[SwapContext], Way]] = WAYS,
         *,
         probe: Probe | None = None,
         told: Told | None = None,
@@ -71,17 +71,17 @@ class Swapper:
         self._lacks = lacks
         self._note = note
         self._now = now
-        self._tools = Tools(runtime, now, sleep, told, checkpointer)
-        self._ways = {name: make(self._tools) for name, make in ways.items()}
+        self._context = SwapContext(runtime, now, sleep, told, checkpointer)
+        self._ways = {name: make(self._context) for name, make in ways.items()}
         self._prompts = prompts or PromptCache(now)
-        self._memory = Memory(probe, now, sleep, lambda pid: runtime.owner(pid))
+        self._memory = FreedCheck(probe, now, sleep, lambda pid: runtime.owner(pid))
 
     def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
         """Load from the standby level ``how``.
 
         ``number`` is that of no other load; 0: it cannot be cancelled.
         """
-        with self._tools.loading(backend, number):
+        with self._context.loading(backend, number):
             try:
                 return self._load_somehow(backend, how)
             except Cancelled as error:
@@ -90,7 +90,7 @@ class Swapper:
 
     def cancel(self, backend: Backend, number: int) -> None:
         """End the load of this number before its time; any thread, also before it begins."""
-        self._tools.cancel(backend, number)
+        self._context.cancel(backend, number)
 
     def _load_somehow(self, backend: Backend, how: str) -> Loaded:
         self._note(backend.name, "")
@@ -108,8 +108,8 @@ class Swapper:
                 )
                 self._clean_up(backend, error)
         try:
-            if tend := self._tools.tend(backend):
-                tend()
+            if check_cancelled := self._context.check_cancelled(backend):
+                check_cancelled()
             return Loaded(self._load_cold(backend), "stop")
         except Cancelled:
             raise
@@ -130,8 +130,8 @@ class Swapper:
         for _ in range(2):
             began = self._prompts.prepare(backend)
             url = self._way("stop").load(backend)
-            with self._tools.phase(backend, "restore"):
-                self._prompts.restore(backend, url, began, self._tools.tend(backend))
+            with self._context.phase(backend, "restore"):
+                self._prompts.restore(backend, url, began, self._context.check_cancelled(backend))
             if not (how := self.ended(backend)):
                 return url
         raise LoadError(f"{backend.name} {how} when it was ready")
@@ -170,7 +170,7 @@ class Swapper:
     def _await_notice(self, backend: Backend) -> None:
         """Let its engine notice that those who were cut have left: until then a signal may not end it."""
         with suppress(MuxError):
-            control.await_notice(backend, self._tools.url(backend))
+            control.await_notice(backend, self._context.url(backend))
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
         """Move a backend from the standby level ``how`` to ``to`` without waking; if that fails, stop it.
@@ -205,9 +205,9 @@ class Swapper:
             return None
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
-        """Whether its engine says within ``limit`` seconds that it is well; see visit.answers."""
+        """Whether its engine says within ``limit`` seconds that it is well; see engine_client.answers."""
         try:
-            url = self._tools.url(backend)
+            url = self._context.url(backend)
         except MuxError:
             return False
         return answers(backend, url, limit, self._now)
@@ -220,18 +220,18 @@ class Swapper:
             return []
 
     def _to_standby(
-        self, backend: Backend, how: str, way: Way, leave: Callable[[Backend], int], held: Held
+        self, backend: Backend, how: str, way: Way, leave: Callable[[Backend], int], held: Before
     ) -> Evicted:
-        with self._tools.phase(backend, "evict"):
+        with self._context.phase(backend, "evict"):
             moved = leave(backend)
-        left = Left(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else Left()
+        left = After(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else After()
         if way.frees:
-            with self._tools.phase(backend, "verify"):
+            with self._context.phase(backend, "verify"):
                 left = self._memory.left(held, runs=True)
         # Docker does not look into what is frozen, and processes may have been replaced by others.
         kept = max(moved, host_bytes(self._pids(backend)))
         if way.freezes:
-            with self._tools.phase(backend, "freeze"):
+            with self._context.phase(backend, "freeze"):
                 self._runtime.pause(backend)
         return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
 
@@ -240,10 +240,10 @@ class Swapper:
         if backend.prompt_cache is None:
             return
         try:
-            with self._tools.phase(backend, "save"):
+            with self._context.phase(backend, "save"):
                 if thaw:
                     self._runtime.resume(backend)
-                self._prompts.save(backend, self._tools.url(backend))
+                self._prompts.save(backend, self._context.url(backend))
         except MuxError as error:
             log.warning("%s: its prompts were not saved: %s", backend.name, error.message)
 
@@ -254,7 +254,7 @@ class Swapper:
         except MuxError:
             return []
 
-    def _stop_or_kill(self, backend: Backend, held: Held) -> Evicted:
+    def _stop_or_kill(self, backend: Backend, held: Before) -> Evicted:
         """Stop or kill it; BackendError if not even that frees its GPUs."""
         try:
             return self._end(backend, self._way("stop").evict, held)
@@ -267,19 +267,19 @@ class Swapper:
             text = f"{backend.name} may still hold its GPUs: {why}; then killed: {_reason(error)}"
             raise BackendError(text) from error
 
-    def _end(self, backend: Backend, end: Callable[[Backend], object], held: Held) -> Evicted:
-        with self._tools.phase(backend, "evict"):
+    def _end(self, backend: Backend, end: Callable[[Backend], object], held: Before) -> Evicted:
+        with self._context.phase(backend, "evict"):
             end(backend)
-        with self._tools.phase(backend, "verify"):
+        with self._context.phase(backend, "verify"):
             left = self._memory.left(held, runs=False)
         return Evicted("stop", freed=left.freed)
 
-    def _held(self, backend: Backend, *, resident: bool) -> Held:
+    def _held(self, backend: Backend, *, resident: bool) -> Before:
         """Measure what it holds on its GPUs; nothing is known where that cannot be asked."""
         try:
             return self._memory.held(backend, lambda: self._runtime.pids(backend), resident=resident)
         except MuxError:
-            return Held()
+            return Before()
 
     def _way(self, how: str) -> Way:
         if how not in self._ways:

@@ -1,8 +1,8 @@
 """The standby levels: how an engine leaves its GPUs, and how it comes back.
 
-A standby level is an object with ``load`` and ``evict``, made with the ``Tools`` that all share; ``WAYS``
-names them. ``Stop`` is the one that every engine and runtime can do. What follows when one fails is swap.py's
-to say.
+A standby level is an object with ``load`` and ``evict``, made with the ``SwapContext`` that all share;
+``WAYS`` names them. ``Stop`` is the one that every engine and runtime can do. What follows when one fails is
+swap.py's to say.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from anvil_mux.errors import BackendError, Cancelled, LoadError
 from anvil_mux.host import control
 from anvil_mux.host.adapters import load_adapters
 from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host.engine_client import await_ready
 from anvil_mux.host.runtime import Runtime
-from anvil_mux.host.visit import await_ready
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ Told = Callable[[Backend, str, float], object]
 """Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
 
 
-class Tools:
-    """The tools that all ways work with."""
+class SwapContext:
+    """The things that every standby level works with: runtime, clock, checkpointer, and cancelled loads."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Tools:
         """Cancel the load of this number. Any thread, also before it begins."""
         self._cancelled[backend.name] = number
 
-    def tend(self, backend: Backend) -> Callable[[], None] | None:
+    def check_cancelled(self, backend: Backend) -> Callable[[], None] | None:
         """Return a check that raises Cancelled once the load under way was; None if it cannot be."""
         number = self._loads.get(backend.name, 0)
 
-        def tend() -> None:
+        def check_cancelled() -> None:
             if number == self._cancelled.get(backend.name):
                 raise Cancelled(f"the load of {backend.name} was cancelled")
 
-        return tend if number else None
+        return check_cancelled if number else None
 
     @contextmanager
     def phase(self, backend: Backend, name: str) -> Iterator[None]:
@@ -128,42 +128,48 @@ class Stop:
     frees: ClassVar[bool] = True
     freezes: ClassVar[bool] = False
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, context: SwapContext) -> None:
+        self._context = context
 
     def load(self, backend: Backend) -> str:
-        begun = self._tools.now()
+        begun = self._context.now()
         try:
             return self._load(backend, begun)
         except LoadError:
-            if not self._tools.runtime.lost_its_port(backend):
+            if not self._context.runtime.lost_its_port(backend):
                 raise
         log.warning("%s lost its port to another program, and is started with another one", backend.name)
         return self._load(backend, begun)
 
     def _load(self, backend: Backend, begun: float) -> str:
-        tools = self._tools
-        with tools.phase(backend, "load"):
-            url = tools.start(backend)
-        with tools.phase(backend, "ready"):
+        context = self._context
+        with context.phase(backend, "load"):
+            url = context.start(backend)
+        with context.phase(backend, "ready"):
             await_ready(
                 backend,
                 url,
-                ended=lambda: tools.runtime.ended(backend),
-                tend=tools.tend(backend),
+                ended=lambda: context.runtime.ended(backend),
+                check_cancelled=context.check_cancelled(backend),
                 deadline=begun + backend.load_timeout,
-                now=tools.now,
-                sleep=tools.sleep,
+                now=context.now,
+                sleep=context.sleep,
             )
             if may_sleep(backend) and control.is_asleep(backend, url):
                 # It ran already, asleep; or it is one that loads nothing by itself.
-                control.wake(backend, url, control.UNKNOWN, tools.tend(backend))
+                control.wake(backend, url, control.UNKNOWN, context.check_cancelled(backend))
             deadline = begun + backend.load_timeout
-            load_adapters(backend, url, deadline=deadline, tend=tools.tend(backend), now=tools.now)
+            load_adapters(
+                backend,
+                url,
+                deadline=deadline,
+                check_cancelled=context.check_cancelled(backend),
+                now=context.now,
+            )
         return url
 
     def evict(self, backend: Backend) -> int:
-        self._tools.runtime.stop(backend)
+        self._context.runtime.stop(backend)
         return 0
 
 
@@ -174,15 +180,17 @@ class Sleep:
     freezes: ClassVar[bool] = False
     level: ClassVar[int] = 1
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, context: SwapContext) -> None:
+        self._context = context
 
     def load(self, backend: Backend) -> str:
-        tend = self._tools.tend(backend)
-        return self._tools.bring_back(backend, lambda url: control.wake(backend, url, self.level, tend))
+        check_cancelled = self._context.check_cancelled(backend)
+        return self._context.bring_back(
+            backend, lambda url: control.wake(backend, url, self.level, check_cancelled)
+        )
 
     def evict(self, backend: Backend) -> int:
-        control.sleep(backend, self._tools.url(backend), self.level)
+        control.sleep(backend, self._context.url(backend), self.level)
         return 0
 
 
@@ -202,32 +210,32 @@ class Checkpoint:
     frees: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, context: SwapContext) -> None:
+        self._context = context
 
     def load(self, backend: Backend) -> str:
-        return self._tools.bring_back(backend, lambda url: self._restore(backend, url))
+        return self._context.bring_back(backend, lambda url: self._restore(backend, url))
 
     def _restore(self, backend: Backend, url: str) -> None:
-        tools = self._tools
-        tools.runtime.resume(backend)
-        if standby := tools.checkpointer.find_standby(tools.runtime.pids(backend)):
-            tools.checkpointer.restore(standby)
+        context = self._context
+        context.runtime.resume(backend)
+        if standby := context.checkpointer.find_standby(context.runtime.pids(backend)):
+            context.checkpointer.restore(standby)
         if sleeps_first(backend):
             # It may have come here by way of a deeper sleep.
             level = control.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
-            control.wake(backend, url, level, tools.tend(backend))
+            control.wake(backend, url, level, context.check_cancelled(backend))
 
     def evict(self, backend: Backend) -> int:
         if sleeps_first(backend):
-            control.sleep(backend, self._tools.url(backend), Sleep.level)
+            control.sleep(backend, self._context.url(backend), Sleep.level)
         return self.checkpoint(backend)
 
     def checkpoint(self, backend: Backend) -> int:
         """Checkpoint a backend that is asleep already."""
-        tools = self._tools
-        pids = tools.checkpointer.find(tools.runtime.pids(backend))
-        return tools.checkpointer.checkpoint(pids).bytes if pids else 0
+        context = self._context
+        pids = context.checkpointer.find(context.runtime.pids(backend))
+        return context.checkpointer.checkpoint(pids).bytes if pids else 0
 
 
 class Freeze:
@@ -236,18 +244,18 @@ class Freeze:
     frees: ClassVar[bool] = False
     freezes: ClassVar[bool] = True
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, context: SwapContext) -> None:
+        self._context = context
 
     def load(self, backend: Backend) -> str:
-        return self._tools.bring_back(backend, lambda url: self._tools.runtime.resume(backend))
+        return self._context.bring_back(backend, lambda url: self._context.runtime.resume(backend))
 
     def evict(self, backend: Backend) -> int:
         return 0
 
 
 SLEEPS: dict[str, type[Sleep]] = {"sleep": Sleep, "sleep-2": DeepSleep}
-WAYS: dict[str, Callable[[Tools], Way]] = {
+WAYS: dict[str, Callable[[SwapContext], Way]] = {
     **SLEEPS,
     "checkpoint": Checkpoint,
     "freeze": Freeze,

@@ -116,20 +116,20 @@ class Multiplexer:
         crashes: tuple[Crash, ...] = (),
         resent: bool = False,
         request: str = "",
-        rides: bool = False,
+        never_swaps: bool = False,
     ) -> Lease:
         """Blocks until ``model`` is resident and has a place, then holds it. Raises MuxError.
 
         ``work`` is what is known of the request, where the model has several backends, and ``key`` whose it
         is. ``staged``: it may be served in two stages, by a prefill and a decode backend that are leased
         together. ``crashes``: those that the request was there at, under other leases. ``resent``: it had
-        others before. ``request``: its id. ``rides``: it may force no swap (NothingResident).
+        others before. ``request``: its id. ``never_swaps``: it may force no swap (NothingResident).
 
         ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
         ticket = Ticket(0, model, 0.0, work=work, sender=key, crashes=crashes)
-        ticket.request, ticket.rides, ticket.resent = request, rides, resent
+        ticket.request, ticket.never_swaps, ticket.resent = request, never_swaps, resent
         self._ask_for(ticket, tend, key=key, staged=staged)
         lease = Lease(self, ticket)
         if ticket.wake:

@@ -84,7 +84,7 @@ class Access:
         """Model -> the name with which a body goes to its only backend as it is, if any does."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
         """Models of which a request may be served in two stages."""
-        self.has_elsewhere = any(backend.url for backend in config.backends)
+        self.has_external = any(backend.url for backend in config.backends)
         """Whether a request may reach a server that has more models than the configuration says."""
         self._chains = fallback.chains(config.backends)
 
@@ -92,7 +92,7 @@ class Access:
         """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
         return not self.keys or (key is not None and key.state)
 
-    def look(self, request: http1.Request) -> tuple[api.Route, str, bytes]:
+    def route(self, request: http1.Request) -> tuple[api.Route, str, bytes]:
         """The route, the API and the reader of a request; see ``asked.Asked``."""
         path = request.path
         route = api.match(request.method, path)

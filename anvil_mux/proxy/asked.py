@@ -63,11 +63,11 @@ class Target:
     """The backend that gets their bodies as they are, if any does."""
     preset: str = ""
     """The preset that they name, if they name one."""
-    rides: bool = False
+    never_swaps: bool = False
     """Whether they may force no swap: what is ready serves them, or nothing does."""
     choices: tuple[str, ...] = ()
     """The models of which any serves them, in order of preference, where their name stands for several."""
-    elsewhere: str = ""
+    external: str = ""
     """The model's only backend, if that is a server elsewhere."""
     chain: FallbackChain = ()
     """The models that they go to in turn, if the model has fallbacks."""

@@ -380,7 +380,7 @@ class Client:
         self.socket.setsockopt(SOL_SOCKET, SO_LINGER, pack("ii", 1, 0))
         self._broken_off = True
 
-    def part(self) -> None:
+    def linger(self) -> None:
         """Says that nothing more is sent and reads on for a moment.
 
         Closing with unread bytes would reset the connection, and the client might lose the answer.

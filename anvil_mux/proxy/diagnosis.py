@@ -25,19 +25,19 @@ MAX_LOG_LINES = 5000
 
 
 class Diagnosis:
-    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log. ``beside(model)``: the part of
-    a model's state that the scheduler does not know.
+    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log. ``external_state(model)``: the
+    part of a model's state that the scheduler does not know.
     """
 
     def __init__(
         self,
         mux: Multiplexer,
         tail: Callable[[str, int], Iterable[str]],
-        beside: Callable[[str], Mapping[str, object]],
+        external_state: Callable[[str], Mapping[str, object]],
     ) -> None:
         self._mux = mux
         self._tail = tail
-        self._beside = beside
+        self._external_state = external_state
 
     def logs(self, asked: Asked, reply: Reply) -> None:
         """Tell the log of the query's ``backend``, which may stand in the model's place; else of any."""
@@ -72,9 +72,9 @@ class Diagnosis:
             any(row["chosen"] for row in stage) for stage in stages.values()
         ):
             found = found.refused("the routing policy lets none of its replicas take it.")
-        beside: dict[str, Any] = dict(self._beside(model))
-        if "elsewhere" in beside:
-            found = self._elsewhere(found, beside["elsewhere"]["server"])
+        state: dict[str, Any] = dict(self._external_state(model))
+        if "elsewhere" in state:
+            found = self._external(found, state["elsewhere"]["server"])
         told = {
             key: round(value, 1) if isinstance(value, float) else value
             for key, value in found._asdict().items()
@@ -83,9 +83,9 @@ class Diagnosis:
         hosts = healthz.hosts_of(self._mux.overview.model(model))
         more: dict[str, Any] = {"hosts": hosts} if hosts else {}
         sentence = found.sentence
-        if "fallback" in beside:
+        if "fallback" in state:
             said, line_end, log = sentence.partition("\n")  # below it are lines of the engine's log
-            said = f"{said}{'' if said.endswith('.') else '.'} {healthz.fallback_words(beside['fallback'])}"
+            said = f"{said}{'' if said.endswith('.') else '.'} {healthz.fallback_words(state['fallback'])}"
             sentence = said + line_end + log
         if choices:
             more["any_of"] = list(choices)
@@ -93,9 +93,9 @@ class Diagnosis:
         elif name != model:
             what = "a preset of" if asked.access.meant(name).preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
-        _answer(reply, {**told, "sentence": sentence, "stages": finite(stages), **more, **beside})
+        _answer(reply, {**told, "sentence": sentence, "stages": finite(stages), **more, **state})
 
-    def _elsewhere(self, found: WaitEstimate, server: str) -> WaitEstimate:
+    def _external(self, found: WaitEstimate, server: str) -> WaitEstimate:
         """The wait estimate of a model whose server is elsewhere."""
         try:
             self._mux.circuits.check(self._mux.overview.model(found.model).backend)

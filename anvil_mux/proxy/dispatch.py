@@ -155,7 +155,7 @@ class Dispatcher:
                 crashes=crashes,
                 resent=resent,
                 request=asked.id,
-                rides=question.target.rides,
+                never_swaps=question.target.never_swaps,
             )
         except NothingResident:
             record.waited += time.monotonic() - since

@@ -29,7 +29,7 @@ from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import api, http1, naming, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
-from anvil_mux.proxy import elsewhere, heads, stored_responses
+from anvil_mux.proxy import external, heads, stored_responses
 from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.asked import AskedBody, Question
 from anvil_mux.proxy.capture import BODY_BYTES
@@ -376,7 +376,7 @@ def _note_status(question: Question, lease: Lease, attempt: Attempt, response: h
         attempt.failed(f"it refuses {key} ({status})")
         raise BackendError(f"{name} refuses {key}.")
     if status == 429 or (status >= 500 and status not in LACKING):
-        pause = elsewhere.pause_asked(response.fields, time.time())
+        pause = external.pause_asked(response.fields, time.time())
         attempt.failed(f"it answered {status}", pause=pause)
         if question.falls_back:
             raise BackendError(f"{name} answered {status}.")

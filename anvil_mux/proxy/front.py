@@ -99,7 +99,7 @@ class Front:
             connection.is_known = True
             self._epoll.register(descriptor, ARMED)
 
-    def rest(self, seconds: float) -> None:
+    def pause_accepting(self, seconds: float) -> None:
         """Accept nobody for a while. The front's thread."""
         self._epoll.unregister(self._listener)
         self._deaf_until = time.monotonic() + seconds
@@ -145,7 +145,7 @@ class Front:
             self._hands.accept()
         except Exception as error:
             note_mistake(THREAD, error)
-            self.rest(SWEEP_SECONDS)  # what led to it may wait to be accepted still
+            self.pause_accepting(SWEEP_SECONDS)  # what led to it may wait to be accepted still
 
     def _read_safely(self, descriptor: int, now: float) -> None:
         connection = self._begun.get(descriptor) or self._idle.get(descriptor)

@@ -135,7 +135,7 @@ class Handler:
         given = request.fields.get(b"x-request-id")
         id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         access = self._access
-        asked = Asked(id, time.monotonic(), request, access, *access.look(request))
+        asked = Asked(id, time.monotonic(), request, access, *access.route(request))
         reply = Reply(client, asked, keep=request.keep_alive and not self.probes.draining)
         record = Served(id, client.address, request.method, request.path)
         try:
@@ -175,7 +175,7 @@ class Handler:
 
     def refuse_unread(self, client: Client, error: MuxError) -> None:
         """Answers something that could not be read as a request."""
-        asked = Asked(next(self._ids), time.monotonic(), UNREAD, self._access, *self._access.look(UNREAD))
+        asked = Asked(next(self._ids), time.monotonic(), UNREAD, self._access, *self._access.route(UNREAD))
         reply = Reply(client, asked, keep=False)
         reply.refuse(error)
         self._record(Served(asked.id, client.address, "-", ""), asked, reply)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.elsewhere import site
+from anvil_mux.config.external import site
 from anvil_mux.config.keys import FIELDS
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1, naming
-from anvil_mux.proxy import elsewhere
+from anvil_mux.proxy import external
 from anvil_mux.proxy.asked import Question
 from anvil_mux.proxy.reply import Reply, date
 
@@ -78,7 +78,7 @@ def _host(lease: Lease) -> bytes:
 
 def _target(backend: Backend, path: str, query: str) -> bytes:
     if backend.url:
-        return elsewhere.target(backend, path, query).encode("ascii")
+        return external.target(backend, path, query).encode("ascii")
     return (f"{path}?{query}" if query else path).encode("ascii")
 
 
@@ -90,7 +90,7 @@ def _credentials(
     Engines of ours get a client's keys only where these are not for us; servers elsewhere never do.
     """
     if backend.url:
-        own, dropped = elsewhere.fields(question.asked.request, backend, path)
+        own, dropped = external.fields(question.asked.request, backend, path)
         return own, _NOT_THEIRS | dropped
     if not question.asked.access.hides_keys:
         return {}, _NOT_THEIRS

@@ -45,7 +45,7 @@ class Local:
         self._lists = lists = Lists(mux)
         self._page = page
         operations = Operations(mux, lambda: probes.draining, reloads, feed)
-        diagnosis = Diagnosis(mux, tail, probes.beside)
+        diagnosis = Diagnosis(mux, tail, probes.external_state)
         hosts, pausing = HostRoutes(mux, reports), Pausing(mux, keep_pause)
         self.gets: dict[str, Callable[[Asked], Answer]] = {
             "/": probes.hello,

@@ -91,7 +91,8 @@ class Probes:
             "waiting": status.waiting,
             "leases": status.leases,
             "models": {
-                m.model: healthz.model_state(m, brief=brief) | self.beside(m.model) for m in status.models
+                m.model: healthz.model_state(m, brief=brief) | self.external_state(m.model)
+                for m in status.models
             },
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
             **({"hosts": hosts} if hosts else {}),
@@ -107,14 +108,14 @@ class Probes:
         found = self._mux.overview.any_of().items()
         return {name: {**each.to_json(), "serves": choose(each.models)} for name, each in found}
 
-    def beside(self, model: str) -> dict[str, object]:
-        """The part of a model's state that the scheduler does not know; see ``healthz.beside``."""
+    def external_state(self, model: str) -> dict[str, object]:
+        """The part of a model's state that the scheduler does not know; see ``healthz.external_state``."""
         backends = self._mux.overview.configured()
         known, found = self._special
         if known is not backends:
             found = {backend.model: backend for backend in backends if backend.url or backend.fallback}
             self._special = backends, found
-        return healthz.beside(found[model], self._mux.circuits) if model in found else {}
+        return healthz.external_state(found[model], self._mux.circuits) if model in found else {}
 
     def _problems(self) -> dict[str, str]:
         found = {name: check() for name, check in self.checks.items()}

@@ -47,7 +47,7 @@ class Questions:
         asked, before = question.asked, question.target
         name = self._mux.overview.choose(before.choices)
         found = _target(asked, asked.access.meant(name)._replace(choices=before.choices))
-        return replace(question, target=replace(found, rides=before.rides))
+        return replace(question, target=replace(found, never_swaps=before.never_swaps))
 
     def _read(self, asked: Asked, client: Client) -> Question:
         route, query = asked.route, asked.request.query
@@ -137,7 +137,7 @@ def retarget(question: Question, model: str) -> Target:
     A preset that its name stands for is left out: it is another model's. It may force a swap if it could.
     """
     found = _target(question.asked, Named(model), question.named)
-    return replace(found, rides=question.target.rides)
+    return replace(found, never_swaps=question.target.never_swaps)
 
 
 def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
@@ -157,14 +157,14 @@ def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
         loads=naming.may_load(asked.request.query),
         unchanged_at=backend if unchanged else None,
         preset=found.preset,
-        rides=_rides(asked.request) or not (found.swaps and (key is None or key.swaps)),
+        never_swaps=_never_swaps(asked.request) or not (found.swaps and (key is None or key.swaps)),
         choices=found.choices,
-        elsewhere=backend.name if backend and backend.url else "",
+        external=backend.name if backend and backend.url else "",
         chain=access.chain(key, model, found.choices),
     )
 
 
-def _rides(request: http1.Request) -> bool:
+def _never_swaps(request: http1.Request) -> bool:
     """Whether the header of a request says that it may force no swap."""
     said = request.fields.get(SWAP)
     if said is None:
@@ -187,7 +187,7 @@ def _from_json(asked: Asked, client: Client) -> Question:
         found, named = target(asked, translation.model), translation.model
         return Question(asked, found, body, named, stream=stream, translation=translation)
     named, stream = naming.model_and_stream(body)
-    if asked.access.has_elsewhere and asked.key and not asked.key.admin:
+    if asked.access.has_external and asked.key and not asked.key.admin:
         naming.refuse_more_models(body)
     aim = target(asked, named)
     if route.path.startswith(SESSIONS):

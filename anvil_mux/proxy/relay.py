@@ -30,11 +30,11 @@ from anvil_mux.errors import (
     Unauthorized,
     is_shortage,
 )
-from anvil_mux.host.elsewhere import told
+from anvil_mux.host.external import told
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy import elsewhere
+from anvil_mux.proxy import external
 from anvil_mux.proxy.bodies import AnswerBody, body_of
 from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
 from anvil_mux.proxy.pump import Copied, End, Passed, Pump, PumpedStream
@@ -250,7 +250,7 @@ class Exchange:
         backend = self.lease.backend
         try:
             if backend.url:
-                return Upstream(elsewhere.connect(backend, self._look, 2 * self._relay.timeout))
+                return Upstream(external.connect(backend, self._look, 2 * self._relay.timeout))
             return Upstream(connect(self.lease.address, self._look))
         except OSError as error:
             if self.lease.severed:

@@ -189,7 +189,7 @@ class Reply:
                     self.client.break_off()
                 case "frame":
                     self.send(good_bye(RESTARTED if isinstance(error, Severed) else BROKEN, error.message))
-                    self.client.part()
+                    self.client.linger()
         except ClientGone:
             self.keep = False
 

@@ -122,7 +122,7 @@ class Server(ThreadingHTTPServer):
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     log.warning("no connection can be accepted (%s): see ulimit -n", error.strerror)
-                    self.front.rest(STARVED_SECONDS)  # the listener stays readable
+                    self.front.pause_accepting(STARVED_SECONDS)  # the listener stays readable
                 return
             self.process_request(request, address)
 
@@ -225,7 +225,7 @@ class Server(ThreadingHTTPServer):
 
     def _part(self, connection: ClientConnection) -> None:
         if connection.client.is_unread:
-            connection.client.part()
+            connection.client.linger()
         self.end(connection)
 
     # The limit, and the end

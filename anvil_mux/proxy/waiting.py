@@ -77,8 +77,8 @@ class Waiting:
     def _turn_to_fallback(self, now: float) -> None:
         """Raise if the request has waited for as long as it may before its model's fallback answers."""
         question = self._question
-        if question.target.elsewhere:
-            self._mux.circuits.check(question.target.elsewhere)
+        if question.target.external:
+            self._mux.circuits.check(question.target.external)
         if question.after is not None and self._since is not None and now - self._since >= question.after:
             raise FellBack(
                 f"{question.target.model} could not serve this request within {question.after:g} s."

@@ -105,7 +105,7 @@ class Admission:
         begins = not model.queue.tickets
         # A queue that nobody can serve any more has failed already.
         error = refusal(self._state, model, now) if begins else None
-        if error is None and (self._state.patient or model.home):  # its victims may be in another GPU group
+        if error is None and (self._state.patient or model.is_spread):  # victims may be in another GPU group
             error = too_late(self._state, model, now)
         if error:
             self.fail(ticket, error, now)
@@ -233,7 +233,7 @@ class Admission:
 
     def turn_away(self, model: Model, now: float) -> None:
         """The model is not resident any more: those of its queue fail that may force no swap."""
-        for ticket in [ticket for ticket in model.queue if ticket.rides]:
+        for ticket in [ticket for ticket in model.queue if ticket.never_swaps]:
             self._state.changed()
             model.queue.leave(ticket)
             self.fail(ticket, not_resident(self._state, model.name, now), now)

@@ -14,7 +14,7 @@ one ``GroupState`` (state.py):
     decider.py     the next step: overdue queues, the policy, preloads (preloads.py), upkeep.py
     group_swaps.py swaps under way (swap.py); moves.py: states of backends (slot.py), events and steps
     facts.py       the facts about backends, and about their host
-    requested.py   unloads, pins, another configuration
+    orders.py      unloads, pins, another configuration
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Load`` until its ``evicted``; the sum of what residents and
@@ -65,10 +65,10 @@ from anvil_mux.scheduler.facts import GroupFacts
 from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
+from anvil_mux.scheduler.orders import Orders
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.refusals import not_resident, of_crashes
 from anvil_mux.scheduler.replicas import nobody_takes
-from anvil_mux.scheduler.requested import Requested
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import NO_USAGE, Step, Ticket, TokenUsage, Wait
@@ -89,8 +89,8 @@ class GpuGroup:
             state, self.moves, lambda model: [group.swaps for group in groups_of[model]]
         )
         self.facts = GroupFacts(state, self.admission, self.moves, swaps)
-        self.requested = Requested(
-            state, self.admission, swaps, lambda model: [group.requested for group in groups_of[model]]
+        self.orders = Orders(
+            state, self.admission, swaps, lambda model: [group.orders for group in groups_of[model]]
         )
         self._decider = Decider(state, self.admission, self.moves, swaps)
 
@@ -116,7 +116,7 @@ class GpuGroup:
             return False
         ready = model.ready
         if not ready:
-            if ticket.rides:
+            if ticket.never_swaps:
                 self.admission.fail(ticket, not_resident(state, model.name, now), now)
                 return False
             return self.admission.wait_for_load(model, ticket, now)
@@ -171,7 +171,7 @@ class GpuGroup:
         if replicas and not slot.holders and slot.state == "ready":
             self.admission.take_back(slot, now)
         is_sooner = slot.state == "draining" and self.swaps.bound_anew(slot, now)
-        if model.unload_when_idle and self.requested.unload_when_idle(model, now):
+        if model.unload_when_idle and self.orders.unload_when_idle(model, now):
             return True
         leases = len(slot.holders)
         if state.deferred and self._matters(slot, leases):

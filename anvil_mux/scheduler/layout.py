@@ -226,8 +226,8 @@ class Layout:
         states, home = self.states_of[model.name], self.of_model[model.name].state
         if changed is not None and home not in (changed := list(changed)):
             states = [home, *changed]
-        model.home = nearest(states, model, now).name
-        self.of_model[model.name] = self.by_name[model.home]
+        model.queue_group = nearest(states, model, now).name
+        self.of_model[model.name] = self.by_name[model.queue_group]
 
     def _description(self, backend: str) -> Backend:
         """The description of a backend of the configuration: that of its slot, if it goes on."""
@@ -289,7 +289,7 @@ class Layout:
         self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
         for name, model in self.models.items():
             model.take(slots[name])
-            model.home = homes[name].name if name in self.spread else ""
+            model.queue_group = homes[name].name if name in self.spread else ""
         self._set_models(self.models.values())
         for group in self.groups:
             group.state.remodelled()
@@ -297,7 +297,7 @@ class Layout:
     def _home(self, model: Model) -> GpuGroup:
         """The group in which a model's queue stands: where it was, if it has backends there."""
         own = self.groups_of[model.name]
-        return next((group for group in own if group.name == model.home), own[0])
+        return next((group for group in own if group.name == model.queue_group), own[0])
 
     def _set_models(self, models: Iterable[Model], *, rerouted: bool = False) -> None:
         """Have models go by the settings that follow from the configuration.

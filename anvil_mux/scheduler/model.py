@@ -86,7 +86,7 @@ class Model:
     """Whether its queue is admitted in parts."""
     _order: dict[Slot, int] = field(default_factory=dict, repr=False)
     """The slots, each with its place among them."""
-    home: str = ""
+    queue_group: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
@@ -106,6 +106,15 @@ class Model:
     @property
     def bounded(self) -> bool:
         return self.settings.bounded
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it has backends in several GPU groups."""
+        return bool(self.queue_group)
+
+    def queues_in(self, group: str) -> bool:
+        """Whether its queue stands in this GPU group, which has a backend of it."""
+        return self.queue_group in ("", group)
 
     # Changes
 

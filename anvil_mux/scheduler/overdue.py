@@ -49,7 +49,7 @@ def bound(state: GroupState, model: Model, now: float) -> Bound:
     one = round_seconds(state, model, load_seconds) if model.settings.follows_load else 0.0
     timeout, soonest = state.timeouts.queue_timeout, math.inf
     enough = timeout - most_seconds(model.settings, one) - one
-    for each in state.states_of(model) if model.home else (state,):
+    for each in state.states_of(model) if model.is_spread else (state,):
         soonest = min(soonest, swap_seconds(each, model, now))
         if soonest <= enough:
             break  # an even shorter one makes no difference
@@ -61,7 +61,7 @@ def round_seconds(state: GroupState, model: Model, load_seconds: float) -> float
     waiting = {
         each.name: _gpus(state, each)
         for each in state.models.values()
-        if each.queue.tickets and not each.ready and each is not model and each.home in ("", state.name)
+        if each.queue.tickets and not each.ready and each is not model and each.queues_in(state.name)
     }
     others = in_round(_gpus(state, model), waiting)
     return load_seconds + math.fsum([state.models[name].queue.load_seconds for name in others])

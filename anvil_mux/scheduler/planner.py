@@ -54,7 +54,7 @@ def waiting(state: GroupState) -> list[Model]:
         return []
     models = [model for model in state.models.values() if model.queue.tickets]
     if models and state.routed:
-        models = [model for model in models if model.home in ("", state.name) and not model.is_coming]
+        models = [model for model in models if model.queues_in(state.name) and not model.is_coming]
     elif models and state.swaps:
         under_way = coming(state.swaps)
         models = [model for model in models if model.name not in under_way]
@@ -144,7 +144,7 @@ def loss(state: GroupState, now: float, slot: Slot) -> float:
     way = "stop" if slot.state == "standby" else slot.backend.evict_to[0]
     model = state.models[slot.model]
     rate = model.demand.rate(now)
-    if model.home:
+    if model.is_spread:
         rate /= max(len(model.ready), 1)  # the others go on serving
     return rate * cost(state, "", slot, way).load_seconds
 
@@ -386,7 +386,7 @@ def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
             gpu for swap in state.swaps for each in swap.victims if each.is_endless for gpu in each.holds
         }
         slots = [slot for slot in slots if endless.isdisjoint(slot.holds)]
-    if len(slots) < 2 or not model.home:
+    if len(slots) < 2 or not model.is_spread:
         return slots
     return [min(slots, key=lambda slot: _swap_seconds_later(state, slot))]
 
@@ -426,7 +426,7 @@ def could_spill(states: Iterable[GroupState], model: Model, now: float) -> list[
 
 def _lacks_load(state: GroupState, model: Model) -> bool:
     """Whether its queue stands here, and none of its backends is ready."""
-    return bool(model.queue.tickets) and not model.ready and model.home in ("", state.name)
+    return bool(model.queue.tickets) and not model.ready and model.queues_in(state.name)
 
 
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:

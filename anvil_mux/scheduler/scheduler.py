@@ -321,14 +321,14 @@ class Scheduler:
         NOTHING if there is nothing to be done now.
         """
         groups, found = self.layout.groups_of[model], self.layout.models[model]
-        asked = groups[0].requested
+        asked = groups[0].orders
         is_now = asked.unload_when_idle(found, now) if when_idle else asked.unload(found, now)
         return self._settling.settle(groups, now) if is_now else NOTHING
 
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
         """Whether a model, once it is resident, is kept from being evicted for others."""
         groups = self.layout.groups_of[model]
-        groups[0].requested.pin(self.layout.models[model], now, pinned=pinned)
+        groups[0].orders.pin(self.layout.models[model], now, pinned=pinned)
         return self._settling.settle(groups, now)
 
     def refused(self, error: MuxError, now: float) -> Effects:
@@ -353,7 +353,7 @@ class Scheduler:
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
         for group in self.layout.groups:
-            group.requested.retire(leaving, settings.models.keys(), now)
+            group.orders.retire(leaving, settings.models.keys(), now)
         if not self.layout.served <= settings.models.keys():
             self.costs.keep(settings.models.__contains__)
         self.layout.take(config, settings)

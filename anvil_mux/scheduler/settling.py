@@ -38,7 +38,7 @@ class _Gathered(NamedTuple):
 class _SharedState(NamedTuple):
     """The state that all GPU groups of one model share."""
 
-    home: str
+    queue_group: str
     waits: bool
     ready: int
     is_coming: bool
@@ -162,7 +162,7 @@ class Settling:
         moved, layout = self._moved(now), self._layout
         found = dict.fromkeys(groups)
         queues = {layout.of_model[model.name] for model in layout.models.values() if model.queue.tickets}
-        for model in dict.fromkeys(model for group in groups for model in group.state.routed if model.home):
+        for model in dict.fromkeys(each for group in groups for each in group.state.routed if each.is_spread):
             found.update((group, None) for group in layout.groups_of[model.name] if group in queues)
             states = could_spill(layout.states_of[model.name], model, now)
             found.update(dict.fromkeys(layout.by_name[state.name] for state in states))
@@ -187,7 +187,7 @@ class Settling:
         touched: dict[str, list[GroupState]] = {}
         for state in layout.touched:
             for model in state.routed:
-                if model.home:
+                if model.is_spread:
                     touched.setdefault(model.name, []).append(state)
         roomy = set(with_room(layout.touched))
         layout.touched.clear()
@@ -195,7 +195,8 @@ class Settling:
             model, before = layout.models[name], self._shared.get(name, _UNSEEN)
             if model.queue.tickets:
                 layout.place_queue(model, now, states if before.waits else None)
-            seen = _SharedState(model.home, bool(model.queue.tickets), len(model.ready), model.is_coming)
+            waits = bool(model.queue.tickets)
+            seen = _SharedState(model.queue_group, waits, len(model.ready), model.is_coming)
             drains = seen.waits and seen.is_coming and not roomy.isdisjoint(states) and not model.is_loading
             if seen != before or drains:
                 changed.append(model)

@@ -103,7 +103,7 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
     model = state.models[slot.model]
     demand = model.demand
     rate, growth = demand.rates(now)
-    if model.home:  # residents in several GPU groups share what comes
+    if model.is_spread:  # residents in several GPU groups share what comes
         rate, growth = rate / max(len(model.ready), 1), growth / max(len(model.ready), 1)
     way, host = backend.evict_to[0], slot.host.name
     reload_seconds = state.costs.estimate("", slot.model, way, backend.engine, host).load_seconds

@@ -53,10 +53,10 @@ class Ticket:
         "id",
         "leases",
         "model",
+        "never_swaps",
         "prefill",
         "request",
         "resent",
-        "rides",
         "sender",
         "severed",
         "share",
@@ -88,7 +88,7 @@ class Ticket:
         """The id of its request, as its client was told."""
         self.resent = False
         """Whether the same request came before, as another ticket: it counts once."""
-        self.rides = False
+        self.never_swaps = False
         """Whether it may force no swap: it is leased by what is ready, or fails."""
         self.prefill = prefill
         """The ticket of its first stage, leased with it if backends of both stages are resident."""

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.host.elsewhere import Finding, asked
+from anvil_mux.host.external import Finding, asked
 from anvil_mux.multiplexer.circuits import Circuit, Circuits
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import foreign

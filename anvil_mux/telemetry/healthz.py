@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.elsewhere import site
+from anvil_mux.config.external import site
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight
@@ -59,7 +59,7 @@ def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
     }
 
 
-def beside(backend: Backend, circuits: Circuits) -> dict[str, object]:
+def external_state(backend: Backend, circuits: Circuits) -> dict[str, object]:
     """The part of a model that the scheduler does not know: its server elsewhere, and its fallbacks."""
     found: dict[str, object] = {}
     if backend.fallback:

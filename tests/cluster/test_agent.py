@@ -19,7 +19,6 @@ import anvil_mux
 from anvil_mux.cluster import agent as agent_module
 from anvil_mux.cluster import frames, messages
 from anvil_mux.cluster.agent import Agent, _lacks, engine_variables
-from anvil_mux.cluster.begun import MOST
 from anvil_mux.cluster.messages import (
     AgentCall,
     Claimed,
@@ -30,6 +29,7 @@ from anvil_mux.cluster.messages import (
     UnknownStep,
     Unreadable,
 )
+from anvil_mux.cluster.running_steps import MOST
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError

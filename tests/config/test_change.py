@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.change import OURS, Change, compare, within
+from anvil_mux.config.change import LIVE, Change, compare, within
 from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.plugins import load
@@ -46,7 +46,7 @@ def test_what_concerns_its_engine_or_its_place_makes_it_another_one(field, value
     assert compare(OLD, replace(OLD, backends=(replace(A, **{field: value}), B))).changed == ("a",)
 
 
-@pytest.mark.parametrize("field", OURS)
+@pytest.mark.parametrize("field", LIVE)
 def test_what_steers_us_alone_leaves_it_running(field):
     other = {"profile": object(), "pin": True, "preload": True, "checkpoint_anyway": True}.get(field, "other")
     found = compare(OLD, replace(OLD, backends=(replace(A, **{field: other}), B)))
@@ -108,7 +108,7 @@ def test_every_field_of_a_configuration_is_told_of_under_some_key():
     told = {name for key, setting in SETTINGS.items() for name in setting.fields_of(key)}
     untold = {"backends", "files", "warnings", "origins", "said", "composed"}
     assert {field.name for field in fields(Config)} - told == untold
-    assert {field.name for field in fields(Backend)} >= set(OURS)
+    assert {field.name for field in fields(Backend)} >= set(LIVE)
 
 
 SERVICE = """

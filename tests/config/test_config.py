@@ -769,7 +769,7 @@ def test_sleep_1_is_another_name_of_sleep(tmp_path: Path) -> None:
     assert backend.evict_to == ("sleep",)
 
 
-# What bites
+# Caveats
 
 QUIET = "profiles: [llm], ports: ['127.0.0.1::80'], gpus: [{count: 1}]"
 BITES = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config import elsewhere, fallback
+from anvil_mux.config import external, fallback
 from anvil_mux.config.fallback import FallbackStep as Step
 from anvil_mux.plugins import load
 from tests.config.test_config import plain, problems
@@ -62,7 +62,7 @@ def test_a_process_needs_no_command_and_no_image(tmp_path: Path) -> None:
     ],
 )
 def test_paths_below_a_base_url(url: str, name: str, chat: str, tokens: str) -> None:
-    site = elsewhere.site(elsewhere.read_url(url))
+    site = external.site(external.read_url(url))
     assert (site.name, site.path("/v1/chat/completions"), site.path("/tokenize")) == (name, chat, tokens)
 
 

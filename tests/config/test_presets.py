@@ -191,7 +191,7 @@ def test_llama_server_numbers_its_adapters_by_its_command() -> None:
         ("law", [0.0, 0.0, 0.5]),
     ]
     assert scales(found.put) == [0.0, 0.0, 0.0]
-    assert (found.problems, found.bites) == ((), ())
+    assert (found.problems, found.caveats) == ((), ())
 
 
 def scales(put: tuple[tuple[str, str], ...]) -> list[float]:

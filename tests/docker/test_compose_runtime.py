@@ -23,8 +23,8 @@ from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.docker import ContainerEngine as Docker
 from anvil_mux.host.endpoint import Endpoint
+from anvil_mux.host.engine_client import await_ready
 from anvil_mux.host.swap import Swapper
-from anvil_mux.host.visit import await_ready
 from tests.docker.conftest import OwnEngine, Stack
 from tests.running import seen
 

@@ -12,7 +12,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import control
 from anvil_mux.host.engine import ENGINES
-from anvil_mux.host.visit import answers
+from anvil_mux.host.engine_client import answers
 from tests.sleepy_engine import CONTEXT, GIB, Ledger, SleepyEngine
 
 PID = 100_000_000

@@ -15,15 +15,15 @@ import pytest
 
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import Cancelled, LoadError
-from anvil_mux.host import visit
+from anvil_mux.host import engine_client
 from anvil_mux.host.engine import ENGINES, at_once, find_engine, idle_connections, listen_port
-from anvil_mux.host.visit import Visit, await_ready
+from anvil_mux.host.engine_client import EngineClient, await_ready
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time is over in no time, but servers answer in real time."""
-    monkeypatch.setattr(visit, "LEAST_TIMEOUT", 30.0)
+    monkeypatch.setattr(engine_client, "LEAST_TIMEOUT", 30.0)
 
 
 class Waiting:
@@ -275,7 +275,7 @@ def test_nothing_listens_until_the_deadline():
 
 
 def test_a_port_that_accepts_and_says_nothing_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(visit, "LEAST_TIMEOUT", 0.02)
+    monkeypatch.setattr(engine_client, "LEAST_TIMEOUT", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LoadError) as caught:
         ready(VLLM, f"http://127.0.0.1:{silent.getsockname()[1]}", Waiting(), seconds=0.1)
     assert "accepts connections but does not answer" in caught.value.reason
@@ -350,15 +350,18 @@ def test_a_probe_that_fails_is_not_ready_and_tells_the_engines_words():
 def test_an_answer_that_takes_as_long_as_a_load_is_not_waited_for_when_that_is_cancelled():
     backend, tended = Backend(name="o", model="llama3", engine="ollama"), []
 
-    def tend() -> None:
+    def check_cancelled() -> None:
         tended.append(1)
         if len(tended) == 2:
             raise Cancelled("enough")
 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with Visit(backend, url, lambda: 0.0, 600.0, tend) as visit, pytest.raises(Cancelled):
-            visit.probe()
+        with (
+            EngineClient(backend, url, lambda: 0.0, 600.0, check_cancelled) as client,
+            pytest.raises(Cancelled),
+        ):
+            client.probe()
     assert len(tended) == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host.freed import Held, Left, Memory, host_bytes
+from anvil_mux.host.freed import After, Before, FreedCheck, host_bytes
 from anvil_mux.host.reading import Gpus
 from tests.host.test_engine import Waiting
 from tests.sleepy_engine import GIB, Ledger
@@ -24,9 +24,9 @@ class Desk:
     def __init__(self, *, processes: bool = True) -> None:
         self.ledger = Ledger(gpus=("0", "1"), processes=processes)
         self.time = Waiting()
-        self.memory = Memory(self.ledger.probe, self.time.now, self.time.sleep)
+        self.memory = FreedCheck(self.ledger.probe, self.time.now, self.time.sleep)
 
-    def held(self, backend: Backend = A, *, resident: bool = True) -> Held:
+    def held(self, backend: Backend = A, *, resident: bool = True) -> Before:
         return self.memory.held(backend, lambda: [PID], resident=resident)
 
     def holds(self, gib: float) -> None:
@@ -75,7 +75,7 @@ def test_of_who_was_stopped_nothing_may_be_left() -> None:
     with pytest.raises(BackendError, match=r"0.1 GiB of 10.0 GiB on GPU 0"):
         desk.memory.left(held, runs=False)
     desk.holds(0)
-    assert desk.memory.left(held, runs=False) == Left({}, dict.fromkeys("01", 10 * GIB))
+    assert desk.memory.left(held, runs=False) == After({}, dict.fromkeys("01", 10 * GIB))
 
 
 def test_what_a_sleeper_gave_back_is_its_own_whatever_others_took() -> None:
@@ -92,7 +92,7 @@ def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free(
     desk.holds(6)
     held = desk.held(Backend("a", "a", ("0",), vram=8 * GIB))
     desk.holds(0)
-    assert desk.memory.left(held, runs=False) == Left({}, {"0": 6 * GIB})
+    assert desk.memory.left(held, runs=False) == After({}, {"0": 6 * GIB})
 
 
 def test_other_processes_are_named_where_memory_is_not_freed(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,8 +112,8 @@ def test_other_processes_are_named_where_memory_is_not_freed(caplog: pytest.LogC
 def test_our_own_are_no_other_processes() -> None:
     desk, me = Desk(), os.getpid()
     desk.ledger.hold(me, ("0",), 3 * GIB)
-    memory = Memory(desk.ledger.probe, owner={me: "b"}.get)
-    assert (memory.others(["0"]), Memory().others(["0"])) == ("", "")
+    memory = FreedCheck(desk.ledger.probe, owner={me: "b"}.get)
+    assert (memory.others(["0"]), FreedCheck().others(["0"])) == ("", "")
 
 
 def test_what_somebody_else_holds_is_not_the_backends() -> None:
@@ -128,15 +128,15 @@ def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_resi
     desk.holds(4)
     declared = Backend("a", "a", ("0",), vram=4 * GIB)
     assert desk.held(declared).bytes == {"0": 4 * GIB}
-    assert desk.held(declared, resident=False) == desk.held(A) == Held()
+    assert desk.held(declared, resident=False) == desk.held(A) == Before()
 
 
 def test_without_gpus_to_be_read_nobody_asks_for_processes() -> None:
-    assert Memory().held(A, lambda: pytest.fail("asked"), resident=True) == Held()
-    reads = Memory(lambda pids: Gpus())
-    assert reads.held(replace(A, gpus=()), lambda: pytest.fail("asked"), resident=True) == Held()
-    assert reads.held(A, lambda: (), resident=True) == Held()
-    assert Memory().left(Held(), runs=True) == reads.left(Held(), runs=True) == Left()
+    assert FreedCheck().held(A, lambda: pytest.fail("asked"), resident=True) == Before()
+    reads = FreedCheck(lambda pids: Gpus())
+    assert reads.held(replace(A, gpus=()), lambda: pytest.fail("asked"), resident=True) == Before()
+    assert reads.held(A, lambda: (), resident=True) == Before()
+    assert FreedCheck().left(Before(), runs=True) == reads.left(Before(), runs=True) == After()
 
 
 def test_only_the_processes_in_question_are_looked_at() -> None:
@@ -147,7 +147,7 @@ def test_only_the_processes_in_question_are_looked_at() -> None:
         return desk.ledger.probe()
 
     desk.holds(4)
-    memory = Memory(probe, desk.time.now, desk.time.sleep)
+    memory = FreedCheck(probe, desk.time.now, desk.time.sleep)
     held = memory.held(A, lambda: [PID], resident=True)
     desk.holds(0)
     memory.left(held, runs=True)

@@ -18,7 +18,7 @@ from anvil_mux.config.config import Backend, Gpu, Service
 from anvil_mux.config.keys import load
 from anvil_mux.config.presets import Preset
 from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
-from anvil_mux.host.elsewhere import Elsewhere
+from anvil_mux.host.external import ExternalServer
 from anvil_mux.host.seam import Loaded
 from anvil_mux.multiplexer.circuits import MOST_FAILURES
 from anvil_mux.proxy.fallbacks import is_reason
@@ -44,7 +44,9 @@ class WithElsewhere(Mechanism):
     """Loads ``a`` on its engine; ``gpt`` is at the URL that it has, as the real hosts have it."""
 
     def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        return Elsewhere().load(backend, how, number) if backend.url else super().load(backend, how, number)
+        return (
+            ExternalServer().load(backend, how, number) if backend.url else super().load(backend, how, number)
+        )
 
 
 @dataclass

@@ -67,7 +67,7 @@ class LoneGroup:
             self.group.release,
         )
         self.give_up, self.fail_all = self.group.admission.give_up, self.group.admission.fail_all
-        self.sever_all, self.retired = self.group.moves.sever_all, self.group.requested.retire
+        self.sever_all, self.retired = self.group.moves.sever_all, self.group.orders.retire
         self.expected, self.looked_at = self.group.facts.expect, self.group.facts.looked_at
         self.memory_seen = self.group.facts.memory_seen
 
@@ -130,10 +130,10 @@ class LoneGroup:
         self.group.admission.leave_silent(self.slots[name], at)
 
     def unload(self, model: str, at: float) -> bool:
-        return self.group.requested.unload(self.state.models[model], at)
+        return self.group.orders.unload(self.state.models[model], at)
 
     def unload_when_idle(self, model: str, at: float) -> bool:
-        return self.group.requested.unload_when_idle(self.state.models[model], at)
+        return self.group.orders.unload_when_idle(self.state.models[model], at)
 
     def pin(self, model: str, at: float, pinned: bool) -> None:
-        self.group.requested.pin(self.state.models[model], at, pinned=pinned)
+        self.group.orders.pin(self.state.models[model], at, pinned=pinned)

@@ -2831,7 +2831,7 @@ def test_a_request_that_is_sent_again_or_refused_is_no_further_demand():
         driver.core.request(ticket, at)
         assert arrivals(driver, "a") == before + 1
     riding = Ticket(next(driver.ids), "b", 3.0)
-    riding.rides = True
+    riding.never_swaps = True
     driver.core.request(riding, 3.0)
     assert riding.error
     assert arrivals(driver, "b") == 0

@@ -118,7 +118,7 @@ def test_a_queue_stands_in_one_group_at_a_time_and_of_equal_ones_in_the_first():
     fleet.request("m", 0.0)
     fleet.request("m", 1.0)
     assert [step.backend for step in fleet.steps] == ["m0"]
-    assert fleet.core.layout.models["m"].home == "0"
+    assert fleet.core.layout.models["m"].queue_group == "0"
 
 
 def test_a_queue_goes_elsewhere_when_its_host_is_lost():

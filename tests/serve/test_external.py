@@ -12,7 +12,7 @@ import pytest
 from anvil_mux.cli.screen import models_table
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.host.elsewhere import Finding, asked
+from anvil_mux.host.external import Finding, asked
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.serve.polling import ExternalServers, warnings
 from tests.fake_engine import Asked, FakeEngine

@@ -17,7 +17,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import MuxError
 from anvil_mux.host import prompt_cache
 from anvil_mux.host.control import CONTROLS
-from anvil_mux.host.visit import Visit, has_error
+from anvil_mux.host.engine_client import EngineClient, has_error
 from anvil_mux.protocol import anthropic, api, ollama
 from anvil_mux.protocol.completions import Translation
 from anvil_mux.serve.polling import load_of, load_of_slots
@@ -35,7 +35,7 @@ ROUNDS = 20
 """Rounds through all readers, for each case of a usual run of the witness."""
 
 
-class Scripted(Visit):
+class Scripted(EngineClient):
     """A visit to an engine that says one thing at each path."""
 
     told: dict[str, bytes]

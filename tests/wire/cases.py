@@ -339,7 +339,7 @@ WRONG: dict[str, Callable[[bytes, list[bytes], bytes], Parts]] = {
     "two spaces": _first(b" /", b"  /"),
     "a target with a space": _first(b" /", b" /a /"),
     "a tab for a space": _first(b" /", b"\t/"),
-    "another host's target": _first(b" /", b" http://elsewhere.example/"),
+    "another host's target": _first(b" /", b" http://external.example/"),
     "another expectation": _line(b"Expect: 200-ok"),
     "a long target": _first(b" /", b" /" + b"x" * 9000),
     "a large head": _line(b"X-A: " + b"x" * 70_000),

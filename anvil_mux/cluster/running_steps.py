@@ -20,8 +20,8 @@ MOST = 1000
 
 
 @dataclass(slots=True)
-class Begun:
-    """A step; what came of it is guarded by the lock of the ``BegunSteps``."""
+class RunningStep:
+    """A step; what came of it is guarded by the lock of the ``RunningSteps``."""
 
     owner: Owner
     backend: str
@@ -34,14 +34,14 @@ class Begun:
     error: Exception | None = None
 
 
-class BegunSteps:
+class RunningSteps:
     """All steps of one agent; its methods are called under the lock of ``changed``, which ``begin`` frees."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
-        self._steps: dict[tuple[int, str, int], Begun] = {}  # epoch, id, number
+        self._steps: dict[tuple[int, str, int], RunningStep] = {}  # epoch, id, number
 
-    def begin(self, number: int, step: Begun) -> None:
+    def begin(self, number: int, step: RunningStep) -> None:
         """Begin a step in a thread of its own; once only, however often it is asked for."""
         key = (*step.owner[:2], number)
         if key in self._steps:
@@ -78,7 +78,7 @@ class BegunSteps:
         """Forget what came of steps, since their owner is another now; those under way go on."""
         self._steps = {key: step for key, step in self._steps.items() if not step.is_done}
 
-    def _under_way(self) -> list[Begun]:
+    def _under_way(self) -> list[RunningStep]:
         return [each for each in self._steps.values() if not each.is_done]
 
     def _forget(self) -> None:
@@ -86,7 +86,7 @@ class BegunSteps:
         for key in over[: max(len(over) - MOST, 0)]:
             del self._steps[key]
 
-    def _perform(self, step: Begun) -> None:
+    def _perform(self, step: RunningStep) -> None:
         value, failed = None, None
         try:
             value = step.run()
@@ -95,6 +95,6 @@ class BegunSteps:
         with self._changed:
             self._end(step, value, failed)
 
-    def _end(self, step: Begun, value: object = None, error: Exception | None = None) -> None:
+    def _end(self, step: RunningStep, value: object = None, error: Exception | None = None) -> None:
         step.is_done, step.value, step.error = True, value, error
         self._changed.notify_all()

@@ -1,6 +1,6 @@
 """Servers that somebody else runs, in the place of a host: nothing there is started, stopped or evicted.
 
-``Elsewhere`` answers the calls that name a backend as if each were resident already. ``asked`` finds out
+``ExternalServer`` answers the calls that name a backend as if each were resident already. ``asked`` finds out
 whether one is well, by a request that costs nothing.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 from typing import NamedTuple
 
-from anvil_mux.config import elsewhere, settings
+from anvil_mux.config import external, settings
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import LOG_LINES, Awake, Evicted, Found, Loaded
 from anvil_mux.protocol import foreign
@@ -21,7 +21,7 @@ LACKS_ROUTE = (404, 405, 501)
 """How a server answers that has no list of its models; it is there all the same."""
 
 
-class Elsewhere:
+class ExternalServer:
     """The calls of ``seam.Host`` for backends elsewhere, as far as ``Hosts`` hands them on. Any thread."""
 
     def adopt(self, backend: Backend) -> Found:
@@ -63,12 +63,12 @@ class Finding(NamedTuple):
 
 def asked(backend: Backend, timeout: float = ASK_SECONDS) -> Finding:
     """Ask the server of a backend for its models; blocks for a few seconds at most."""
-    site = elsewhere.site(backend.url)
+    site = external.site(backend.url)
     try:
         connection = _connection(site, backend.ca_file, timeout)
         try:
             path = site.path(MODELS)
-            shown = elsewhere.key_fields(backend.url, backend.service.api_key or "", path)
+            shown = external.key_fields(backend.url, backend.service.api_key or "", path)
             connection.request("GET", path, headers={"Accept": "application/json", **shown})
             with connection.getresponse() as response:
                 return _judged(backend, response.status, response.read(MOST_BYTES))
@@ -87,10 +87,10 @@ def told(error: Exception) -> str:
     return text
 
 
-def _connection(site: elsewhere.Site, ca_file: str, timeout: float) -> http.client.HTTPConnection:
+def _connection(site: external.Site, ca_file: str, timeout: float) -> http.client.HTTPConnection:
     if not site.secure:
         return http.client.HTTPConnection(site.host, site.port, timeout=timeout)
-    context = elsewhere.trust(ca_file)
+    context = external.trust(ca_file)
     return http.client.HTTPSConnection(site.host, site.port, timeout=timeout, context=context)
 
 
@@ -101,7 +101,7 @@ def _judged(backend: Backend, status: int, body: bytes) -> Finding:
         named = f"in {backend.api_key_env}" if backend.api_key_env else "(none: name one with api_key_env)"
         return Finding(f"answers {status}: it refuses the API key {named}")
     if status >= 300:
-        return Finding(f"answers {status} to GET {elsewhere.site(backend.url).path(MODELS)}")
+        return Finding(f"answers {status} to GET {external.site(backend.url).path(MODELS)}")
     listed, model = _ids(body), backend.served_model or backend.model
     if listed and model not in listed:
         hint = settings.nearest(model, listed[:20] if len(listed) > 20 else listed)

@@ -130,7 +130,7 @@ def trust(ca_file: str) -> ssl.SSLContext:
     return context
 
 
-def bites(url: str, *, key: str, compose: bool, profiles: tuple[str, ...]) -> Iterator[str]:
+def caveats(url: str, *, key: str, compose: bool, profiles: tuple[str, ...]) -> Iterator[str]:
     """Warnings of what its owner hardly wants, with remedies. ``compose``: it stands in a Compose project."""
     if compose and not profiles:
         said, write = "a bare `docker compose up` would try to start it", "profiles: [elsewhere]"

@@ -1,4 +1,4 @@
-"""Visits to an engine: whether it is ready, whether it is well, and what it answers to our own questions.
+"""The client that asks an engine whether it is ready, whether it is well, and what else we want of it.
 
 Ready means that the engine's own health route answers and that it serves the model we mean, since a health
 route alone also answers for another process that happens to have the port. The model is read from the
@@ -72,7 +72,7 @@ def await_ready(
     url: str,
     *,
     ended: Callable[[], str | None],
-    tend: Callable[[], object] | None = None,
+    check_cancelled: Callable[[], object] | None = None,
     deadline: float,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -80,14 +80,15 @@ def await_ready(
     """Returns when the engine at ``url`` serves the backend's model; LoadError says why it does not.
 
     ``ended`` is asked after every look, also after the last one: an answer counts only while our own service
-    runs, whoever gave it. ``tend`` is called a few times a second, and what it raises ends the wait.
+    runs, whoever gave it. ``check_cancelled`` is called a few times a second, and what it raises ends the
+    wait.
     """
     begun = now()
     other_since: float | None = None
     pause = FIRST_PAUSE
-    with Visit(backend, url, now, deadline, tend) as visit:
+    with EngineClient(backend, url, now, deadline, check_cancelled) as client:
         while True:
-            sight = visit.look()
+            sight = client.look()
             if how := ended():
                 raise LoadError(f"{backend.name} {how} after {now() - begun:.1f} s, before it was ready")
             match sight:
@@ -97,8 +98,8 @@ def await_ready(
                     raise LoadError(f"{backend.name} cannot become ready: {why}")
                 case NotYet(why, other_process):
                     other_since = (other_since or now()) if other_process else None
-            if tend:
-                tend()
+            if check_cancelled:
+                check_cancelled()
             if other_since is not None and now() - other_since >= OTHERS_PATIENCE:
                 raise LoadError(f"{backend.name} cannot become ready: {why}")
             if now() + pause >= deadline:
@@ -119,9 +120,9 @@ def answers(
     answer, since connections are refused, or closed without a word. OSError: nobody can be asked, for want of
     file descriptors here.
     """
-    with Visit(backend, url, now, now() + limit) as visit:
+    with EngineClient(backend, url, now, now() + limit) as client:
         try:
-            return visit.is_well(limit) or None
+            return client.is_well(limit) or None
         except requests.Timeout:
             return None
         except requests.RequestException as error:
@@ -131,14 +132,14 @@ def answers(
 
 
 @dataclass
-class Visit:
+class EngineClient:
     """Talks to one engine over one pooled connection; redirects and proxies are not followed."""
 
     backend: Backend
     url: str
     now: Callable[[], float]
     deadline: float
-    tend: Callable[[], object] | None = None
+    check_cancelled: Callable[[], object] | None = None
     """Called a few times a second while it waits for a long answer; what it raises ends that."""
     session: requests.Session = field(default_factory=requests.Session)
 
@@ -150,7 +151,7 @@ class Visit:
         if key := self.backend.service.api_key:
             self.session.headers["Authorization"] = f"Bearer {key}"
 
-    def __enter__(self) -> Visit:
+    def __enter__(self) -> EngineClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -251,14 +252,14 @@ class Visit:
     ) -> tuple[int, bytes]:
         """Return status and first bytes of the answer; the time-out also ends one that drips out."""
         timeout = max(min(timeout, self.deadline - self.now()), LEAST_TIMEOUT)
-        if self.tend is None or timeout <= POLL_TIMEOUT:
+        if self.check_cancelled is None or timeout <= POLL_TIMEOUT:
             return self._ask(method, path, body, timeout)
         # A load may take as long as its answer: the thread is left behind when nobody wants it any more.
         asked = Future[tuple[int, bytes]]()
         run = partial(_answer, asked, partial(self._ask, method, path, body, timeout))
         threading.Thread(target=run, name=f"ask-{self.backend.name}", daemon=True).start()
         while wait([asked], LONGEST_PAUSE).not_done:
-            self.tend()
+            self.check_cancelled()
         return asked.result()
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:

@@ -18,7 +18,7 @@ from ssl import SSLContext
 from time import monotonic
 from urllib.parse import parse_qsl, urlencode
 
-from anvil_mux.config import elsewhere
+from anvil_mux.config import external
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import http1
 from anvil_mux.proxy import tls
@@ -50,7 +50,7 @@ def fields(
     request: http1.Request, backend: Backend, path: str
 ) -> tuple[dict[bytes, bytes], frozenset[bytes]]:
     """The fields that are set for a server elsewhere, and the names of the client's that it does not get."""
-    shown = elsewhere.key_fields(backend.url, backend.service.api_key or "", path)
+    shown = external.key_fields(backend.url, backend.service.api_key or "", path)
     own = {name.encode("ascii"): value.encode("ascii") for name, value in shown.items()}
     # Answers are read here, and events written among theirs: engines do not compress, clouds do.
     own[b"accept-encoding"] = b"identity"
@@ -66,7 +66,7 @@ def fields(
 def target(backend: Backend, path: str, query: str) -> str:
     """The path and query that a server elsewhere is asked for; without what may be a client's key."""
     kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
-    there = elsewhere.site(backend.url).path(path)
+    there = external.site(backend.url).path(path)
     return f"{there}?{urlencode(kept)}" if kept else there
 
 
@@ -86,7 +86,7 @@ def connect(backend: Backend, look: Callable[[], object], patience: float) -> so
 
     Its calls return a few times a second. ``look`` is called as often while it is made.
     """
-    site = elsewhere.site(backend.url)
+    site = external.site(backend.url)
     connection = _reached(site.address, look)
     try:
         if site.secure:
@@ -147,4 +147,4 @@ def _trust(ca_file: str) -> SSLContext:
 
 @lru_cache(8)
 def _read_trust(ca_file: str, changed: int) -> SSLContext:
-    return elsewhere.trust(ca_file)
+    return external.trust(ca_file)

@@ -15,7 +15,7 @@ from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.upkeep import may_be_stopped
 
 
-class Requested:
+class Orders:
     """The orders to one GPU group.
 
     ``siblings(model)``: this and those of the other GPU groups that have backends of a model.
@@ -26,7 +26,7 @@ class Requested:
         state: GroupState,
         admission: Admission,
         swaps: GroupSwaps,
-        siblings: Callable[[str], Iterable[Requested]],
+        siblings: Callable[[str], Iterable[Orders]],
     ) -> None:
         self._state = state
         self._siblings = siblings
