@@ -54,7 +54,7 @@ from anvil_mux.telemetry.journal import requests
 
 M_ARENA_MAX = -8
 """An option of ``mallopt`` (malloc.h)."""
-FAREWELL_SECONDS = 2.0
+FAREWELL_SECONDS = 5.0
 """How long the clients of severed requests may take to be told."""
 TAKEN_OVER_CODE = 1
 """The exit code of an anvil-mux whose cluster another one has taken over."""
