@@ -15,7 +15,7 @@ merged, once it has taken over what was under way there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
@@ -217,14 +217,14 @@ class Layout:
         self._note([made if each is group else each for each in self.groups])
         return Exchanged([made], (), models | dict.fromkeys(made.state.own_slots))
 
-    def place_queue(self, model: Model, now: float, changed: Iterable[GroupState] | None = None) -> None:
+    def place_queue(self, model: Model, now: float, changed: Collection[GroupState] | None = None) -> None:
         """Choose anew in which group the queue of a model with backends in several stands.
 
         ``changed``: the states that have changed since it was chosen last. As long as the one where it stands
         has not, only these may be better.
         """
         states, home = self.states_of[model.name], self.of_model[model.name].state
-        if changed is not None and home not in (changed := list(changed)):
+        if changed is not None and home not in changed:
             states = [home, *changed]
         model.queue_group = nearest(states, model, now).name
         self.of_model[model.name] = self.by_name[model.queue_group]
@@ -289,7 +289,7 @@ class Layout:
         self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
         for name, model in self.models.items():
             model.take(slots[name])
-            model.queue_group = homes[name].name if name in self.spread else ""
+            model.queue_group = homes[name].name if len(self.groups_of[name]) > 1 else ""
         self._set_models(self.models.values())
         for group in self.groups:
             group.state.remodelled()
