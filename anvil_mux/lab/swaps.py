@@ -51,7 +51,7 @@ from anvil_mux.lab.swap_figures import (
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.connections import Address
-from anvil_mux.proxy.relay import Exchange, Relay
+from anvil_mux.proxy.exchange import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.placement import Placement
@@ -370,7 +370,7 @@ class _Ring:
                 since = time.monotonic()
                 with Exchange(relay, lease, near) as exchange:
                     response = exchange.ask("POST", head, body)
-                    exchange.content(response, MOST_BYTES)
+                    exchange.content(MOST_BYTES)
                 if response.status >= 300:
                     raise BackendError(f"{after.name} answers {response.status} in a burst")
                 return since, time.monotonic()

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Cancelled, MuxError, Severed
-from anvil_mux.multiplexer.circuits import Attempt
+from anvil_mux.multiplexer.circuits import Permit
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket, TokenUsage
 
@@ -43,9 +43,9 @@ class Lease:
         "_is_over",
         "_lessor",
         "address",
-        "attempt",
         "backend",
         "is_routed",
+        "permit",
         "prefill",
         "run",
         "ticket",
@@ -69,7 +69,7 @@ class Lease:
         self._is_over = False
         self.waited = 0.0
         """Seconds in the queue."""
-        self.attempt: Attempt | None = None
+        self.permit: Permit | None = None
         """The report of how an external server did; None: the backend is an engine of ours."""
         self.prefill: Lease | None = None
         """The lease of the first stage, where the request is served in two; it may be left before this one.
@@ -91,8 +91,8 @@ class Lease:
         self._is_over = True
         if self.prefill:
             self.prefill.release()
-        if self.attempt:
-            self.attempt.succeeded() if whole else self.attempt.left()
+        if self.permit:
+            self.permit.succeeded() if whole else self.permit.left()
         self._lessor.released(self.ticket, usage, whole=whole)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self.ticket.cut = None

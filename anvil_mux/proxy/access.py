@@ -1,18 +1,17 @@
 """The rights of requests under one configuration: hosts, origins, API keys and the models of each.
 
-``look`` finds what a head asks for and never refuses, so that a refusal has the shape of the API that was
+``route`` finds what a head asks for and never refuses, so that a refusal has the shape of the API that was
 asked; ``check`` refuses. Both look at nothing but the head and the configuration, so what they find holds for
 every request with the same head.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from anvil_mux.config import fallback
 from anvil_mux.config.config import EITHER, Config
@@ -23,11 +22,14 @@ from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
 
-OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
-"""Routes that are answered without a key: they tell that the program lives, and whether it is ready."""
-LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
-"""Routes that are answered to every key, as far as its models go."""
-STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/requests/running", "/usage", "/why"])
+Right = Literal["none", "any key", "state", "admin"]
+"""The right that an API key needs for a route of our own."""
+NO_KEY: Right = "none"
+"""The right for routes that tell that the program lives, and whether it is ready: none."""
+ANY_KEY: Right = "any key"
+"""The right for routes that tell every key of its models."""
+STATE: Right = "state"
+ADMIN: Right = "admin"
 UPSTREAM = api.Route("openai", "upstream")
 """The route below /upstream/: for the engine of a model, as it is."""
 
@@ -45,7 +47,7 @@ class Named(NamedTuple):
 
 
 class Access:
-    """One configuration, as requests meet it. Never altered: another one takes its place."""
+    """One configuration, as requests meet it. Never altered, but for ``lacking``: another takes its place."""
 
     def __init__(self, config: Config, keys: Keyring, *, only_local_hosts: bool) -> None:
         """``only_local_hosts``: bound to loopback, so that any other Host is a web page whose name was made
@@ -87,13 +89,15 @@ class Access:
         self.has_external = any(backend.url for backend in config.backends)
         """Whether a request may reach a server that has more models than the configuration says."""
         self._chains = fallback.chains(config.backends)
+        self.lacking: set[tuple[str, str]] = set()
+        """The (backend, path) of routes that engines turned out not to have. Changed by atomic operations."""
 
     def tells_state(self, key: Key | None) -> bool:
         """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
         return not self.keys or (key is not None and key.state)
 
     def route(self, request: http1.Request) -> tuple[api.Route, str, bytes]:
-        """The route, the API and the reader of a request; see ``asked.Asked``."""
+        """The route, the API and the reader of a request; see ``RequestContext``."""
         path = request.path
         route = api.match(request.method, path)
         if route is None and path.startswith("/upstream/") and request.method != "OPTIONS":
@@ -104,17 +108,22 @@ class Access:
             return api.NO_ROUTE, api.api_of(path), reader
         return route, route.api, reader
 
-    def check(self, request: http1.Request, route: api.Route, reader: bytes) -> Key | None:
-        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden."""
+    def check(
+        self, request: http1.Request, route: api.Route, reader: bytes, right: Callable[[str], Right]
+    ) -> Key | None:
+        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden.
+
+        ``right``: path of our own -> the right that is needed there.
+        """
         self._check_origin(request, route, reader)
         if not self.hides_keys:
             return None
-        if request.path in OPEN or is_page(request) or is_preflight(request, reader):
+        needed = right(request.path) if route is api.NO_ROUTE else ANY_KEY
+        if needed == NO_KEY or is_page(request) or is_preflight(request, reader):
             return self.keys.find(request.fields)
         key = self.keys.of(request.fields)
-        if route is api.NO_ROUTE and not _may(key, request.path):
-            right = "state" if request.path in STATE else "admin"
-            raise Forbidden(f"this API key may not use {request.path}: that needs a key with `{right}`")
+        if not (key.admin or needed == ANY_KEY or (needed == STATE and key.state)):
+            raise Forbidden(f"this API key may not use {request.path}: that needs a key with `{needed}`")
         return key
 
     def _check_origin(self, request: http1.Request, route: api.Route, reader: bytes) -> None:
@@ -205,11 +214,6 @@ class Access:
         presets = [name for name in self._models if name in self._presets]
         models += [name for name in presets if self.may_use(key, self._models[name], name)]
         return models + [name for name in self.config.any_of if self.choices(name, key)]
-
-
-def _may(key: Key, path: str) -> bool:
-    """Whether ``key`` may ask for something that is answered here."""
-    return key.admin or LISTS.fullmatch(path) is not None or (key.state and path in STATE)
 
 
 def is_page(request: http1.Request) -> bool:

@@ -23,7 +23,7 @@ from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.table import SETTINGS
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.local import LocalHost
-from anvil_mux.proxy.tls import build_context
+from anvil_mux.proxy.sockets import build_context
 
 FILES, FILES_WITH_TLS = 2, 4
 """The descriptors of a connection whose request is answered."""

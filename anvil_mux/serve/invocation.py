@@ -55,7 +55,7 @@ class Options:
     """Bytes after which a new file is begun; 0: never."""
     log_format: str = "human"
     pin: bool = True
-    """Whether the threads that serve requests run on one CPU (threads.py)."""
+    """Whether the threads that serve requests run on one CPU (proxy/server.py)."""
     insecure: bool = False
     watch: bool = False
     """Whether files are watched, and a change of them is a reload."""

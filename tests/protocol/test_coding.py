@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from anvil_mux.errors import BadRequest, TooLarge
-from anvil_mux.protocol import coding
+from anvil_mux.protocol import foreign
 from tests.fake_engine import JSON_OK, Rig
 
 BODY = b'{"model":"a","messages":[]}'
@@ -21,33 +21,33 @@ PACKED = gzip.compress(BODY, mtime=0)  # the same in every process that collects
     [("gzip", PACKED), ("X-GZip", PACKED), ("deflate", zlib.compress(BODY))],
 )
 def test_a_body_is_unpacked(name: str, packed: bytes) -> None:
-    assert coding.unpacked(packed, name, len(BODY)) == BODY
+    assert foreign.unpacked(packed, name, len(BODY)) == BODY
 
 
 @pytest.mark.parametrize("packed", [b"", b"nonsense", PACKED[:-4], PACKED + b"x", BODY])
 def test_a_body_that_is_cut_or_goes_on_or_is_none_is_refused(packed: bytes) -> None:
     with pytest.raises(BadRequest, match="gzip") as caught:
-        coding.unpacked(packed, "gzip", 1000)
+        foreign.unpacked(packed, "gzip", 1000)
     assert caught.value.status == 400
 
 
 def test_a_bomb_is_not_unpacked() -> None:
     bomb = gzip.compress(bytes(50 << 20))
     with pytest.raises(TooLarge, match="1000 bytes"):
-        coding.unpacked(bomb, "gzip", 1000)
+        foreign.unpacked(bomb, "gzip", 1000)
 
 
 @pytest.mark.parametrize("name", ["br", "gzip, gzip", ""])
 def test_another_coding_is_refused_with_what_is_understood(name: str) -> None:
     with pytest.raises(BadRequest, match="understood: gzip, deflate") as caught:
-        coding.unpacked(BODY, name, 1000)
+        foreign.unpacked(BODY, name, 1000)
     assert caught.value.status == 415
 
 
 def test_where_zstd_is_missing_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(coding.CODINGS, "zstd", None)
+    monkeypatch.setitem(foreign.CODINGS, "zstd", None)
     with pytest.raises(BadRequest, match=r"anvil-mux\[zstd\]"):
-        coding.unpacked(BODY, "zstd", 1000)
+        foreign.unpacked(BODY, "zstd", 1000)
 
 
 def test_an_engine_gets_the_body_unpacked(rig: Rig) -> None:

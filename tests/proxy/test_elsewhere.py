@@ -21,8 +21,7 @@ from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.external import ExternalServer
 from anvil_mux.host.seam import Loaded
 from anvil_mux.multiplexer.circuits import MOST_FAILURES
-from anvil_mux.proxy.fallbacks import is_reason
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy.dispatch import Patience, is_reason
 from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, Mechanism, RawClient, Rig, chunk
 from tests.proxy.test_tls import make_certificate
 from tests.running import seen

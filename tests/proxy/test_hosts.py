@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.scheduler.events import Event
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
 from tests.proxy.test_watching import Watcher

@@ -1,9 +1,11 @@
 """One request to one engine, and its answer back.
 
-``with Exchange(relay, lease, client) as exchange:`` borrows a connection to the leased backend, ``ask`` sends
-the request and returns with the head of the answer, and ``stream`` moves a body that is not here yet through
-the pump. Leaving the block gives the connection back to the pool if it can carry another request, else closes
-it: a client that leaves ends the engine's work at once.
+``with Exchange(relay, lease, client) as exchange:`` is for one request of the leased backend. ``ask`` borrows
+a connection, sends the request and returns with the head of the answer. What is short is ``whole`` by then;
+of any other body one of these gets the rest: ``content`` or ``pieces`` read it here, ``begin`` and then
+``stream`` have the pump move it to the client, ``tunnel`` is for what is no HTTP any more. Leaving the block
+gives the connection back to the pool if it can carry another request, else closes it: a client that leaves
+ends the engine's work at once.
 
 While the handler's thread waits for the engine, SO_RCVTIMEO wakes it a few times a second to look at the
 client, the lease and the clock; the path of a quick answer pays no system call for that. When the drain ends
@@ -34,12 +36,10 @@ from anvil_mux.host.external import told
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy import external
-from anvil_mux.proxy.bodies import AnswerBody, body_of
-from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
-from anvil_mux.proxy.pump import Copied, End, Passed, Pump, PumpedStream
+from anvil_mux.proxy.client import Spool
+from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect, connect_elsewhere
+from anvil_mux.proxy.pump import AnswerBody, Copied, End, Passed, Pump, PumpedStream, body_of
 from anvil_mux.proxy.sockets import has_left
-from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
 Pieces = Iterable[bytes | bytearray | memoryview]
@@ -121,7 +121,7 @@ class Exchange:
         "_connections",
         "_cut",
         "_deadline",
-        "_has_begun",
+        "_is_noted",
         "_missing",
         "_passed",
         "_relay",
@@ -133,14 +133,19 @@ class Exchange:
         "aligned",
         "data",
         "lease",
+        "response",
         "rest",
         "streamed",
         "whole",
     )
 
     def __init__(self, relay: Relay, lease: Lease, client: socket, begins: float | None = None) -> None:
-        """``begins``: the seconds within which the answer is to begin; None: as long as any silence."""
-        self._silence = relay.timeout if begins is None else min(begins, relay.timeout)
+        """``begins``: the seconds within which a server elsewhere is to begin its answer; None: as long as
+        any silence. An engine of ours may be at a long prompt.
+        """
+        if begins is None or not lease.backend.url or begins > relay.timeout:
+            begins = relay.timeout
+        self._silence = begins
         self._relay = relay
         self.lease = lease
         self._connections = relay.pool.of(lease.run, lease.backend)
@@ -154,12 +159,14 @@ class Exchange:
         """Whether the answer has ended, and another may follow it."""
         self._deadline = 0.0
         """The moment at which the engine has been silent for too long; 0: the first look sets it."""
+        self.response: http1.Response
+        """The head of the answer, once it was asked for."""
         self.data = b""
         """The part of the body that came with the head."""
         self.whole = False
         """Whether ``data`` is all of the body."""
-        self._has_begun = not lease.is_routed
-        """Whether a byte of the answer has come that may be shown; or nobody has to know."""
+        self._is_noted = not lease.is_routed
+        """Whether it was noted that the answer has begun; or nobody has to know."""
         self._chunked = False
         self._body: AnswerBody | None = None
         self._passed: Passed | None = None
@@ -229,6 +236,7 @@ class Exchange:
             response = self._read_head(last_head, method, data, upgrade)
         else:
             self.data = data[last_head.end :]
+        self.response = response
         if response.status == 101:
             return response
         length = 0 if response.body == "none" else response.length
@@ -236,8 +244,8 @@ class Exchange:
             self.whole = True
             if len(self.data) != length:
                 self._read_whole(length)
-            if not self._has_begun:
-                self._begin()
+            if not self._is_noted:
+                self._note_first_byte()
             self._reusable = response.keep_alive
         return response
 
@@ -250,7 +258,7 @@ class Exchange:
         backend = self.lease.backend
         try:
             if backend.url:
-                return Upstream(external.connect(backend, self._look, 2 * self._relay.timeout))
+                return Upstream(connect_elsewhere(backend, self._look, 2 * self._relay.timeout))
             return Upstream(connect(self.lease.address, self._look))
         except OSError as error:
             if self.lease.severed:
@@ -373,91 +381,21 @@ class Exchange:
             self._relay.read[self.lease.address] = time.monotonic()
         return data
 
-    def tunnel(self, said: bytes, may_go_on: Callable[[], bool]) -> tuple[Ended, MuxError | None]:
-        """Passes bytes both ways until the end, and what went wrong. ``said``: by the client. ``may_go_on``:
-        whether its key still allows it."""
-        upstream, lease = self._upstream, self.lease
-        assert upstream is not None
-        ended = tunnel(
-            self._client,
-            upstream.socket,
-            said,
-            begun=self.data,
-            must_end=lambda: lease.severed or not may_go_on(),
-            silence=self._relay.timeout,
-            unread=self._relay.client_timeout,
-        )
-        if lease.severed:
-            return ended, lease.severed_error()
-        if ended.by == "order":
-            return ended, Unauthorized("The API key of this websocket was taken back.")
-        if ended.by == "unread":
-            seconds = self._relay.client_timeout
-            return ended, ClientStalled(f"The client read nothing for {seconds:g} s.")
-        if ended.by == "silence":
-            return ended, BackendError(f"Both sides were silent for {self._relay.timeout:g} s.")
-        if ended.by == "engine" and ended.open:
-            return ended, BrokenOff(f"{self._name} broke off the connection.")
-        return ended, None
-
-    def pieces(self, response: http1.Response) -> Iterator[bytes]:
-        """The content as it comes, in the handler's thread: for answers that are read, not passed on.
-
-        With the last piece, which may be empty, it ``has_ended``.
-        """
-        if self.whole:
-            self.passed.note(self.data)
-            yield self.data
-            return
-        self._body = body = body_of(response, chunked=False)
-        content = body.feed(self.data) if self.data else b""
-        while True:
-            self._reusable = self.has_ended and response.keep_alive and body.clean
-            if content:
-                self._begin()
-            self.passed.note(content)
-            yield content
-            if body.ended:
-                break
-            content = body.feed(self._received())
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the engine has said all."""
-        return self.whole or (self._body is not None and self._body.ended)
-
-    def content(self, response: http1.Response, limit: int) -> bytes:
-        """All of the content; BackendError if it is more than ``limit`` bytes."""
-        pieces: list[bytes] = []
-        left = limit
-        for piece in self.pieces(response):
-            pieces.append(piece)
-            left -= len(piece)
-            if left < 0:
-                raise BackendError(f"{self._name} answered with more than {limit} bytes.")
-        return b"".join(pieces)
-
-    def begin(self, response: http1.Response, *, chunked: bool) -> bytes:
-        """The first bytes of a body that is not whole, for a client that gets it chunked or not."""
-        self._chunked = chunked
-        self._body = body = body_of(response, chunked=chunked)
-        if self.data:
-            self._begin()
-        first = body.feed(self.data) if self.data else b""
-        self._reusable = body.ended and response.keep_alive and body.clean
-        self.passed.note(first)
-        return first
-
     def read_on(self, until: Callable[[bytes], bool]) -> None:
         """Reads until enough of the body came with the head; not for one that may have ended."""
         while not until(self.data):
             self.data += self._more()
 
-    def _begin(self) -> None:
+    def _note_first_byte(self) -> None:
         """Note that a part of the body came that the client has not seen; Severed if it must not."""
-        if not self._has_begun and not self.lease.first_byte():
+        if not self._is_noted and not self.lease.first_byte():
             raise self.lease.severed_error()
-        self._has_begun = True
+        self._is_noted = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has said all."""
+        return self.whole or (self._body is not None and self._body.ended)
 
     @property
     def passed(self) -> Passed:
@@ -466,9 +404,82 @@ class Exchange:
             self._passed = Passed()
         return self._passed
 
-    def copy(self, most: int) -> None:
-        """Keep the first bytes of an answer that does not come whole, too; called before it begins."""
-        self._passed = Copied(most)
+    # The body: read here
+
+    def content(self, limit: int) -> bytes:
+        """All of the content; BackendError if it is more than ``limit`` bytes."""
+        pieces: list[bytes] = []
+        left = limit
+        for piece in self.pieces():
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise BackendError(f"{self._name} answered with more than {limit} bytes.")
+        return b"".join(pieces)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The content as it comes, in the handler's thread: for answers that are read, not passed on.
+
+        With the last piece, which may be empty, it ``has_ended``.
+        """
+        if self.whole:
+            self.passed.note(self.data)
+            yield self.data
+            return
+        response = self.response
+        self._body = body = body_of(response, chunked=False)
+        content = body.feed(self.data) if self.data else b""
+        while True:
+            self._reusable = self.has_ended and response.keep_alive and body.clean
+            if content:
+                self._note_first_byte()
+            self.passed.note(content)
+            yield content
+            if body.ended:
+                break
+            content = body.feed(self._received())
+
+    # The body: moved to the client
+
+    def begin(self, *, chunked: bool, copied: int = 0) -> bytes:
+        """The first bytes of a body that is not whole, for a client that gets it chunked or not.
+
+        ``copied``: how many of its first bytes are kept.
+        """
+        if copied:
+            self._passed = Copied(copied)
+        response = self.response
+        self._chunked = chunked
+        self._body = body = body_of(response, chunked=chunked)
+        if self.data:
+            self._note_first_byte()
+        first = body.feed(self.data) if self.data else b""
+        self._reusable = body.ended and response.keep_alive and body.clean
+        self.passed.note(first)
+        return first
+
+    def stream(self) -> End:
+        """Moves the rest of the body to the client; blocks until it has ended."""
+        body, pending = self._body, b""
+        assert body is not None
+        if not body.ended:
+            assert self._upstream is not None
+            first_byte = None if self._is_noted else self.lease.first_byte
+            stream = PumpedStream(self._upstream.socket, self._client, body, self.passed, first_byte)
+            self._stream = stream
+            stream.cut = self._cut
+            end = self._relay.pump.relay(stream)
+            self.streamed, pending = stream.relayed, stream.pending
+            self.aligned = body.aligned and not pending
+            if end is End.CLIENT_GONE and not pending and self.passed.has_last_event:
+                return End.COMPLETE
+            if end is End.DIED and self.lease.severed:
+                return End.SEVERED
+            if end is not End.COMPLETE:
+                return end
+        self._reusable = self.response.keep_alive and body.clean
+        self.rest = pending + body.end
+        return End.COMPLETE if body.is_whole else End.CLOSED
 
     @property
     def copied(self) -> bytes:
@@ -486,25 +497,31 @@ class Exchange:
         last = self.passed.last
         return last[:-2] if self._chunked else last
 
-    def stream(self, response: http1.Response) -> End:
-        """Moves the rest of the body to the client; blocks until it has ended."""
-        body, pending = self._body, b""
-        assert body is not None
-        if not body.ended:
-            assert self._upstream is not None
-            first_byte = None if self._has_begun else self.lease.first_byte
-            stream = PumpedStream(self._upstream.socket, self._client, body, self.passed, first_byte)
-            self._stream = stream
-            stream.cut = self._cut
-            end = self._relay.pump.relay(stream)
-            self.streamed, pending = stream.relayed, stream.pending
-            self.aligned = body.aligned and not pending
-            if end is End.CLIENT_GONE and not pending and self.passed.has_last_event:
-                return End.COMPLETE
-            if end is End.DIED and self.lease.severed:
-                return End.SEVERED
-            if end is not End.COMPLETE:
-                return end
-        self._reusable = response.keep_alive and body.clean
-        self.rest = pending + body.end
-        return End.COMPLETE if body.is_whole else End.CLOSED
+    # No body, but a websocket
+
+    def tunnel(self, early: bytes, may_go_on: Callable[[], bool]) -> tuple[Ended, MuxError | None]:
+        """Passes bytes both ways until the end, and what went wrong. ``early``: what the client has sent
+        already. ``may_go_on``: whether its key still allows it."""
+        upstream, lease = self._upstream, self.lease
+        assert upstream is not None
+        ended = tunnel(
+            self._client,
+            upstream.socket,
+            early,
+            begun=self.data,
+            must_end=lambda: lease.severed or not may_go_on(),
+            silence=self._relay.timeout,
+            client_timeout=self._relay.client_timeout,
+        )
+        if lease.severed:
+            return ended, lease.severed_error()
+        if ended.by == "order":
+            return ended, Unauthorized("The API key of this websocket was taken back.")
+        if ended.by == "client_stalled":
+            seconds = self._relay.client_timeout
+            return ended, ClientStalled(f"The client read nothing for {seconds:g} s.")
+        if ended.by == "silence":
+            return ended, BackendError(f"Both sides were silent for {self._relay.timeout:g} s.")
+        if ended.by == "engine" and ended.open:
+            return ended, BrokenOff(f"{self._name} broke off the connection.")
+        return ended, None
