@@ -30,7 +30,16 @@ from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy import heads
 from anvil_mux.proxy.client import Spool
-from anvil_mux.proxy.exchange import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Silent, name_of
+from anvil_mux.proxy.exchange import (
+    WHOLE,
+    BrokenOff,
+    Exchange,
+    Relay,
+    RequestBody,
+    Silent,
+    StreamOutcome,
+    name_of,
+)
 from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.question import (
     TRANSLATE,
@@ -217,24 +226,24 @@ class Attempt:
             reply.send(first)
         else:
             reply.pass_on(response.status, head + first, "event" if events and length is None else "cut")
-        self._finish_stream(exchange.stream())
+        self._finish(exchange.stream())
 
-    def _finish_stream(self, end: End) -> None:
+    def _finish(self, outcome: StreamOutcome) -> None:
         """The end of a body that the pump has moved: the bytes that are left, or what went wrong."""
-        exchange, reply, record = self.exchange, self.reply, self.record
+        exchange, reply, record, end = self.exchange, self.reply, self.record, outcome.end
         if end is End.CLOSED and not self._is_cut_short():
             end = End.COMPLETE
         if reply.capture:
             reply.capture.add(exchange.copied)
-        record.sent += exchange.streamed
-        reply.answered = reply.answered or exchange.streamed > 0
+        record.sent += outcome.sent
+        reply.answered = reply.answered or outcome.sent > 0
         record.said, record.tokens = exchange.passed.usage, exchange.passed.events
         if end is End.COMPLETE:
             self._release(exchange.passed.usage)
-            if exchange.rest:
-                reply.send(exchange.rest)
+            if outcome.rest:
+                reply.send(outcome.rest)
             return
-        fits = reply.form == "event" and exchange.aligned
+        fits = reply.form == "event" and outcome.aligned
         reply.broke_off(exchange.last_payload if fits else None)
         engine = f"The engine of {self.question.target.model}"
         match end:
@@ -339,12 +348,12 @@ class Attempt:
         question, lease = self.question, self.lease
         body, translation = question.body, question.translation
         assert isinstance(body, (bytes, bytearray))
-        asked = translation.question if translation else parse(body)
+        document = translation.question if translation else parse(body)
         model = question.target.model
         own = self._rewritten(translation.body(model) if translation else body, question.path)
         assert isinstance(own, (bytes, bytearray))
         first = completions.for_prefill(
-            asked if own is body else parse(own), question.known_as(lease.backend)
+            document if own is body else parse(own), question.known_as(lease.backend)
         )
         with self.exchange as exchange:
             response = exchange.ask("POST", heads.translated_head(question, lease, question.path), first)
@@ -353,12 +362,12 @@ class Attempt:
         if response.status >= 300:
             raise _engine_error(model, response.status, content)
         try:
-            asked = completions.for_decode(asked, content)
+            document = completions.for_decode(document, content)
         except ValueError as error:
             raise BackendError(f"{lease.backend.name} gave no answer that can be read: {error}.") from None
         if translation:
-            return replace(question, translation=replace(translation, question=asked))
-        return replace(question, body=written(asked))
+            return replace(question, translation=replace(translation, question=document))
+        return replace(question, body=written(document))
 
     # The body that the engine gets
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from socket import SHUT_RDWR, socket
+from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import (
@@ -111,6 +112,18 @@ class Relay:
         self.pool.close()
 
 
+class StreamOutcome(NamedTuple):
+    """The outcome of a body that the pump has moved to the client."""
+
+    end: End
+    sent: int
+    """Bytes that the client was sent."""
+    rest: bytes
+    """The bytes that it lacks of an answer that has ended."""
+    aligned: bool
+    """Whether it was sent whole chunks, so that another one can follow."""
+
+
 class Exchange:
     """One request at one engine. Its methods are called by one thread, ``sever`` by any."""
 
@@ -130,12 +143,9 @@ class Exchange:
         "_size",
         "_stream",
         "_upstream",
-        "aligned",
         "data",
         "lease",
         "response",
-        "rest",
-        "streamed",
         "whole",
     )
 
@@ -170,12 +180,6 @@ class Exchange:
         self._chunked = False
         self._body: AnswerBody | None = None
         self._passed: Passed | None = None
-        self.streamed = 0
-        """Bytes that the pump sent to the client."""
-        self.rest = b""
-        """The bytes that its client lacks of an answer that has ended."""
-        self.aligned = True
-        """Whether the client was sent whole chunks, so that another one can follow."""
         lease.on_severed(self.sever)
 
     def __enter__(self) -> Exchange:
@@ -458,9 +462,9 @@ class Exchange:
         self.passed.note(first)
         return first
 
-    def stream(self) -> End:
+    def stream(self) -> StreamOutcome:
         """Moves the rest of the body to the client; blocks until it has ended."""
-        body, pending = self._body, b""
+        body, sent, pending, aligned = self._body, 0, b"", True
         assert body is not None
         if not body.ended:
             assert self._upstream is not None
@@ -469,17 +473,15 @@ class Exchange:
             self._stream = stream
             stream.cut = self._cut
             end = self._relay.pump.relay(stream)
-            self.streamed, pending = stream.relayed, stream.pending
-            self.aligned = body.aligned and not pending
+            sent, pending = stream.relayed, stream.pending
+            aligned = body.aligned and not pending
             if end is End.CLIENT_GONE and not pending and self.passed.has_last_event:
-                return End.COMPLETE
-            if end is End.DIED and self.lease.severed:
-                return End.SEVERED
+                return StreamOutcome(End.COMPLETE, sent, b"", aligned)
             if end is not End.COMPLETE:
-                return end
+                is_severed = end is End.DIED and self.lease.severed
+                return StreamOutcome(End.SEVERED if is_severed else end, sent, b"", aligned)
         self._reusable = self.response.keep_alive and body.clean
-        self.rest = pending + body.end
-        return End.COMPLETE if body.is_whole else End.CLOSED
+        return StreamOutcome(End.COMPLETE if body.is_whole else End.CLOSED, sent, pending + body.end, aligned)
 
     @property
     def copied(self) -> bytes:

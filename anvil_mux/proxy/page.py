@@ -46,16 +46,7 @@ SENSORS_SECONDS = 5.0
 WAITERS = 50
 """The most waiting requests that are shown of each queue."""
 ENDED = (
-    "ended",
-    "id",
-    "client",
-    "path",
-    "status",
-    "code",
-    "stream",
-    "waited",
-    "first_byte",
-    "seconds",
+    *("ended", "id", "client", "path", "status", "code", "stream", "waited", "first_byte", "seconds"),
     "bytes",
 )
 """The fields that are shown of a request that has ended, as they are in its record."""
