@@ -75,7 +75,7 @@ class BodyMemory:
 
 
 class Client:
-    """One connection. Used by the one thread that serves it."""
+    """One client's connection. Used by the one thread that serves it, or else by the one that watches it."""
 
     __slots__ = (
         "_begun",
@@ -88,7 +88,9 @@ class Client:
         "_searched",
         "_timeout",
         "address",
+        "in_epoll",
         "last_head",
+        "since",
         "socket",
         "tls",
     )
@@ -122,6 +124,10 @@ class Client:
         self._broken_off = False
         self.last_head = last_head
         self._timeout = 0.0
+        self.since = 0.0
+        """When the server began to watch it, or when the first byte of its head came."""
+        self.in_epoll = False
+        """Whether the server's epoll has its socket."""
 
     def _wait_at_most(self, seconds: float) -> None:
         if seconds != self._timeout:

@@ -95,20 +95,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class ClientConnection:
-    """One client's connection, watched or with the thread that serves its request."""
-
-    __slots__ = ("client", "is_known", "since", "socket")
-
-    def __init__(self, connection: socket.socket, client: Client) -> None:
-        self.socket = connection
-        self.client = client
-        self.since = 0.0
-        """When it began to be watched, or when the first byte of its head came."""
-        self.is_known = False
-        """Whether the server's epoll has it."""
-
-
 class Server:
     """Accepts connections at a listening socket for ``handler``, at most ``max_connections`` at once."""
 
@@ -131,18 +117,18 @@ class Server:
         self.bodies = BodyMemory(max_bodies)
         self.tls = tls
         self.client_timeout = client_timeout
-        self.connections: set[ClientConnection] = set()
-        self.busy: set[ClientConnection] = set()
+        self.clients: set[Client] = set()
+        self.busy: set[Client] = set()
         """Connections within a request. Many threads change such sets, in single atomic operations."""
         self._mux = mux
         self._threads = Threads()
         self._last_head: LastHead[http1.Request] = LastHead()
         """The one of the connection that ended last."""
         self._epoll = select.epoll()
-        self._idle: dict[int, ClientConnection] = {}
+        self._idle: dict[int, Client] = {}
         """Watched connections that have sent nothing, by descriptor. Any thread adds, the accepting one takes
         out."""
-        self._begun: dict[int, ClientConnection] = {}
+        self._begun: dict[int, Client] = {}
         """Watched connections that have sent a part of a head, in the order in which it began; likewise."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -175,8 +161,9 @@ class Server:
                 return  # the listener may be closed already
             self._epoll.register(self.listener, select.EPOLLIN)
             self._loop(poll_seconds)
-            for connection in [*self._idle.values(), *self._begun.values()]:
-                last = partial(self._read, connection.socket.fileno(), time.monotonic(), last=True)
+            for client in [*self._idle.values(), *self._begun.values()]:
+                descriptor = client.socket.fileno()
+                last = partial(self._read, client, descriptor, time.monotonic(), last=True)
                 safely(ACCEPTOR, last, None)
         finally:
             self._stopped.set()
@@ -205,15 +192,13 @@ class Server:
         self._hand_over(self._refuse_late, _waiting_since(self._begun, now - limits.HEAD_SECONDS))
         self._pulse = time.monotonic()
 
-    def _hand_over(
-        self, take: Callable[[ClientConnection], None], connections: Iterable[ClientConnection]
-    ) -> None:
-        for connection in connections:
+    def _hand_over(self, take: Callable[[Client], None], clients: Iterable[Client]) -> None:
+        for client in clients:
             try:
-                take(connection)
+                take(client)
             except Exception as error:
                 note_mistake(ACCEPTOR, error)
-                self.end(connection)
+                self.end(client)
 
     def _accept_safely(self) -> None:
         try:
@@ -239,7 +224,7 @@ class Server:
 
     def admit(self, accepted_socket: socket.socket, address: str) -> None:
         """Take a new connection in, or turn it away."""
-        if len(self.connections) >= self.max_connections:
+        if len(self.clients) >= self.max_connections:
             self._turn_away(accepted_socket)
             return
         client = Client(
@@ -250,95 +235,93 @@ class Server:
             memory=self.bodies,
             tls=self.tls,
         )
-        connection = ClientConnection(accepted_socket, client)
-        self.connections.add(connection)
-        self._ending(self._watch if client.tls else self._begin, connection)
+        self.clients.add(client)
+        self._ending(self._watch if client.tls else self._begin, client)
 
-    def _begin(self, connection: ClientConnection) -> None:
+    def _begin(self, client: Client) -> None:
         """Most clients have sent their request already when their connection is accepted."""
         try:
-            whole = connection.client.receive()
+            whole = client.receive()
         except ClientGone:
-            self.end(connection)
+            self.end(client)
         else:
-            self._serve(connection) if whole else self._watch(connection)
+            self._serve(client) if whole else self._watch(client)
 
-    def _watch(self, connection: ClientConnection) -> None:
+    def _watch(self, client: Client) -> None:
         """Wait for the next request of a connection; any thread that it belongs to."""
         if self._stops:
-            self.end(connection)
+            self.end(client)
             return
-        connection.since = time.monotonic()
-        descriptor = connection.socket.fileno()
-        (self._begun if connection.client.has_begun else self._idle)[descriptor] = connection
-        self._arm(connection, descriptor)
+        client.since = time.monotonic()
+        descriptor = client.socket.fileno()
+        (self._begun if client.has_begun else self._idle)[descriptor] = client
+        self._arm(client, descriptor)
 
-    def _arm(self, connection: ClientConnection, descriptor: int) -> None:
-        if connection.is_known:
+    def _arm(self, client: Client, descriptor: int) -> None:
+        if client.in_epoll:
             self._epoll.modify(descriptor, ARMED)
         else:
-            connection.is_known = True
+            client.in_epoll = True
             self._epoll.register(descriptor, ARMED)
 
     def _read_safely(self, descriptor: int, now: float) -> None:
-        connection = self._begun.get(descriptor) or self._idle.get(descriptor)
+        client = self._begun.get(descriptor) or self._idle.get(descriptor)
+        if client is None:
+            return
         try:
-            self._read(descriptor, now)
+            self._read(client, descriptor, now)
         except Exception as error:
             note_mistake(ACCEPTOR, error)
             self._take_out(descriptor)
-            if connection:
-                self.end(connection)
+            self.end(client)
 
-    def _read(self, descriptor: int, now: float, *, last: bool = False) -> None:
-        connection = self._begun.get(descriptor) or self._idle.get(descriptor)
-        if connection is None:
-            return
+    def _read(self, client: Client, descriptor: int, now: float, *, last: bool = False) -> None:
+        """Take in what has come. ``last``: it is ended unless a whole head is there."""
         try:
-            whole = connection.client.receive()
+            whole = client.receive()
         except ClientGone:
             self._take_out(descriptor)
-            self.end(connection)
+            self.end(client)
             return
         if whole or last:
             self._take_out(descriptor)
-            self._serve(connection) if whole else self.end(connection)
+            self._serve(client) if whole else self.end(client)
             return
-        if connection.client.has_begun and self._idle.pop(descriptor, None) is not None:
-            connection.since = now
-            self._begun[descriptor] = connection
-        self._arm(connection, descriptor)
+        if client.has_begun and self._idle.pop(descriptor, None) is not None:
+            client.since = now
+            self._begun[descriptor] = client
+        self._arm(client, descriptor)
 
     def _take_out(self, descriptor: int) -> None:
         self._begun.pop(descriptor, None)
         self._idle.pop(descriptor, None)
 
-    def _serve(self, connection: ClientConnection) -> None:
-        self._run(self._serve_requests, connection)
+    def _serve(self, client: Client) -> None:
+        self._run(self._serve_requests, client)
 
-    def _refuse_late(self, connection: ClientConnection) -> None:
-        self._run(self._refuse_late_head, connection)
+    def _refuse_late(self, client: Client) -> None:
+        self._run(self._refuse_late_head, client)
 
-    def _run(self, task: Callable[[ClientConnection], object], connection: ClientConnection) -> None:
+    def _run(self, task: Callable[[Client], object], client: Client) -> None:
         try:
-            self._threads.run(partial(self._ending, task, connection))
+            self._threads.run(partial(self._ending, task, client))
         except RuntimeError:  # no more threads
-            self.connections.discard(connection)
-            self._turn_away(connection.socket)
+            self.clients.discard(client)
+            self._turn_away(client.socket)
 
-    def _ending(self, task: Callable[[ClientConnection], object], connection: ClientConnection) -> None:
+    def _ending(self, task: Callable[[Client], object], client: Client) -> None:
         """Do ``task``; a mistake in it ends the connection."""
         try:
-            task(connection)
+            task(client)
         except BaseException:
-            self.end(connection)
+            self.end(client)
             raise
 
-    def end(self, connection: ClientConnection) -> None:
+    def end(self, client: Client) -> None:
         """Close a connection. Any thread that it belongs to."""
-        self.connections.discard(connection)
-        connection.socket.close()
-        self._last_head = connection.client.last_head
+        self.clients.discard(client)
+        client.socket.close()
+        self._last_head = client.last_head
 
     def _turn_away(self, refused: socket.socket) -> None:
         error = Overloaded(f"overloaded: {self.max_connections} connections are open already. Try again.")
@@ -355,53 +338,50 @@ class Server:
 
     # In the thread of a request
 
-    def _serve_requests(self, connection: ClientConnection) -> None:
+    def _serve_requests(self, client: Client) -> None:
         """Serve its requests as long as they follow each other; then it is watched again, or it is over."""
-        client, returns = connection.client, False
+        returns = False
         try:
             if client.tls:
-                connection.socket = client.socket = accepted(
-                    client.socket, client.tls, 2 * self.client_timeout
-                )
-                client.tls, connection.is_known = None, False
+                client.socket = accepted(client.socket, client.tls, 2 * self.client_timeout)
+                client.tls, client.in_epoll = None, False
             while True:
                 request = client.next_request()
                 if request is None:
                     returns = True
                     break
-                if not self._serve_one(connection, request):
+                if not self._serve_one(client, request):
                     break
         except ClientGone:
-            self.end(connection)
+            self.end(client)
             return
         except MuxError as error:
             self.handler.refuse_bad_head(client, error)
         if returns:
-            self._watch(connection)
+            self._watch(client)
         else:
-            self._part(connection)
+            self._part(client)
 
-    def _serve_one(self, connection: ClientConnection, request: http1.Request) -> bool:
+    def _serve_one(self, client: Client, request: http1.Request) -> bool:
         """Whether another request may follow."""
-        client = connection.client
-        self.busy.add(connection)
+        self.busy.add(client)
         try:
             keep = self.handler.serve(client, request)
             return keep and client.discard_body() and not self.handler.probes.draining
         finally:
             client.let_go()
-            self.busy.discard(connection)
+            self.busy.discard(client)
 
-    def _refuse_late_head(self, connection: ClientConnection) -> None:
+    def _refuse_late_head(self, client: Client) -> None:
         seconds, most = limits.HEAD_SECONDS, limits.HEADS
         text = f"its head took too long: it has {seconds:g} s, and less while more than {most:,} come"
-        self.handler.refuse_bad_head(connection.client, BadRequest(text, status=408))
-        self._part(connection)
+        self.handler.refuse_bad_head(client, BadRequest(text, status=408))
+        self._part(client)
 
-    def _part(self, connection: ClientConnection) -> None:
-        if connection.client.has_input_left:
-            connection.client.linger()
-        self.end(connection)
+    def _part(self, client: Client) -> None:
+        if client.has_input_left:
+            client.linger()
+        self.end(client)
 
     # The end
 
@@ -417,27 +397,27 @@ class Server:
         """
         self.refuse()
         # Only what runs already is waited for: those who come now are refused, and may come without end.
-        earlier, running = self.connections.copy(), self.busy.copy()
+        earlier, running = self.clients.copy(), self.busy.copy()
         deadline = time.monotonic() + grace
         while True:
-            self._end_idle(earlier & self.connections)
+            self._end_idle(earlier & self.clients)
             ended = not running & self.busy
             if ended or time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
         self.shutdown()
         self.close()
-        self._end_idle(self.connections)
+        self._end_idle(self.clients)
         deadline = time.monotonic() + REFUSAL_SECONDS
         while self.busy - running and time.monotonic() < deadline:
             time.sleep(0.05)
         return ended
 
-    def _end_idle(self, connections: set[ClientConnection]) -> None:
+    def _end_idle(self, clients: set[Client]) -> None:
         """End connections between two requests; what has arrived already is answered all the same."""
-        for connection in connections - self.busy.copy():
+        for client in clients - self.busy.copy():
             try:
-                connection.socket.shutdown(socket.SHUT_RD)
+                client.socket.shutdown(socket.SHUT_RD)
             except OSError:
                 pass
 
@@ -457,16 +437,14 @@ class Server:
             os.close(self._wake)
 
 
-def _waiting_since(
-    watched: dict[int, ClientConnection], moment: float, most: int | None = None
-) -> list[ClientConnection]:
+def _waiting_since(watched: dict[int, Client], moment: float, most: int | None = None) -> list[Client]:
     """Take out those that have waited since then, or for longer; only the first ``most``."""
     found = []
-    for descriptor, connection in list(watched.items())[:most]:
-        if connection.since > moment:
+    for descriptor, client in list(watched.items())[:most]:
+        if client.since > moment:
             break
         if watched.pop(descriptor, None) is not None:
-            found.append(connection)
+            found.append(client)
     return found
 
 

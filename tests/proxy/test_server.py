@@ -535,7 +535,7 @@ def test_a_connection_that_ended_makes_room(
     rig = make_rig(max_connections=1)
     end, gone = rig.server.end, threading.Event()
 
-    def note(connection: server.ClientConnection) -> None:
+    def note(connection: client.Client) -> None:
         end(connection)
         gone.set()
 
@@ -604,7 +604,7 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
         connection.post(body, extra=b"Authorization: Bearer key-of-%b\r\n" % name.encode())
         assert connection.read().status == status, name
         connection.leave()
-        assert seen(lambda: rig.server.connections, lambda left: not left) == set()
+        assert seen(lambda: rig.server.clients, lambda left: not left) == set()
 
 
 # Routes
@@ -1080,7 +1080,7 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
         assert one.is_closed()
     except ConnectionResetError:
         pass
-    assert seen(lambda: len(rig.server.connections), lambda count: count == 1) == 1
+    assert seen(lambda: len(rig.server.clients), lambda count: count == 1) == 1
 
 
 def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

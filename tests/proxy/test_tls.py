@@ -214,11 +214,11 @@ def test_who_has_not_begun_is_a_connection_and_holds_no_thread(
     rig = make_rig(tls=sockets.build_context(*files), max_connections=3)
     before = threading.enumerate()
     silent = [rig.client() for _ in range(3)]
-    assert seen(lambda: len(rig.server.connections), lambda count: count == 3) == 3
+    assert seen(lambda: len(rig.server.clients), lambda count: count == 3) == 3
     assert set(threading.enumerate()) <= set(before)
     assert rig.client().rest().startswith(b"HTTP/1.1 503 ")
     silent[0].leave()
-    assert seen(lambda: len(rig.server.connections), lambda count: count == 2) == 2
+    assert seen(lambda: len(rig.server.clients), lambda count: count == 2) == 2
 
 
 def test_a_handshake_that_fails_is_a_connection_no_more(rig: Rig) -> None:
@@ -228,7 +228,7 @@ def test_a_handshake_that_fails_is_a_connection_no_more(rig: Rig) -> None:
         plain.rest()
     except ConnectionResetError:
         pass
-    assert not seen(lambda: rig.server.connections, lambda connections: not connections)
+    assert not seen(lambda: rig.server.clients, lambda connections: not connections)
 
 
 def test_old_versions_are_refused(rig: Rig) -> None:
