@@ -28,7 +28,7 @@ from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.operations import HostReports, Keep, Operations, Reloads
 from anvil_mux.proxy.page import Page
-from anvil_mux.proxy.question import Questions, RequestContext, StoredResponses
+from anvil_mux.proxy.question import Questions, StoredResponses
 from anvil_mux.proxy.reply import Capture, Reply
 from anvil_mux.proxy.reports import Captures, Diagnosis, Lists, Probes, UsageSince
 from anvil_mux.telemetry.accesslog import Served, Sink
@@ -122,11 +122,11 @@ class Handler:
         given = request.fields.get(b"x-request-id")
         id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         access = self._access
-        context = RequestContext(id, time.monotonic(), request, access, *access.route(request))
+        context = access.context(id, time.monotonic(), request)
         record = Served(id, client.address, request.method, request.path)
         reply = Reply(client, context, record, keep=request.keep_alive and not self.probes.draining)
         try:
-            if key := access.check(request, context.route, context.reader, self.local.right):
+            if key := access.check(context, self.local.right):
                 context = reply.context = replace(context, key=key)
             if context.route is api.NO_ROUTE:
                 self.local.answer(reply)
@@ -162,8 +162,8 @@ class Handler:
 
     def refuse_bad_head(self, client: Client, error: MuxError) -> None:
         """Answers something that could not be read as a request."""
-        id, access = next(self._ids), self._access
-        context = RequestContext(id, time.monotonic(), NO_REQUEST, access, *access.route(NO_REQUEST))
+        id = next(self._ids)
+        context = self._access.context(id, time.monotonic(), NO_REQUEST)
         reply = Reply(client, context, Served(id, client.address, "-", ""), keep=False)
         reply.refuse(error)
         self._end(reply)

@@ -29,7 +29,7 @@ from typing import Any
 
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.http1 import Field
-from anvil_mux.proxy.question import RequestContext
+from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.reply import Reply
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served

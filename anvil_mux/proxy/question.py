@@ -1,8 +1,7 @@
-"""A request as it was understood: its head, its body, the model that it is for.
+"""A question to a model: the body of a request, and the model that it is for.
 
-``RequestContext`` is what its head alone says, ``Target`` what its model's name comes to, and ``Question``
-both with the body. None of them is ever altered. (Frozen dataclasses take three times as long to make, and to
-read a tuple's field twice as long as a slot.) Where the model's name stands is the route's to say
+``Target`` is what its model's name comes to, and ``Question`` that with its head (``RequestContext``) and its
+body. Neither is ever altered. Where the model's name stands is the route's to say
 (``api.Route.model_in``).
 
 Engines keep their answers to /v1/responses, each for itself, so that a client can go on from one
@@ -27,7 +26,7 @@ from anvil_mux.host.engine import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
-from anvil_mux.proxy.access import Access, Named
+from anvil_mux.proxy.access import Access, Named, RequestContext
 from anvil_mux.proxy.client import Client, Spool
 
 SESSIONS = "/v1/realtime/"
@@ -46,36 +45,6 @@ _PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(re
 _FIRST_EVENT_BYTES = 64 * 1024
 
 QuestionBody = bytes | bytearray | Spool
-
-
-@dataclass(slots=True)
-class RequestContext:
-    """A request's head, and what was found in nothing but that, under one configuration."""
-
-    id: str
-    since: float
-    """When its head had been read."""
-    request: http1.Request
-    access: Access
-    """The configuration that it came under; it holds until the request's end."""
-    route: api.Route
-    """``api.NO_ROUTE`` for what is answered here."""
-    api: str
-    """The API in whose shapes it is answered."""
-    reader: bytes
-    """The origin of another site's page that may read the answer."""
-    key: Key | None = None
-    """The key that it shows; None where nobody is asked for one."""
-
-    @property
-    def shares(self) -> bool:
-        """Whether there are other keys than its own."""
-        return len(self.access.keys) > 1
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether a reload has left its key as it was: what has no end of its own ends otherwise."""
-        return self.access.keys.admits(self.key)
 
 
 @dataclass(slots=True)

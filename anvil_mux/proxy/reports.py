@@ -25,8 +25,9 @@ from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.completions import finite, parse
+from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.operations import Reloads
-from anvil_mux.proxy.question import RequestContext, read_json
+from anvil_mux.proxy.question import read_json
 from anvil_mux.proxy.reply import JSON, TEXT, Capture, Reply
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.status import ModelState
