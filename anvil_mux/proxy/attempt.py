@@ -274,7 +274,8 @@ class Attempt:
         """The lease lasts as long as the websocket is open."""
         reply = self.reply
         with self.exchange as exchange:
-            response = self._ask("GET", heads.upgrade_head(self.question, self.lease), b"", upgrade=True)
+            head = heads.request_head(self.question, self.lease, heads.UPGRADE)
+            response = self._ask("GET", head, b"", upgrade=True)
             reply.keep, reply.answered = False, True
             if response.status != 101:
                 body = exchange.content(WHOLE)

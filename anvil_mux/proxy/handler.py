@@ -92,7 +92,7 @@ class Handler:
         self.local = Local(
             self.probes,
             Lists(mux),
-            Diagnosis(mux, tail, self.probes.external_state),
+            Diagnosis(mux, tail, self.probes),
             page=Page(mux, self._feed, self._followed),
             operations=Operations(mux, self._feed, reloads, hosts, keep_pause),
             captures=self._captures,

@@ -40,7 +40,7 @@ KEYS_IN_QUERY = frozenset(
 """The names under which APIs take a key in the query, which a server elsewhere does not get."""
 _NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding"])
 """The fields of a client that no engine gets: its request has an id of ours, and its body was unpacked."""
-_UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
+UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
 _NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
 
 
@@ -65,11 +65,6 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
         drop=drop,
     )
     return b"%bX-Request-ID: %b\r\n" % (lines, question.context.id.encode("ascii"))
-
-
-def upgrade_head(question: Question, lease: Lease) -> bytes:
-    """The lines of the head that asks the engine for a websocket."""
-    return request_head(question, lease, _UPGRADE)
 
 
 def translated_head(question: Question, lease: Lease, path: str) -> bytes:

@@ -45,7 +45,6 @@ CAPTURED = (
 )
 """The fields of a captured request's record that are shown."""
 
-ExternalState = Callable[[str], Mapping[str, object]]
 UsageSince = Callable[[float], list[dict[str, Any]]]
 """Unix time -> what was used since then, by key and model."""
 
@@ -265,16 +264,12 @@ def _stays(model: ModelState) -> float:
 
 
 class Diagnosis:
-    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log. ``external_state(model)``: the
-    part of a model's state that the scheduler does not know.
-    """
+    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log."""
 
-    def __init__(
-        self, mux: Multiplexer, tail: Callable[[str, int], Iterable[str]], external_state: ExternalState
-    ) -> None:
+    def __init__(self, mux: Multiplexer, tail: Callable[[str, int], Iterable[str]], probes: Probes) -> None:
         self._mux = mux
         self._tail = tail
-        self._external_state = external_state
+        self._probes = probes
 
     def logs(self, reply: Reply) -> None:
         """The log of the query's ``backend``, which may stand in the model's place; else of any."""
@@ -307,7 +302,7 @@ class Diagnosis:
             any(row["chosen"] for row in stage) for stage in stages.values()
         ):
             found = found.refused("the routing policy lets none of its replicas take it.")
-        state: dict[str, Any] = dict(self._external_state(model))
+        state: dict[str, Any] = dict(self._probes.external_state(model))
         if "elsewhere" in state:
             found = self._external(found, state["elsewhere"]["server"])
         estimate = {
