@@ -1,9 +1,9 @@
-"""One try of a question at one engine, under its lease: the engine is asked in words that it understands, its
-client told the answer.
+"""One try of a question at one engine, under its lease.
 
-Most answers pass as they are. A question in an API that the engine lacks is translated, there and back. Of
-two stages the first fills in the question of the second. A websocket becomes a tunnel. Bytes go in one
-direction: the question to the ``Exchange``, which brings the answer, and that to the ``Reply``.
+The engine is asked in words that it understands, and the client told the answer. Most answers pass as they
+are. A question in an API that the engine lacks is translated, there and back. Of two stages the first fills
+in the question of the second. A websocket becomes a tunnel. Bytes go in one direction: the question to the
+``Exchange``, which brings the answer, and that to the ``Reply``.
 
 What goes wrong with the engine (``Failed``, ``Severed``) is for the dispatcher to judge. What else is raised
 ends the request: its client has left, or the engine has refused it.
@@ -208,11 +208,11 @@ class Attempt:
         loaded: then what the engine says must be events.
         """
         exchange, reply = self.exchange, self.reply
-        response, head = exchange.response, b""
-        goes_on, events = reply.form == "event", _is_events(response)
+        response, head, goes_on = exchange.response, b"", reply.form == "event"
+        length = response.length if response.body == "length" and not goes_on else None
+        events = length is None and _is_events(response)
         if goes_on and (response.status >= 300 or not events):
             raise _engine_error(self.question.target.model, response.status, exchange.data)
-        length = response.length if response.body == "length" and not goes_on else None
         chunked = length is None and reply.chunked
         if not goes_on:
             reply.keep = reply.keep and (chunked or length is not None)
@@ -225,7 +225,7 @@ class Attempt:
         if goes_on:
             reply.send(first)
         else:
-            reply.pass_on(response.status, head + first, "event" if events and length is None else "cut")
+            reply.pass_on(response.status, head + first, "event" if events else "cut")
         self._finish(exchange.stream())
 
     def _finish(self, outcome: StreamOutcome) -> None:

@@ -98,6 +98,7 @@ class Local:
         self.routes = {row.path: row for row in rows}
 
     def find(self, path: str) -> LocalRoute | None:
+        """The row of a path, if there is one."""
         return self.routes.get(path) or (self.routes[OF_ONE] if path.startswith(OF_ONE) else None)
 
     def right(self, path: str) -> Right:
