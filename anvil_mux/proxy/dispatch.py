@@ -124,6 +124,8 @@ class Dispatcher:
             self._answer_and_unload(question, reply)
         elif not target.loads and not self._mux.overview.is_ready(target.model):
             raise BadRequest(f"{target.model} is not loaded, and autoload=false does not load it")
+        elif target.chain and _may_fall_back(question):
+            self._send_in_turn(question, reply)
         else:
             self._send(question, reply)
 
@@ -138,23 +140,21 @@ class Dispatcher:
         if context.key is None or context.key.admin:
             self._mux.facts.unload(question.target.model, when_idle=True)
 
-    def _send(self, question: Question, reply: Reply) -> None:
+    def _send_in_turn(self, question: Question, reply: Reply) -> None:
         """Send it to its model, and if that cannot serve it to its fallbacks in turn."""
         chain = question.target.chain
-        if not chain or not _may_fall_back(question):
-            return self._send_to_model(question, reply)
         for step, following in zip(chain, (*chain[1:], None), strict=True):
             falls_back = following is not None
             question = replace(question, falls_back=falls_back, after=step.after if falls_back else None)
             try:
-                return self._send_to_model(question, reply)
+                return self._send(question, reply)
             except MuxError as error:
                 if following is None or not reply.may_go_on or not is_reason(error):
                     raise
                 question = _fallen_back(question, following, error, reply)
         return None
 
-    def _send_to_model(self, question: Question, reply: Reply) -> None:
+    def _send(self, question: Question, reply: Reply) -> None:
         """Send it to a backend of its model, and if that comes to nothing to another."""
         target = question.target
         work = self._work(question) if target.replicas > 1 else NO_WORK
@@ -162,7 +162,7 @@ class Dispatcher:
             work = work._replace(owner=question.owner)
         if target.explains:
             return self._explain(question, work, reply)
-        tend, left = partial(self._tend, question, reply, []), target.replicas
+        tend, left = Waiting(question, reply, self._mux, self._patience).tend, target.replicas
         crashes: tuple[Crash, ...] = ()
         resent = False
         while failure := self._try(question, reply, work=work, tend=tend, crashes=crashes, resent=resent):
@@ -241,13 +241,6 @@ class Dispatcher:
         text = f"{wanted} is not loaded, and this request does not allow a swap (swap: never)."
         there = f"Resident: {', '.join(ready)}." if ready else "No model is resident."
         return NothingResident(f"{text} {there}")
-
-    def _tend(self, question: Question, reply: Reply, waiting: list[Waiting], now: float) -> None:
-        """``waiting``: made at the first call."""
-        if not waiting:
-            patience = self._patience or Patience(grace=question.context.access.config.loading_grace)
-            waiting.append(Waiting(question, reply, patience, self._mux))
-        waiting[0].tend(now)
 
     def _judged(self, lease: Lease, error: MuxError, reply: Reply) -> _Failure:
         """Judge a failure by what is found of the engine while the lease is held."""
@@ -359,20 +352,22 @@ class Waiting:
         "_beat_at",
         "_chunk_at",
         "_every",
+        "_fixed_patience",
         "_limit",
         "_mux",
-        "_patience",
         "_question",
         "_reply",
         "_since",
     )
 
-    def __init__(self, question: Question, reply: Reply, patience: Patience, mux: Multiplexer) -> None:
+    def __init__(self, question: Question, reply: Reply, mux: Multiplexer, patience: Patience | None) -> None:
+        """``patience``: instead of what the configuration says."""
         self._question = question
         self._reply = reply
         self._mux = mux
-        self._patience = patience
+        self._fixed_patience = patience
         self._since: float | None = None
+        """When it began to wait, if it had to."""
         self._beat_at = self._chunk_at = self._limit = self._every = 0.0
 
     def tend(self, now: float) -> None:
@@ -400,6 +395,11 @@ class Waiting:
             raise FellBack(
                 f"{question.target.model} could not serve this request within {question.after:g} s."
             )
+
+    @property
+    def _patience(self) -> Patience:
+        grace = self._question.context.access.config.loading_grace
+        return self._fixed_patience or Patience(grace=grace)
 
     def _plan(self, now: float) -> None:
         patience = self._patience
