@@ -14,8 +14,8 @@ from anvil_mux.cli import main as cli
 from anvil_mux.config import settings as values
 from anvil_mux.config import table
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.host import control, engine
-from anvil_mux.host.ways import SLEEPS, WAYS
+from anvil_mux.host import engines
+from anvil_mux.host.levels import LEVELS, SLEEPS
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
 from anvil_mux.scheduler import causes, events, eviction, policies
@@ -82,13 +82,13 @@ def _settings(rows_of: dict[str, values.Setting]) -> list[str]:
 def choices() -> Iterable[str]:
     yield from ("## Policies", "", *_registry(policies.POLICIES), "")
     yield from ("## Evictions", "", *_registry(eviction.EVICTIONS), "")
-    rows = [(f"`{name}`", _first_sentence(way)) for name, way in WAYS.items()]
+    rows = [(f"`{name}`", _first_sentence(way)) for name, way in LEVELS.items()]
     yield from ("## Standby levels", "", *_table(("name", "what it does"), rows), "")
-    engines = [
+    rows = [
         (f"`{name}`", str(made.port), f"`{made.health}`", _sleeps(name))
-        for name, made in engine.ENGINES.items()
+        for name, made in engines.ENGINES.items()
     ]
-    yield from ("## Engines", "", *_table(("name", "port", "readiness", "sleeps by"), engines), "")
+    yield from ("## Engines", "", *_table(("name", "port", "readiness", "sleeps by"), rows), "")
 
 
 def steps() -> Iterable[str]:
@@ -113,7 +113,7 @@ def _default(value: object) -> str:
 
 
 def _sleeps(name: str) -> str:
-    found = control.CONTROLS.get(name)
+    found = engines.ENGINES[name].sleeps
     ways = [f"`{way}`" for way, made in SLEEPS.items() if found and made.level in found.levels]
     return ", ".join(ways)
 

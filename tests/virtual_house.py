@@ -24,8 +24,8 @@ import requests
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ClientGone, MuxError
-from anvil_mux.host import control
-from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host import engines
+from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.engine_client import EngineClient
 from anvil_mux.host.swap import Swapper
 from anvil_mux.lab.checker import check
@@ -33,7 +33,7 @@ from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from tests.baton import BatonClock
-from tests.host.test_checkpoint import Driven
+from tests.host.test_cuda_checkpoint import Driven
 from tests.sleepy_engine import CONTEXT, GIB, House, Ledger, SleepyEngine
 
 LONG = 10_000.0
@@ -293,7 +293,7 @@ class World:
         self.swapper = Swapper(self.house, probe=probe, now=now, sleep=sleep, checkpointer=self.checkpointer)
         self.mux = Multiplexer(config, self.swapper, log=self.log.append, clock=self.clock)
         monkeypatch.setattr(EngineClient, "ask", lambda client, *asked: self.house.ask(client, *asked))
-        monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=now, sleep=sleep))
+        monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=now, sleep=sleep))
 
     def play(self, main: Callable[[], object]) -> World:
         """Afterwards no invariant is broken, and everything that runs is known."""

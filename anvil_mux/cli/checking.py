@@ -156,7 +156,7 @@ def _vram(backend: Backend) -> str:
 
 
 def _port(config: Config, backend: Backend) -> str:
-    from anvil_mux.host.engine import listen_port
+    from anvil_mux.host.engines import listen_port
 
     if backend.url:
         return ""

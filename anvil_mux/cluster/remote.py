@@ -28,7 +28,7 @@ from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState, UnknownStep
 from anvil_mux.config.config import WAYS, Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
-from anvil_mux.host import engine_client
+from anvil_mux.host import engines
 from anvil_mux.host.seam import (
     LOG_LINES,
     Awake,
@@ -273,7 +273,7 @@ class RemoteHost:
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
         url = self._urls.get(backend.name)
-        return engine_client.answers(backend, url, limit) if url else False
+        return engines.answers(backend, url, limit) if url else False
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:

@@ -1,4 +1,4 @@
-"""The place where services run, as the rest of host/ sees it; containers.py and process.py are the two."""
+"""The place where services run, as the rest of host/ sees it; containers.py and processes.py are the two."""
 
 from __future__ import annotations
 

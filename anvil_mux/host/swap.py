@@ -23,15 +23,14 @@ from dataclasses import replace
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
-from anvil_mux.host import control
-from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.engine_client import answers
+from anvil_mux.host import engines
+from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.freed import After, Before, FreedCheck, host_bytes
-from anvil_mux.host.prompt_cache import PromptCache
+from anvil_mux.host.levels import LEVELS, SLEEPS, Checkpoint, Level, ReportPhase, SwapContext
+from anvil_mux.host.prompts import PromptCache
 from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import NotBegun, Runtime
 from anvil_mux.host.seam import LOG_LINES, Evicted, Loaded
-from anvil_mux.host.ways import SLEEPS, WAYS, Checkpoint, SwapContext, Told, Way
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Swapper:
 
     ``load``, ``evict`` and ``demote`` keep what ``seam.Host`` promises. Of an engine that had ended by itself
     before its eviction, how that was is reported, and not that it went into no standby.
-    ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
+    ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``report`` learns what phases took.
     ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
     ``prompts`` keeps those of engines that are stopped. ``lacks`` lists the rights that a checkpoint misses.
     """
@@ -56,14 +55,14 @@ class Swapper:
     def __init__(
         self,
         runtime: Runtime,
-        ways: Mapping[str, Callable[[SwapContext], Way]] = WAYS,
+        levels: Mapping[str, Callable[[SwapContext], Level]] = LEVELS,
         *,
         probe: Probe | None = None,
-        told: Told | None = None,
+        report: ReportPhase | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         checkpointer: Checkpointer | None = None,
-        note: Callable[[str, str], object] = lambda backend, way: None,
+        note: Callable[[str, str], object] = lambda backend, level: None,
         prompts: PromptCache | None = None,
         lacks: Callable[[Backend], list[str]] = lambda backend: [],
     ) -> None:
@@ -71,8 +70,8 @@ class Swapper:
         self._lacks = lacks
         self._note = note
         self._now = now
-        self._context = SwapContext(runtime, now, sleep, told, checkpointer)
-        self._ways = {name: make(self._context) for name, make in ways.items()}
+        self._context = SwapContext(runtime, now, sleep, report, checkpointer)
+        self._levels = {name: make(self._context) for name, make in levels.items()}
         self._prompts = prompts or PromptCache(now)
         self._memory = FreedCheck(probe, now, sleep, lambda pid: runtime.owner(pid))
 
@@ -96,7 +95,7 @@ class Swapper:
         self._note(backend.name, "")
         if how != "stop":
             try:
-                return Loaded(self._way(how).load(backend), how)
+                return Loaded(self._level(how).load(backend), how)
             except Cancelled:
                 raise
             except Exception as error:
@@ -126,10 +125,10 @@ class Swapper:
     def _load_cold(self, backend: Backend) -> str:
         """Load it from nothing, and restore its prompts; without them if its engine ended over that."""
         if backend.prompt_cache is None:
-            return self._way("stop").load(backend)
+            return self._level("stop").load(backend)
         for _ in range(2):
             began = self._prompts.prepare(backend)
-            url = self._way("stop").load(backend)
+            url = self._level("stop").load(backend)
             with self._context.phase(backend, "restore"):
                 self._prompts.restore(backend, url, began, self._context.check_cancelled(backend))
             if not (how := self.ended(backend)):
@@ -138,17 +137,17 @@ class Swapper:
 
     def evict(self, backend: Backend, how: str = "stop") -> Evicted:
         """Evict in the way ``how``, or a harder one."""
-        way = self._way(how)
+        level = self._level(how)
         held = self._held(backend, resident=True)
         died = self.ended(backend)
         if how != "stop" and not died:
             self._note(backend.name, how)
             try:
-                return self._to_standby(backend, how, way, way.evict, held)
+                return self._to_standby(backend, how, level, level.evict, held)
             except Exception as error:
                 died = self.ended(backend)
                 if not died:
-                    why = self._why_not_standby(backend, way, error)
+                    why = self._why_not_standby(backend, level, error)
                     log.warning(
                         "%s could not be put into standby (%s) and is stopped instead: %s",
                         backend.name,
@@ -170,7 +169,7 @@ class Swapper:
     def _await_notice(self, backend: Backend) -> None:
         """Let its engine notice that those who were cut have left: until then a signal may not end it."""
         with suppress(MuxError):
-            control.await_notice(backend, self._context.url(backend))
+            engines.await_notice(backend, self._context.url(backend))
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
         """Move a backend from the standby level ``how`` to ``to`` without waking; if that fails, stop it.
@@ -178,13 +177,13 @@ class Swapper:
         A sleeper can be checkpointed as it is; for a deeper sleep it would have to be woken.
         """
         held = self._held(backend, resident=False)
-        way = self._way(to)
-        if isinstance(way, Checkpoint) and how in SLEEPS:
+        level = self._level(to)
+        if isinstance(level, Checkpoint) and how in SLEEPS:
             self._note(backend.name, to)
             try:
-                return self._to_standby(backend, to, way, way.checkpoint, held)
+                return self._to_standby(backend, to, level, level.checkpoint, held)
             except Exception as error:
-                why = self._why_not_standby(backend, way, error)
+                why = self._why_not_standby(backend, level, error)
                 log.warning("%s could not be checkpointed and is stopped: %s", backend.name, why)
         elif to != "stop":
             log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, how, to)
@@ -192,9 +191,9 @@ class Swapper:
             self._save_prompts(backend, thaw=True)
         return self._stop_or_kill(backend, held)
 
-    def _why_not_standby(self, backend: Backend, way: Way, error: Exception) -> str:
+    def _why_not_standby(self, backend: Backend, level: Level, error: Exception) -> str:
         """The reason why it is not in standby; of a checkpoint also which rights are missing."""
-        lacking = self._lacks(backend) if isinstance(way, Checkpoint) else []
+        lacking = self._lacks(backend) if isinstance(level, Checkpoint) else []
         return "; ".join([_reason(error), *lacking])
 
     def ended(self, backend: Backend) -> str | None:
@@ -205,12 +204,12 @@ class Swapper:
             return None
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
-        """Whether its engine says within ``limit`` seconds that it is well; see engine_client.answers."""
+        """Whether its engine says within ``limit`` seconds that it is well; see engines.answers."""
         try:
             url = self._context.url(backend)
         except MuxError:
             return False
-        return answers(backend, url, limit, self._now)
+        return engines.answers(backend, url, limit, self._now)
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         """Return the last lines that its engine printed, as far as they can be had."""
@@ -220,17 +219,17 @@ class Swapper:
             return []
 
     def _to_standby(
-        self, backend: Backend, how: str, way: Way, leave: Callable[[Backend], int], held: Before
+        self, backend: Backend, how: str, level: Level, leave: Callable[[Backend], int], held: Before
     ) -> Evicted:
         with self._context.phase(backend, "evict"):
             moved = leave(backend)
         left = After(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else After()
-        if way.frees:
+        if level.frees:
             with self._context.phase(backend, "verify"):
                 left = self._memory.left(held, runs=True)
         # Docker does not look into what is frozen, and processes may have been replaced by others.
         kept = max(moved, host_bytes(self._pids(backend)))
-        if way.freezes:
+        if level.freezes:
             with self._context.phase(backend, "freeze"):
                 self._runtime.pause(backend)
         return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
@@ -257,7 +256,7 @@ class Swapper:
     def _stop_or_kill(self, backend: Backend, held: Before) -> Evicted:
         """Stop or kill it; BackendError if not even that frees its GPUs."""
         try:
-            return self._end(backend, self._way("stop").evict, held)
+            return self._end(backend, self._level("stop").evict, held)
         except Exception as error:
             why = _reason(error)
             log.warning("%s could not be stopped and is killed: %s", backend.name, why)
@@ -281,10 +280,10 @@ class Swapper:
         except MuxError:
             return Before()
 
-    def _way(self, how: str) -> Way:
-        if how not in self._ways:
-            raise BackendError(f"unknown standby level {how!r}; known: {', '.join(self._ways)}")
-        return self._ways[how]
+    def _level(self, how: str) -> Level:
+        if how not in self._levels:
+            raise BackendError(f"unknown standby level {how!r}; known: {', '.join(self._levels)}")
+        return self._levels[how]
 
     def _clean_up(self, backend: Backend, error: Exception) -> None:
         try:

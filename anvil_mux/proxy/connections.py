@@ -27,7 +27,7 @@ from socket import (
 )
 
 from anvil_mux.config.config import Backend
-from anvil_mux.host.engine import idle_connections
+from anvil_mux.host.engines import idle_connections
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.sockets import timeval

@@ -10,7 +10,7 @@ from dataclasses import replace
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BadRequest, Forbidden, NotFound, UnknownModel
-from anvil_mux.host.engine import find_engine
+from anvil_mux.host.engines import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, coding, http1, naming, ollama
 from anvil_mux.protocol.completions import parse

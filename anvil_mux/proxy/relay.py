@@ -30,7 +30,7 @@ from anvil_mux.errors import (
     Unauthorized,
     is_shortage,
 )
-from anvil_mux.host.external import told
+from anvil_mux.host.hosts import why_unreachable
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
@@ -258,7 +258,7 @@ class Exchange:
             if is_shortage(error):
                 text = f"overloaded: anvil-mux can open no connection to {self._name} ({error.strerror})"
                 raise Overloaded(f"{text}: see ulimit -n. Try again.") from None
-            raise EngineUnreachable(f"{self._name} cannot be reached: {told(error)}.") from None
+            raise EngineUnreachable(f"{self._name} cannot be reached: {why_unreachable(error)}.") from None
 
     def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:
         """Try on a connection of its own; see ``_try``."""

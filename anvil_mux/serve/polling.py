@@ -21,7 +21,7 @@ from urllib.parse import quote
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.host.external import Finding, asked
+from anvil_mux.host.hosts import Finding, look_at_server
 from anvil_mux.multiplexer.circuits import Circuit, Circuits
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import foreign
@@ -318,7 +318,7 @@ class ExternalServers:
         circuits: Circuits,
         say: Callable[[str], object],
         *,
-        ask: Callable[[Backend], Finding] = asked,
+        ask: Callable[[Backend], Finding] = look_at_server,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._circuits = circuits
@@ -369,6 +369,6 @@ def warnings(backends: Iterable[Backend]) -> list[str]:
             f"service {backend.name}: {backend.url} {finding.problem or finding.hint}",
             key=("services", backend.name, "x-anvil", "url"),
         )
-        for backend, finding in zip(external, side_by_side(asked, external), strict=True)
+        for backend, finding in zip(external, side_by_side(look_at_server, external), strict=True)
         if any(finding)
     ]

@@ -271,7 +271,7 @@ def test_what_is_to_be_read_ahead_is_told_to_the_agent_and_its_silence_matters_t
 def test_the_health_question_goes_to_the_engine_and_not_through_the_agent(agent, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "anvil_mux.host.engine_client.answers", lambda backend, url, limit: asked.append((url, limit)) or True
+        "anvil_mux.host.engines.answers", lambda backend, url, limit: asked.append((url, limit)) or True
     )
     assert agent.host.answers(A, 1.0) is False
     agent.answers["result"] = results(Awake("http://10.0.0.2:9"))

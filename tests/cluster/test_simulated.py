@@ -18,7 +18,7 @@ from anvil_mux.cluster.messages import AgentCall
 from anvil_mux.host.seam import Awake, HostGpu
 from tests.cluster.answers import returned_by, value_of
 from tests.cluster.test_agent import CONFIG, FIRST, M, pid_of
-from tests.host.test_process import gone, running
+from tests.host.test_processes import gone, running
 
 GUARD = 30.0
 

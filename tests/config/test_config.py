@@ -23,7 +23,7 @@ from anvil_mux.config.composefile import OVERRIDE_NAMES, compose_config, find_fi
 from anvil_mux.config.config import Config, Gpu, Machine
 from anvil_mux.config.interpolate import Scope
 from anvil_mux.errors import ConfigError
-from anvil_mux.host import engine, ways
+from anvil_mux.host import engines, levels
 from anvil_mux.plugins import load
 
 SHIPPED = sorted((Path(__file__).resolve().parent.parent.parent / "compose").glob("*.yaml"))
@@ -195,8 +195,8 @@ def _docs(table: Mapping[str, settings.Setting]) -> list[str]:
 
 
 def test_the_engines_and_ways_are_those_of_the_rooms_that_have_them() -> None:
-    assert set(config.ENGINES) == set(engine.ENGINES)
-    assert set(config.WAYS) == set(ways.WAYS)
+    assert set(config.ENGINES) == set(engines.ENGINES)
+    assert set(config.WAYS) == set(levels.LEVELS)
 
 
 def test_labels_say_the_same_more_weakly(tmp_path: Path) -> None:

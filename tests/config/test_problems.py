@@ -17,7 +17,7 @@ from anvil_mux.config.interpolate import read
 from anvil_mux.config.problems import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, Problems, page_of
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
-from anvil_mux.host import containers, rights
+from anvil_mux.host import check, rights
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,7 +32,13 @@ def anchors(page: Path) -> set[str]:
 OF_SETTINGS = [each.page for table in (SETTINGS, SERVICE_SETTINGS) for each in table.values() if each.page]
 
 
-OF_PROBES = [containers.PAGE, rights.PAGE, misplaced.PAGE, "cluster.md#setting-up", "cluster.md#in-the-file"]
+OF_PROBES = [
+    check.LIMITS_PAGE,
+    rights.PAGE,
+    misplaced.PAGE,
+    "cluster.md#setting-up",
+    "cluster.md#in-the-file",
+]
 
 
 @pytest.mark.parametrize(

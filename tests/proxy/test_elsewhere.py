@@ -18,7 +18,7 @@ from anvil_mux.config.config import Backend, Gpu, Service
 from anvil_mux.config.keys import load
 from anvil_mux.config.presets import Preset
 from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
-from anvil_mux.host.external import ExternalServer
+from anvil_mux.host.hosts import ExternalServer
 from anvil_mux.host.seam import Loaded
 from anvil_mux.multiplexer.circuits import MOST_FAILURES
 from anvil_mux.proxy.fallbacks import is_reason

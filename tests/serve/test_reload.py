@@ -26,9 +26,8 @@ from anvil_mux.config.change import Change
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, Draining
 from anvil_mux.host import local
-from anvil_mux.host.docker import ContainerEngine
-from anvil_mux.host.endpoint import Unreachable
-from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.docker_api import ContainerEngine, Unreachable
+from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.lab.checker import check
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.serve import building, invocation

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from anvil_mux.errors import BackendError, CheckpointFailed
-from anvil_mux.host.checkpoint import Checkpointed, Checkpointer, is_frozen
-from anvil_mux.host.driver import Driver, Limits
+from anvil_mux.host.cuda_checkpoint import Checkpointed, Checkpointer, is_frozen
+from anvil_mux.host.cuda_driver import Driver, Limits
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
 

@@ -17,17 +17,17 @@ import requests
 from anvil_mux.cli import main as cli
 from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host import control, local, swap
+from anvil_mux.host import engines, local, swap
 from anvil_mux.host.adopt import Adopter, Awake, Notes
-from anvil_mux.host.checkpoint import Checkpointer, is_frozen
-from anvil_mux.host.driver import Driver
+from anvil_mux.host.cuda_checkpoint import Checkpointer, is_frozen
+from anvil_mux.host.cuda_driver import Driver
 from anvil_mux.host.freed import PATIENCE
-from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.levels import sleeps_first
+from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.reading import Gpus
 from anvil_mux.host.rights import Rights
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.host.swap import Swapper
-from anvil_mux.host.ways import sleeps_first
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.building import Opened
@@ -35,15 +35,15 @@ from anvil_mux.serve.invocation import Options
 from anvil_mux.serve.program import AnvilMux
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
-from tests.host.test_checkpoint import Driven
-from tests.host.test_engine import Waiting
+from tests.host.test_cuda_checkpoint import Driven
+from tests.host.test_engines import Waiting
 from tests.running import seen
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
 
 A = Backend("a", "model-a", ("0",), engine="vllm", evict_to=("sleep", "stop"), load_timeout=20.0)
 B = replace(A, name="b", model="model-b")
 STANDBY = replace(A, evict_to=("checkpoint", "stop"))
-KINDS = tuple(control.CONTROLS)
+KINDS = tuple([name for name, each in engines.ENGINES.items() if each.sleeps])
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -90,7 +90,7 @@ class Scene:
         self.swapper = Swapper(
             self.house,
             probe=self.read,
-            told=lambda backend, phase, seconds: self.phases.append(f"{phase} {backend.name}"),
+            report=lambda backend, phase, seconds: self.phases.append(f"{phase} {backend.name}"),
             now=self.time.now,
             sleep=self.time.sleep,
             checkpointer=checkpointer(self.driver),
@@ -124,7 +124,7 @@ def scene() -> Iterator[Scene]:
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that hang are given up soon."""
     for limit in ("SLEEP_TIMEOUT", "WAKE_TIMEOUT", "PROBE_TIMEOUT"):
-        monkeypatch.setattr(control, limit, 1.0)
+        monkeypatch.setattr(engines, limit, 1.0)
 
 
 # As it should be
@@ -198,7 +198,7 @@ def test_a_frozen_service_that_is_found_at_the_start_stays_so_whatever_it_holds(
 
 
 def test_a_slow_first_sleep_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "SLEEP_TIMEOUT", GUARD)
+    monkeypatch.setattr(engines, "SLEEP_TIMEOUT", GUARD)
     engine = scene.resident(A)
     engine.may_sleep = threading.Event()
     evicted: list[Evicted] = []
@@ -222,7 +222,7 @@ def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_f
 ) -> None:
     sglang = replace(A, engine="sglang")  # it does not say whether it sleeps
     notes = Notes(tmp_path)
-    swapper = Swapper(scene.house, note=notes.note)
+    swapper = Swapper(scene.house, note=notes.note_level)
     swapper.load(sglang)
     swapper.evict(sglang, "sleep")
     swapper.demote(sglang, "sleep", "stop")
@@ -849,7 +849,7 @@ def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> AnvilMux:
 def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene, kind: str) -> None:
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
-    control.sleep(backend, engine.url, 1)
+    engines.sleep(backend, engine.url, 1)
     assert scene.swapper.load(backend, "stop").how == "stop"
     assert not engine.asleep
     assert scene.house.engines["a"] is engine
@@ -920,7 +920,7 @@ def test_models_that_alternate_under_load_are_standby_and_restored() -> None:
 def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(
     traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "SLEEP_TIMEOUT", GUARD)
+    monkeypatch.setattr(engines, "SLEEP_TIMEOUT", GUARD)
     traffic.ask("model-a")
     engine = traffic.house.engines["a"]
     engine.may_sleep = threading.Event()

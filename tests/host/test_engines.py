@@ -16,8 +16,15 @@ import pytest
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import Cancelled, LoadError
 from anvil_mux.host import engine_client
-from anvil_mux.host.engine import ENGINES, at_once, find_engine, idle_connections, listen_port
-from anvil_mux.host.engine_client import EngineClient, await_ready
+from anvil_mux.host.engines import (
+    ENGINES,
+    at_once,
+    await_ready,
+    client_of,
+    find_engine,
+    idle_connections,
+    listen_port,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -358,7 +365,7 @@ def test_an_answer_that_takes_as_long_as_a_load_is_not_waited_for_when_that_is_c
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with (
-            EngineClient(backend, url, lambda: 0.0, 600.0, check_cancelled) as client,
+            client_of(backend, url, 600.0, check_cancelled, lambda: 0.0) as client,
             pytest.raises(Cancelled),
         ):
             client.probe()

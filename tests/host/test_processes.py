@@ -23,8 +23,8 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, ConfigError, LoadError
-from anvil_mux.host import process
-from anvil_mux.host.process import ProcessRuntime, Record
+from anvil_mux.host import processes
+from anvil_mux.host.processes import ProcessRuntime, Record
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.host.starter import Child, Detached, OwnChildren, StarterLost
 from anvil_mux.state import state_folder
@@ -228,8 +228,8 @@ def test_an_engine_that_says_that_its_chosen_port_is_taken_has_lost_it(house: Ho
 def test_two_programs_choose_no_port_twice_though_no_engine_listens_yet(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(process, "FIRST_PORT", process.LAST_PORT)
-    monkeypatch.setattr(process, "KERNELS_PORTS", tmp_path / "range")
+    monkeypatch.setattr(processes, "FIRST_PORT", processes.LAST_PORT)
+    monkeypatch.setattr(processes, "KERNELS_PORTS", tmp_path / "range")
     (tmp_path / "range").write_text("32768\t60999\n")
     first, second = shell(FOREVER, "a"), shell(FOREVER, "b")
     programs = [house.runtime(first), house.runtime(second)]
@@ -318,7 +318,7 @@ def test_a_service_that_cannot_be_looked_at_has_not_ended(house: House, monkeypa
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(process, "UNSEEN_SECONDS", 0.01)
+        patched.setattr(processes, "UNSEEN_SECONDS", 0.01)
         patched.setattr(os, "pidfd_open", none_left)
         runtime._wake()
         for _ in range(3):
@@ -595,7 +595,7 @@ import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.processes import ProcessRuntime
 backend = Backend(name="a", model="a", service=Service(command=("sh", "-c", {script!r})))
 ProcessRuntime(Config(backends=(backend,), project="p"), state=Path({state!r})).start(backend)
 import os, signal
@@ -736,7 +736,7 @@ def full_disk(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data, offset)
 
-    monkeypatch.setattr(process.os, "pwrite", pwrite)
+    monkeypatch.setattr(processes.os, "pwrite", pwrite)
     yield full
     full[0] = False
 
@@ -804,14 +804,14 @@ def test_where_no_record_can_be_written_that_is_a_problem_and_a_reload_is_refuse
 
 
 def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house: House, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(process, "LOG_BYTES", 1000)
-    monkeypatch.setattr(process, "KEPT_BYTES", 100)
+    monkeypatch.setattr(processes, "LOG_BYTES", 1000)
+    monkeypatch.setattr(processes, "KEPT_BYTES", 100)
     gate = house.gate()
     backend = shell(f"seq 1000; read line < {gate}; echo more")
     runtime = house.runtime(backend)
     runtime.start(backend)
     seen(lambda: runtime.log_tail(backend)[-1:], lambda last: last == ["1000"])
-    process.trim(house.file("a.log"))
+    processes.trim(house.file("a.log"))
     kept = runtime.log_tail(backend, 1000)
     assert kept == [str(number) for number in range(1001 - len(kept), 1001)]
     assert house.file("a.log").stat().st_size <= 100
@@ -824,7 +824,7 @@ def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house: House, monkeyp
 def test_what_an_engine_puts_in_the_place_of_its_log_is_neither_read_nor_cut_nor_written(
     house: House, monkeypatch: pytest.MonkeyPatch, what: str
 ):
-    monkeypatch.setattr(process, "LOG_BYTES", 5)
+    monkeypatch.setattr(processes, "LOG_BYTES", 5)
     backend = shell(FOREVER)
     runtime = house.runtime(backend)
     runtime.start(backend)
@@ -835,7 +835,7 @@ def test_what_an_engine_puts_in_the_place_of_its_log_is_neither_read_nor_cut_nor
         log.symlink_to(other)
     else:
         os.mkfifo(log)
-    process.trim(log)
+    processes.trim(log)
     assert runtime.log_tail(backend) == []
     assert list(runtime.follow_log(backend)) == []
     runtime.stop(backend)

@@ -10,12 +10,12 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host import control
-from anvil_mux.host.engine import ENGINES
-from anvil_mux.host.engine_client import answers
+from anvil_mux.host import engines
+from anvil_mux.host.engines import ENGINES, answers
 from tests.sleepy_engine import CONTEXT, GIB, Ledger, SleepyEngine
 
 PID = 100_000_000
+SLEEPERS = [name for name, each in ENGINES.items() if each.sleeps]
 Make = Callable[..., SleepyEngine]
 
 
@@ -39,45 +39,45 @@ def make() -> Iterator[Make]:
 def awake(make: Make, kind: str, *faults: str) -> SleepyEngine:
     engine = make(kind, *faults)
     if engine.asleep:
-        control.wake(backend(kind), engine.url, 1)
+        engines.wake(backend(kind), engine.url, 1)
         engine.asked.clear()
     return engine
 
 
-@pytest.mark.parametrize("kind", control.CONTROLS)
+@pytest.mark.parametrize("kind", SLEEPERS)
 def test_a_sleeping_engine_holds_its_context_alone_and_takes_all_back(make: Make, kind: str) -> None:
     engine = awake(make, kind)
     assert engine._ledger.used() == 18 * GIB + CONTEXT
-    control.sleep(backend(kind), engine.url, 1)
+    engines.sleep(backend(kind), engine.url, 1)
     assert engine._ledger.used() == CONTEXT
-    control.wake(backend(kind), engine.url, 1)
+    engines.wake(backend(kind), engine.url, 1)
     assert engine._ledger.used() == 18 * GIB + CONTEXT
     assert engine.how is None
-    control.probe(backend(kind), engine.url)
+    engines.probe(backend(kind), engine.url)
 
 
-@pytest.mark.parametrize("kind", control.CONTROLS)
+@pytest.mark.parametrize("kind", SLEEPERS)
 def test_only_sglang_cannot_say_whether_it_sleeps(make: Make, kind: str) -> None:
     engine = awake(make, kind)
-    assert control.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else False)
-    control.sleep(backend(kind), engine.url, 1)
-    assert control.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else True)
+    assert engines.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else False)
+    engines.sleep(backend(kind), engine.url, 1)
+    assert engines.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else True)
 
 
-@pytest.mark.parametrize("kind", sorted(ENGINES.keys() - control.CONTROLS.keys()))
+@pytest.mark.parametrize("kind", sorted(ENGINES.keys() - {*SLEEPERS}))
 def test_other_engines_do_not_sleep(kind: str) -> None:
-    assert control.is_asleep(backend(kind), "http://127.0.0.1:9") is None
+    assert engines.is_asleep(backend(kind), "http://127.0.0.1:9") is None
     with pytest.raises(BackendError, match=f"engine {kind} cannot sleep"):
-        control.sleep(backend(kind), "http://127.0.0.1:9", 1)
+        engines.sleep(backend(kind), "http://127.0.0.1:9", 1)
     with pytest.raises(BackendError, match=f"engine {kind} cannot be woken"):
-        control.wake(backend(kind), "http://127.0.0.1:9", 1)
+        engines.wake(backend(kind), "http://127.0.0.1:9", 1)
 
 
 @pytest.mark.parametrize("kind", ["sglang", "ollama", "llamacpp"])
 def test_only_vllm_knows_a_second_level(make: Make, kind: str) -> None:
     engine = awake(make, kind)
     with pytest.raises(BackendError, match="cannot sleep at level 2"):
-        control.sleep(backend(kind), engine.url, 2)
+        engines.sleep(backend(kind), engine.url, 2)
     assert engine.asked == []
 
 
@@ -85,7 +85,7 @@ def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make: Make) -
     engine = awake(make, "vllm")
     engine.model = "other"
     with pytest.raises(BackendError, match="answers for model other, not m"):
-        control.sleep(backend("vllm"), engine.url, 1)
+        engines.sleep(backend("vllm"), engine.url, 1)
     assert not engine.asleep
 
 
@@ -94,16 +94,16 @@ def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make: Make) -
 
 def test_vllm_is_told_its_level_in_the_query(make: Make) -> None:
     engine = make("vllm")
-    control.sleep(backend("vllm"), engine.url, 2)
+    engines.sleep(backend("vllm"), engine.url, 2)
     assert "POST /sleep?level=2&mode=abort" in engine.asked
 
 
 def test_vllm_wakes_from_level_two_by_weights_then_reload_then_cache(make: Make) -> None:
     engine = make("vllm")
-    control.sleep(backend("vllm"), engine.url, 2)
+    engines.sleep(backend("vllm"), engine.url, 2)
     assert engine.garbage
     engine.asked.clear()
-    control.wake(backend("vllm"), engine.url, 2)
+    engines.wake(backend("vllm"), engine.url, 2)
     assert [each for each in engine.asked if each.startswith("POST")] == [
         "POST /wake_up?tags=weights",
         "POST /collective_rpc",
@@ -116,7 +116,7 @@ def test_vllm_wakes_from_level_two_by_weights_then_reload_then_cache(make: Make)
 def test_vllm_that_is_awake_is_not_woken(make: Make) -> None:
     engine = make("vllm")
     with pytest.raises(BackendError, match="is awake, nobody knows since when"):
-        control.wake(backend("vllm"), engine.url, 1)
+        engines.wake(backend("vllm"), engine.url, 1)
     assert engine.how is None
 
 
@@ -130,9 +130,9 @@ def test_vllm_that_is_awake_is_not_woken(make: Make) -> None:
 )
 def test_a_wake_that_fails_says_how(make: Make, fault: str, says: str) -> None:
     engine = make("vllm", fault)
-    control.sleep(backend("vllm"), engine.url, 1)
+    engines.sleep(backend("vllm"), engine.url, 1)
     with pytest.raises(BackendError, match=says):
-        control.wake(backend("vllm"), engine.url, 1)
+        engines.wake(backend("vllm"), engine.url, 1)
 
 
 def test_a_status_that_is_nonsense_is_no_status(make: Make) -> None:
@@ -140,25 +140,25 @@ def test_a_status_that_is_nonsense_is_no_status(make: Make) -> None:
     with pytest.raises(
         BackendError, match=r"GET /is_sleeping answers nonsense: \{'is_sleeping': 'perhaps'\}"
     ):
-        control.is_asleep(backend("vllm"), engine.url)
+        engines.is_asleep(backend("vllm"), engine.url)
 
 
 def test_an_engine_without_the_routes_cannot_sleep(make: Make) -> None:
     engine = make("vllm", "has no sleep routes")
-    assert control.is_asleep(backend("vllm"), engine.url) is None
+    assert engines.is_asleep(backend("vllm"), engine.url) is None
     with pytest.raises(BackendError, match=r"POST /sleep.* answers 404"):
-        control.sleep(backend("vllm"), engine.url, 1)
+        engines.sleep(backend("vllm"), engine.url, 1)
 
 
-@pytest.mark.parametrize("call", [control.sleep, control.wake])
+@pytest.mark.parametrize("call", [engines.sleep, engines.wake])
 def test_an_engine_that_hangs_is_given_up(
     make: Make, call: Callable[[Backend, str, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make("vllm", "sleep hangs", "wake hangs")
-    if call is control.wake:
+    if call is engines.wake:
         engine.asleep = {"weights", "kv_cache"}
-    monkeypatch.setattr(control, "SLEEP_TIMEOUT", 0.5)
-    monkeypatch.setattr(control, "WAKE_TIMEOUT", 0.5)
+    monkeypatch.setattr(engines, "SLEEP_TIMEOUT", 0.5)
+    monkeypatch.setattr(engines, "WAKE_TIMEOUT", 0.5)
     with pytest.raises(BackendError, match="was not answered in time"):
         call(backend("vllm"), engine.url, 1)
 
@@ -167,41 +167,41 @@ def test_an_engine_that_is_gone_is_said_to_be(make: Make) -> None:
     engine = make("vllm")
     engine.end("killed")
     with pytest.raises(BackendError, match="nothing listens there"):
-        control.wake(backend("vllm"), engine.url, 1)
+        engines.wake(backend("vllm"), engine.url, 1)
 
 
 def test_a_probe_that_is_not_answered_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make("vllm", "answers nothing")
-    monkeypatch.setattr(control, "PROBE_TIMEOUT", 0.5)
+    monkeypatch.setattr(engines, "PROBE_TIMEOUT", 0.5)
     with pytest.raises(BackendError, match="one token was not answered in time"):
-        control.probe(backend("vllm"), engine.url)
+        engines.probe(backend("vllm"), engine.url)
 
 
 def test_an_error_is_no_token_whatever_its_status(make: Make) -> None:
     engine = make("vllm", "answers an error")
     with pytest.raises(BackendError, match=r"answers 200: .*illegal memory access"):
-        control.probe(backend("vllm"), engine.url)
+        engines.probe(backend("vllm"), engine.url)
 
 
 def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make: Make) -> None:
     engine = make("vllm", "hears speech")
-    control.sleep(backend("vllm"), engine.url, 1)
-    control.wake(backend("vllm"), engine.url, 1)
-    control.probe(backend("vllm"), engine.url)
+    engines.sleep(backend("vllm"), engine.url, 1)
+    engines.wake(backend("vllm"), engine.url, 1)
+    engines.probe(backend("vllm"), engine.url)
     assert engine.asked[-1] == "GET /health"
 
 
 def test_who_has_no_route_for_a_token_and_cannot_say_whether_it_sleeps_is_not_believed(make: Make) -> None:
     engine = make("sglang", "hears speech")
     with pytest.raises(BackendError, match="answers 404"):
-        control.probe(backend("sglang"), engine.url)
+        engines.probe(backend("sglang"), engine.url)
 
 
 def test_who_does_not_know_the_model_is_not_believed(make: Make) -> None:
     engine = make("vllm")
     engine.model = "other"
     with pytest.raises(BackendError, match=r"answers 404: .*no such model"):
-        control.probe(backend("vllm"), engine.url)
+        engines.probe(backend("vllm"), engine.url)
 
 
 def test_an_engine_that_cannot_be_asked_for_want_of_files_is_not_one_that_refuses(
@@ -223,7 +223,7 @@ def test_an_engine_that_cannot_be_asked_for_want_of_files_is_not_one_that_refuse
 
 def test_sglang_generates_no_token_when_it_is_put_to_sleep_or_asked_whether_it_is_there(make: Make) -> None:
     engine = make("sglang")
-    control.sleep(backend("sglang"), engine.url, 1)
+    engines.sleep(backend("sglang"), engine.url, 1)
     assert answers(backend("sglang"), engine.url, 5.0)
     assert "GET /health" not in engine.asked
 
@@ -231,7 +231,7 @@ def test_sglang_generates_no_token_when_it_is_put_to_sleep_or_asked_whether_it_i
 def test_sglang_is_idle_before_it_releases(make: Make) -> None:
     engine = make("sglang")
     engine.busy = 2
-    control.sleep(backend("sglang"), engine.url, 1)
+    engines.sleep(backend("sglang"), engine.url, 1)
     posts = [each for each in engine.asked if each.startswith("POST")]
     assert posts == ["POST /abort_request", "POST /release_memory_occupation"]
     assert engine.how is None
@@ -242,16 +242,16 @@ def test_sglang_that_does_not_become_idle_is_not_told_to_release(
 ) -> None:
     engine = make("sglang", "ignores abort")
     engine.busy = 1
-    monkeypatch.setattr(control, "IDLE_TIMEOUT", 0.2)
+    monkeypatch.setattr(engines, "IDLE_TIMEOUT", 0.2)
     with pytest.raises(BackendError, match="still computes, so it must not be put to sleep"):
-        control.sleep(backend("sglang"), engine.url, 1)
+        engines.sleep(backend("sglang"), engine.url, 1)
     assert "POST /release_memory_occupation" not in engine.asked
 
 
 def test_sglang_that_does_not_say_whether_it_is_idle_is_not_told_to_release(make: Make) -> None:
     engine = make("sglang", "has no sleep routes")
     with pytest.raises(BackendError, match="does not say whether it is idle"):
-        control.sleep(backend("sglang"), engine.url, 1)
+        engines.sleep(backend("sglang"), engine.url, 1)
 
 
 # Ollama and llama.cpp
@@ -259,26 +259,26 @@ def test_sglang_that_does_not_say_whether_it_is_idle_is_not_told_to_release(make
 
 def test_ollama_is_told_which_model_to_let_go(make: Make) -> None:
     engine = awake(make, "ollama")
-    control.sleep(backend("ollama"), engine.url, 1)
+    engines.sleep(backend("ollama"), engine.url, 1)
     assert engine.asked == ["POST /api/generate", "GET /api/ps"]
 
 
 def test_a_model_of_ollama_that_makes_embeddings_is_loaded_by_an_empty_one(make: Make) -> None:
     engine = awake(make, "ollama", "makes embeddings")
-    control.sleep(backend("ollama"), engine.url, 1)
-    control.wake(backend("ollama"), engine.url, 1)
+    engines.sleep(backend("ollama"), engine.url, 1)
+    engines.wake(backend("ollama"), engine.url, 1)
     assert not engine.asleep
-    control.probe(backend("ollama"), engine.url)
+    engines.probe(backend("ollama"), engine.url)
 
 
 def test_a_llama_server_with_a_model_of_its_own_cannot_unload_it(make: Make) -> None:
     engine = make("llamacpp", "has no sleep routes")
-    assert control.is_asleep(backend("llamacpp"), engine.url) is None
+    assert engines.is_asleep(backend("llamacpp"), engine.url) is None
     with pytest.raises(BackendError, match="POST /models/unload answers 404"):
-        control.sleep(backend("llamacpp"), engine.url, 1)
+        engines.sleep(backend("llamacpp"), engine.url, 1)
 
 
 def test_a_llama_server_that_unloaded_by_itself_is_asleep_already(make: Make) -> None:
     engine = make("llamacpp")
-    control.sleep(backend("llamacpp"), engine.url, 1)
+    engines.sleep(backend("llamacpp"), engine.url, 1)
     assert "POST /models/unload" not in engine.asked

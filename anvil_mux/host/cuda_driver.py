@@ -308,7 +308,7 @@ def answer(tool: Tool, question: Mapping[str, Any]) -> object:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m anvil_mux.host.driver")
+    parser = argparse.ArgumentParser(prog="python -m anvil_mux.host.cuda_driver")
     parser.add_argument("--library", default=LIBRARY)
     parser.add_argument("--program", default=PROGRAM)
     given = parser.parse_args()

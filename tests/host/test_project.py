@@ -1,42 +1,44 @@
-"""The commands that are given to Compose, and the one place that runs commands."""
+"""The commands that are given to Compose, the one place that runs commands, and images that are missing."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from anvil_mux.command import Done
+from anvil_mux.config.config import Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import compose
-from anvil_mux.host.endpoint import Endpoint
-from tests.host.docker_stand_in import CONFIG, PATIENCE
-from tests.host.test_process import gone
+from anvil_mux.host import project
+from anvil_mux.host.docker_api import Endpoint
+from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, Docker, replica
+from tests.host.test_processes import gone
 
 PROJECT = ["docker", "compose", "--ansi", "never", "-f", "/s/compose.yaml", "-f", "/s/more.yaml"]
 PROJECT += ["-p", "p", "--profile", "*"]
 
 
 def test_create_neither_pulls_nor_builds():
-    assert compose.create_command(CONFIG, "a") == [*PROJECT, "create", "--no-build", "--pull", "never", "a"]
+    assert project.create_command(CONFIG, "a") == [*PROJECT, "create", "--no-build", "--pull", "never", "a"]
 
 
 def test_create_anew():
-    assert compose.create_command(CONFIG, "a", "--force-recreate")[-5:] == [
+    assert project.create_command(CONFIG, "a", "--force-recreate")[-5:] == [
         *["--no-build", "--pull", "never", "--force-recreate", "a"]
     ]
 
 
 def test_the_images_of_a_service_are_listed():
-    assert compose.images_command(CONFIG, "a") == [*PROJECT, "config", "--images", "a"]
+    assert project.images_command(CONFIG, "a") == [*PROJECT, "config", "--images", "a"]
 
 
 def test_commands_speak_to_the_engine_that_we_have_found():
     env = {"PATH": "/bin"}
-    assert compose.environment(env, Endpoint("unix:///var/run/docker.sock")) == env
+    assert project.environment_for(env, Endpoint("unix:///var/run/docker.sock")) == env
     podman = "unix:///run/podman/podman.sock"
-    assert compose.environment(env, Endpoint(podman, found_by_us=True)) == {**env, "DOCKER_HOST": podman}
+    assert project.environment_for(env, Endpoint(podman, found_by_us=True)) == {**env, "DOCKER_HOST": podman}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_what_a_failed_command_said_last(done: Done, line: str):
 
 
 def test_the_hash_of_a_service_is_told():
-    assert compose.hash_command(CONFIG, "a") == [*PROJECT, "config", "--hash", "a"]
+    assert project.hash_command(CONFIG, "a") == [*PROJECT, "config", "--hash", "a"]
 
 
 # The program that runs commands
@@ -67,7 +69,7 @@ def test_a_command_does_not_get_the_keys_of_clients(monkeypatch: pytest.MonkeyPa
 
 
 def run(*argv: str, timeout: float = PATIENCE) -> Done:
-    return compose.run(argv, timeout, env=os.environ)
+    return project.run_command(argv, timeout, env=os.environ)
 
 
 def test_a_command_gives_status_and_both_streams():
@@ -77,8 +79,8 @@ def test_a_command_gives_status_and_both_streams():
 def test_a_command_holds_the_lock_that_it_is_given(tmp_path: Path):
     with (tmp_path / "lock").open("w") as lock:
         there = ["test", "-e", f"/proc/self/fd/{lock.fileno()}"]
-        assert compose.run(there, 30.0, env=os.environ, lock=lock.fileno()).code == 0
-        assert compose.run(there, 30.0, env=os.environ).code == 1
+        assert project.run_command(there, 30.0, env=os.environ, lock=lock.fileno()).code == 0
+        assert project.run_command(there, 30.0, env=os.environ).code == 1
 
 
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path):
@@ -91,3 +93,17 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path):
 def test_a_program_that_is_missing_is_named():
     with pytest.raises(BackendError, match=r"no-such-docker cannot be run .*is it installed and on PATH"):
         run("no-such-docker")
+
+
+# Images
+
+
+def test_images_that_are_missing_are_listed(docker: Docker):
+    other = replace(B, service=Service(name="other", image="gone:1"))
+    env = {"DOCKER_HOST": docker.host}
+    assert project.missing_images([A, other, replica(1)], env) == [
+        "service other: image gone:1 is not present: docker pull gone:1"
+    ]
+    docker.fails["image"] = [(500, "broken")]
+    with pytest.raises(BackendError, match="500"):
+        project.missing_images([A], env)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from anvil_mux.errors import BackendError, CheckpointFailed
 from anvil_mux.host import nvml
-from anvil_mux.host.driver import Driver
+from anvil_mux.host.cuda_driver import Driver
 from anvil_mux.host.reading import Gpus
 
 DRIVER_BRANCH = 570

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.errors import BackendError
-from anvil_mux.host.driver import Driver, Limits
+from anvil_mux.host.cuda_driver import Driver, Limits
 from tests.fake_cuda import FakeCuda, build_library, write_program
 from tests.running import seen
 

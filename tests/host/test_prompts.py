@@ -16,9 +16,8 @@ import pytest
 
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import Cancelled
-from anvil_mux.host import prompt_cache
-from anvil_mux.host.prompt_cache import PromptCache
-from anvil_mux.host.prompt_files import KeptPrompt
+from anvil_mux.host import prompts
+from anvil_mux.host.prompts import PromptCache
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.host.swap import Swapper
 from tests.host.test_swap import Notes
@@ -163,7 +162,14 @@ def swapped(cache: PromptCache, backend: Backend, engine: Engine, *prompts: str)
 
 
 def files(engine: Engine) -> list[str]:
-    return sorted(name for name in os.listdir(engine.folder) if name.endswith(".prompt"))
+    """The names of files of prompts; of those that were finished without tokens and digest."""
+    names = [name for name in os.listdir(engine.folder) if name.endswith((".prompt", ".trying"))]
+    return sorted(re.sub(r"\.\d+\.[0-9a-f]{32}(?=\.)", "", name) for name in names)
+
+
+def only_file(engine: Engine) -> Path:
+    [file] = engine.folder.glob("a.*.prompt")
+    return file
 
 
 def test_each_prompt_is_back_in_its_slot(engine: Engine, backend: Backend, cache: Cache) -> None:
@@ -230,16 +236,26 @@ def exchange(file: Path) -> None:
     file.write_text("delta")
 
 
-def mark_list(file: Path) -> None:
-    (file.parent.parent / "state" / "prompts" / "a.json").write_text("{")
+def give_to_another_slot(file: Path) -> None:
+    file.rename(file.with_name(file.name.replace("a.0.", "a.1.")))
 
 
-@pytest.mark.parametrize("harm", [cut_short, exchange, mark_list])
+def claim_more_tokens(file: Path) -> None:
+    file.rename(file.with_name(file.name.replace("a.0.5.", "a.0.9.")))
+
+
+def take_digest_away(file: Path) -> None:
+    file.rename(file.with_name("a.0.prompt"))
+
+
+@pytest.mark.parametrize(
+    "harm", [cut_short, exchange, give_to_another_slot, claim_more_tokens, take_digest_away]
+)
 def test_a_file_that_is_not_as_it_was_written_is_removed_and_the_load_succeeds(
     harm: Any, engine: Engine, backend: Backend, cache: Cache
 ) -> None:
     swapped(cache, backend, engine, "alpha")
-    harm(engine.folder / "a.0.prompt")
+    harm(only_file(engine))
     assert load(cache, backend, engine) == ["", ""]
     assert (engine.asked("restore"), files(engine)) == ([], [])
 
@@ -255,18 +271,19 @@ def test_files_of_other_backends_are_left_alone(engine: Engine, backend: Backend
     assert all(other.exists() for other in others)
 
 
-def test_a_list_that_the_engine_wrote_is_not_read_and_a_link_in_its_folder_not_followed(
+def test_a_link_in_its_folder_is_not_followed(
     engine: Engine, backend: Backend, cache: Cache, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("alpha")
     engine.folder.mkdir()
-    for name in ("a.prompts.json", "a.prompts.json.part", "a.json", "a.1.prompt"):
-        (engine.folder / name).symlink_to(secret)
+    (engine.folder / "a.1.prompt").symlink_to(secret)
     swapped(cache, backend, engine, "alpha")
     assert secret.read_text() == "alpha"
-    (engine.folder / "a.0.prompt").unlink()
-    (engine.folder / "a.0.prompt").symlink_to(secret)
+    written = only_file(engine)
+    os.utime(secret, ns=(1, written.stat().st_mtime_ns))
+    written.unlink()
+    written.symlink_to(secret)
     assert load(cache, backend, engine) == ["", ""]
     assert (secret.read_text(), engine.asked("restore"), files(engine)) == ("alpha", [], [])
 
@@ -319,6 +336,15 @@ def test_what_the_engine_ended_over_is_not_tried_again(
     monkeypatch.undo()
     assert load(cache, backend, engine) == ["", ""]
     assert files(engine) == []
+
+
+def test_an_engine_of_an_earlier_start_has_its_prompts_saved(
+    engine: Engine, backend: Backend, cache: Cache, tmp_path: Path
+) -> None:
+    load(cache, backend, engine)
+    engine.ask(0, "alpha")
+    Cache(tmp_path / "state").save(backend, engine.url)
+    assert load(cache, backend, engine) == ["alpha", ""]
 
 
 def test_a_load_that_is_cancelled_keeps_them(
@@ -419,7 +445,7 @@ def test_a_swap_saves_before_the_stop_and_restores_before_the_first_request(
     engine: Engine, backend: Backend, cache: Cache, runtime: Notes
 ) -> None:
     phases: list[str] = []
-    swapper = Swapper(runtime, prompts=cache, told=lambda backend, phase, seconds: phases.append(phase))
+    swapper = Swapper(runtime, prompts=cache, report=lambda backend, phase, seconds: phases.append(phase))
     swapper.load(backend)
     engine.ask(0, "alpha")
     swapper.evict(backend)
@@ -501,12 +527,8 @@ def test_a_save_ends_in_time(
         return 200, {}
 
     monkeypatch.setattr(engine, "save", hang)
-    monkeypatch.setattr(prompt_cache, "SAVE_SECONDS", 0.3)
+    monkeypatch.setattr(prompts, "SAVE_SECONDS", 0.3)
     cache.save(backend, engine.url)
     gate.set()
     assert files(engine) == []
     assert cache.told[-1] == ("a", [])
-
-
-def test_kept_prompts_are_plain_values() -> None:
-    assert KeptPrompt(**json.loads(json.dumps(KeptPrompt(0, 5, 7, 9)._asdict()))) == KeptPrompt(0, 5, 7, 9)

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from anvil_mux.errors import BackendError
-from anvil_mux.host.docker import Conflict, ContainerEngine, DockerRefused, Missing, Stream, read_death
-from anvil_mux.host.endpoint import Endpoint, Unreachable
+from anvil_mux.host.docker_api import (
+    Conflict,
+    ContainerEngine,
+    DockerRefused,
+    Endpoint,
+    Missing,
+    Stream,
+    Unreachable,
+    read_death,
+)
 from tests.host.docker_stand_in import AWAY, Docker
 from tests.protocol.test_completions import Copied
 
@@ -218,7 +226,7 @@ def test_an_engine_that_takes_too_long_may_be_stuck(
         silent.bind(f"{docker.path}.silent")
         silent.listen()
         engine.endpoint = Endpoint(f"{docker.host}.silent")
-        monkeypatch.setattr("anvil_mux.host.docker.STOP_SLACK", 0.01)
+        monkeypatch.setattr("anvil_mux.host.docker_api.STOP_SLACK", 0.01)
         with pytest.raises(Unreachable, match=r"within 0.01 s; dockerd may be stuck"):
             engine.stop("c1", 0.0)
 

@@ -1,8 +1,8 @@
 """The standby levels: how an engine leaves its GPUs, and how it comes back.
 
 A standby level is an object with ``load`` and ``evict``, made with the ``SwapContext`` that all share;
-``WAYS`` names them. ``Stop`` is the one that every engine and runtime can do. What follows when one fails is
-swap.py's to say.
+``LEVELS`` names them. ``Stop`` is the one that every engine and runtime can do. What follows when one
+fails is swap.py's to say.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from typing import ClassVar, Protocol
 from anvil_mux.config import service
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
-from anvil_mux.host import control
-from anvil_mux.host.adapters import load_adapters
-from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.engine_client import await_ready
+from anvil_mux.host import engines
+from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-Told = Callable[[Backend, str, float], object]
+ReportPhase = Callable[[Backend, str, float], object]
 """Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
 
 
@@ -36,14 +34,14 @@ class SwapContext:
         runtime: Runtime,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        told: Told | None = None,
+        report: ReportPhase | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self.runtime = runtime
         self.now = now
         self.sleep = sleep
         self.checkpointer = checkpointer or Checkpointer(now=now, wait=sleep)
-        self._told = told
+        self._report = report
         self._urls: dict[str, str] = {}  # one worker at a time writes a backend's entry
         self._loads: dict[str, int] = {}  # the numbers of those under way; the same
         self._cancelled: dict[str, int] = {}  # backend -> the last of its loads that was cancelled
@@ -78,8 +76,8 @@ class SwapContext:
         try:
             yield
         finally:
-            if self._told:
-                self._told(backend, name, self.now() - begun)
+            if self._report:
+                self._report(backend, name, self.now() - begun)
 
     def start(self, backend: Backend) -> str:
         """Start the service, or find it running; return its URL."""
@@ -100,11 +98,11 @@ class SwapContext:
         with self.phase(backend, "load"):
             wake(url)
         with self.phase(backend, "probe"):
-            control.probe(backend, url)
+            engines.probe(backend, url)
         return url
 
 
-class Way(Protocol):
+class Level(Protocol):
     """One standby level."""
 
     frees: ClassVar[bool]
@@ -146,7 +144,7 @@ class Stop:
         with context.phase(backend, "load"):
             url = context.start(backend)
         with context.phase(backend, "ready"):
-            await_ready(
+            engines.await_ready(
                 backend,
                 url,
                 ended=lambda: context.runtime.ended(backend),
@@ -155,11 +153,11 @@ class Stop:
                 now=context.now,
                 sleep=context.sleep,
             )
-            if may_sleep(backend) and control.is_asleep(backend, url):
+            if may_sleep(backend) and engines.is_asleep(backend, url):
                 # It ran already, asleep; or it is one that loads nothing by itself.
-                control.wake(backend, url, control.UNKNOWN, context.check_cancelled(backend))
+                engines.wake(backend, url, engines.UNKNOWN, context.check_cancelled(backend))
             deadline = begun + backend.load_timeout
-            load_adapters(
+            engines.load_adapters(
                 backend,
                 url,
                 deadline=deadline,
@@ -186,11 +184,11 @@ class Sleep:
     def load(self, backend: Backend) -> str:
         check_cancelled = self._context.check_cancelled(backend)
         return self._context.bring_back(
-            backend, lambda url: control.wake(backend, url, self.level, check_cancelled)
+            backend, lambda url: engines.wake(backend, url, self.level, check_cancelled)
         )
 
     def evict(self, backend: Backend) -> int:
-        control.sleep(backend, self._context.url(backend), self.level)
+        engines.sleep(backend, self._context.url(backend), self.level)
         return 0
 
 
@@ -223,12 +221,12 @@ class Checkpoint:
             context.checkpointer.restore(standby)
         if sleeps_first(backend):
             # It may have come here by way of a deeper sleep.
-            level = control.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
-            control.wake(backend, url, level, context.check_cancelled(backend))
+            level = engines.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
+            engines.wake(backend, url, level, context.check_cancelled(backend))
 
     def evict(self, backend: Backend) -> int:
         if sleeps_first(backend):
-            control.sleep(backend, self._context.url(backend), Sleep.level)
+            engines.sleep(backend, self._context.url(backend), Sleep.level)
         return self.checkpoint(backend)
 
     def checkpoint(self, backend: Backend) -> int:
@@ -255,7 +253,7 @@ class Freeze:
 
 
 SLEEPS: dict[str, type[Sleep]] = {"sleep": Sleep, "sleep-2": DeepSleep}
-WAYS: dict[str, Callable[[SwapContext], Way]] = {
+LEVELS: dict[str, Callable[[SwapContext], Level]] = {
     **SLEEPS,
     "checkpoint": Checkpoint,
     "freeze": Freeze,
@@ -271,12 +269,14 @@ def sleeps_first(backend: Backend) -> bool:
     if backend.engine not in service.SLEEPERS:
         return False
     command = backend.service.command
-    told = set(service.SLEEP_FLAGS[backend.engine]) <= set(command)
+    allowed = set(service.SLEEP_FLAGS[backend.engine]) <= set(command)
     variables = dict(backend.service.environment)
-    can = told and not service.cannot_evict_to({"command": [*command]}, variables, backend.engine, "sleep")
+    can = allowed and not service.cannot_evict_to({"command": [*command]}, variables, backend.engine, "sleep")
     return can or "sleep" in backend.evict_to
 
 
 def may_sleep(backend: Backend) -> bool:
     """Whether one that runs may be found asleep."""
-    return any(way in SLEEPS or (way == "checkpoint" and sleeps_first(backend)) for way in backend.evict_to)
+    if "checkpoint" in backend.evict_to and sleeps_first(backend):
+        return True
+    return any(level in SLEEPS for level in backend.evict_to)

@@ -631,15 +631,15 @@ def _end_run(record: Record, grace: float) -> None:
     """Return when no process of the run is left: SIGTERM, ``grace`` seconds, SIGKILL."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
         deadline = time.monotonic() + patience
-        told: set[int] = set()
+        signalled: set[int] = set()
         while members := _members(record):
             left = deadline - time.monotonic()
             with ExitStack() as opened:
                 fds = {pid: _open_pidfd(pid, opened) for pid in members}
-                for pid in members - told:
+                for pid in members - signalled:
                     _tell(fds[pid], number)
                     _tell(fds[pid], signal.SIGCONT)  # who is frozen hears no other signal
-                told |= members
+                signalled |= members
                 if left <= 0:
                     break
                 # The sooner of an end and a second, since a member may start others meanwhile.
@@ -651,13 +651,13 @@ def _end_run(record: Record, grace: float) -> None:
 
 def _signal(record: Record | None, number: signal.Signals) -> bool:
     """Signal every process of the run, also those started meanwhile; False if there is none."""
-    told: set[int] = set()
-    while record is not None and (news := _members(record) - told):
+    signalled: set[int] = set()
+    while record is not None and (news := _members(record) - signalled):
         with ExitStack() as opened:
             for pid in news:
                 _tell(_open_pidfd(pid, opened), number)
-        told |= news
-    return bool(told)
+        signalled |= news
+    return bool(signalled)
 
 
 def _tell(fd: int | None, number: signal.Signals) -> None:
