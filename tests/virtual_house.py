@@ -27,7 +27,7 @@ from anvil_mux.errors import BackendError, ClientGone, MuxError
 from anvil_mux.host import engines
 from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.engine_client import EngineClient
-from anvil_mux.host.swap import Swapper
+from anvil_mux.host.levels import Swapper
 from anvil_mux.lab.checker import check
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer

@@ -182,7 +182,7 @@ class Backend:
     stop_timeout: float = 10.0
     """Seconds between the signal to stop and SIGKILL."""
     evict_to: tuple[str, ...] = ("stop",)
-    """The standby levels, from the lightest to the deepest: see swap.py and standby.py."""
+    """The standby levels, from the lightest to the deepest: see levels.py and standby.py."""
     demote_after: float | None = None
     """Seconds at one standby level after which it is demoted to the next; None: it may stay."""
     ram: int | None = None
@@ -337,7 +337,7 @@ def models_by_name(backends: Iterable[Backend]) -> dict[str, str]:
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
 WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
-"""The standby levels, and ``stop``; swap.py performs them."""
+"""The standby levels, and ``stop``; levels.py performs them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 
 Judge = Callable[[Sequence[str], bool], str | None]

@@ -5,7 +5,7 @@ once when the engine has died, and never waits for longer than it was told.
 
 ``sleep`` and ``wake`` return when the engine says that it is done, and raise BackendError when it says
 anything else, answers nonsense, or nothing in time. What it says is no proof: engines are known to report
-success and to free nothing, so swap.py reads the memory, and asks for a token before anybody is admitted.
+success and to free nothing, so levels.py reads the memory, and asks for a token before anybody is admitted.
 An engine's health route is no proof either: most are healthy while they sleep.
 
 Peculiarities of the engines (see the documentation of each):

@@ -21,7 +21,7 @@ from anvil_mux.host import gpu, meminfo, rights
 from anvil_mux.host.adopt import Adopter, Notes
 from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.gpu import GpuMonitor
-from anvil_mux.host.levels import ReportPhase
+from anvil_mux.host.levels import ReportPhase, Swapper
 from anvil_mux.host.load_logs import LoadLogs
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
@@ -46,7 +46,6 @@ from anvil_mux.host.seam import (
     WeightsRead,
 )
 from anvil_mux.host.starter import Detached
-from anvil_mux.host.swap import Swapper
 from anvil_mux.host.weights import weights_of
 from anvil_mux.state import state_folder
 

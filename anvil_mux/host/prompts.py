@@ -171,41 +171,6 @@ class PromptCache:
 # Saving
 
 
-class Room:
-    """The disk space of one backend's prompts."""
-
-    def __init__(self, files: PromptFiles, most: int, old: Sequence[KeptPrompt], per_token: float) -> None:
-        self._files = files
-        self._most = most
-        self._old = sorted(old, key=lambda each: -each.changed)
-        self._per_token = per_token
-        self._new: list[KeptPrompt] = []
-
-    @property
-    def kept(self) -> list[KeptPrompt]:
-        return [*self._new, *self._old]
-
-    def make(self, tokens: int) -> bool:
-        """Remove what was used longest ago until so many tokens fit; False if they never do."""
-        return self._fits(int(tokens * self._per_token))
-
-    def add(self, prompt: KeptPrompt) -> None:
-        """Keep a prompt that was written, or remove it if it is too large all the same."""
-        self._per_token = prompt.size / max(prompt.tokens, 1)
-        if self._fits(prompt.size):
-            self._new.append(prompt)
-        else:
-            self._files.remove(prompt)
-
-    def _fits(self, size: int) -> bool:
-        new = sum(each.size for each in self._new)
-        if new + size > self._most:
-            return False
-        while new + size + sum(each.size for each in self._old) > self._most:
-            self._files.remove(self._old.pop())
-        return True
-
-
 def _save(client: EngineClient, files: PromptFiles) -> list[KeptPrompt]:
     props = _props(client)
     loaded_from = files.loaded_from()
@@ -214,18 +179,29 @@ def _save(client: EngineClient, files: PromptFiles) -> list[KeptPrompt]:
         raise Unkept("what it was loaded from is not known, or has changed since")
     used, prompts = _used(client, props), files.prompts(loaded_from)
     stale = [each for each in prompts if each.slot in {slot.id for slot in used}]
-    for each in stale:
-        files.remove(each)
+    files.remove(stale)
+    new, most = list[KeptPrompt](), client.backend.prompt_cache or 0
+    old = sorted([each for each in prompts if each not in stale], key=lambda each: -each.changed)
     per_token = max([each.size / max(each.tokens, 1) for each in prompts], default=0.0)
-    old = [each for each in prompts if each not in stale]
-    room = Room(files, client.backend.prompt_cache or 0, old, per_token)
+
+    def fits(size: float) -> bool:
+        """Remove what was used longest ago until so much fits; False if it never does."""
+        room = most - size - sum(each.size for each in new)
+        while old and 0 <= room < sum(each.size for each in old):
+            files.remove([old.pop()])
+        return room >= 0
+
     try:
         for slot in sorted(used, key=lambda each: -each.tokens):
-            if room.make(slot.tokens) and (saved := _save_slot(client, files, slot.id, loaded_from)):
-                room.add(saved)
+            if not fits(slot.tokens * per_token):
+                continue
+            if saved := _save_slot(client, files, slot.id, loaded_from):
+                per_token = saved.size / max(saved.tokens, 1)
+                if fits(saved.size):
+                    new.append(saved)
     finally:
-        files.keep(room.kept)
-    return room.kept
+        files.keep([*new, *old])
+    return [*new, *old]
 
 
 def _save_slot(client: EngineClient, files: PromptFiles, slot: int, loaded_from: str) -> KeptPrompt | None:
@@ -450,20 +426,23 @@ class PromptFiles:
                 with suppress(FileNotFoundError):
                     os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 
-    def keep(self, prompts: Collection[KeptPrompt]) -> list[str]:
+    def keep(self, prompts: Collection[KeptPrompt]) -> set[str]:
         """Remove every other file of the backend; return their names."""
-        names, removed = {each.name for each in prompts}, []
+        names = {each.name for each in prompts}
         with suppress(FileNotFoundError), self._folder() as folder:
-            for name in os.listdir(folder):
-                if self._own_name.fullmatch(name) and name not in names:
-                    with suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=folder)
-                        removed.append(name)
-        return removed
+            others = {name for name in os.listdir(folder) if self._own_name.fullmatch(name)} - names
+            for name in others:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+            return others
+        return set()
 
-    def remove(self, prompt: KeptPrompt) -> None:
+    def remove(self, prompts: Iterable[KeptPrompt]) -> None:
+        """Remove the files of these."""
         with suppress(FileNotFoundError), self._folder() as folder:
-            os.unlink(prompt.name, dir_fd=folder)
+            for each in prompts:
+                with suppress(FileNotFoundError):
+                    os.unlink(each.name, dir_fd=folder)
 
     def loaded_from(self) -> str:
         """The digest of what the engine that runs was loaded from; "" where it is not known."""

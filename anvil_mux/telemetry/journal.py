@@ -95,7 +95,7 @@ class Journal:
             self._worker.wake()
 
     def told(self, backend: Backend, phase: str, seconds: float) -> None:
-        """Takes a phase of a swap, in the thread of the worker that performs it. See swap.Told."""
+        """Takes a phase of a swap, in the thread of the worker that performs it. See levels.ReportPhase."""
         self._entries.append(Phase(backend.model, phase, seconds))
         self._worker.wake()
 

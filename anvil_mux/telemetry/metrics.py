@@ -10,7 +10,7 @@ The phases of a swap belong to the model that goes through them: a victim's are 
 evict, verify (until its memory is really free) and freeze; cooldown (the policy held the swap back, and the
 victims served on), load, ready (until its engine answers), restore (of its prompts) and probe (a first token)
 are those of the model that comes. Of one model they follow one another; of several victims they run side by
-side. Events tell of cooldown and drain, swap.py of the others, those of attempts that failed too.
+side. Events tell of cooldown and drain, host/levels.py of the others, those of attempts that failed too.
 
 Labels are bounded: models are configured ids or "unknown", presets (a label of requests that name one, and of
 no other) configured names, routes those of the allow-list or "other", reasons

@@ -24,7 +24,7 @@ from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.docker_api import ContainerEngine as Docker
 from anvil_mux.host.docker_api import Endpoint
 from anvil_mux.host.engines import await_ready
-from anvil_mux.host.swap import Swapper
+from anvil_mux.host.levels import Swapper
 from tests.docker.conftest import OwnEngine, Stack
 from tests.running import seen
 

@@ -9,8 +9,8 @@ import pytest
 from anvil_mux.config.config import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import engines
+from anvil_mux.host.levels import Swapper
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.host.swap import Swapper
 from tests.docker.conftest import Stack
 from tests.docker.test_compose_runtime import (
     PATIENCE,

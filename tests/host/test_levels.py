@@ -17,17 +17,16 @@ import requests
 from anvil_mux.cli import main as cli
 from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host import engines, local, swap
+from anvil_mux.host import engines, levels, local
 from anvil_mux.host.adopt import Adopter, Awake, Notes
 from anvil_mux.host.cuda_checkpoint import Checkpointer, is_frozen
 from anvil_mux.host.cuda_driver import Driver
 from anvil_mux.host.freed import PATIENCE
-from anvil_mux.host.levels import sleeps_first
+from anvil_mux.host.levels import Swapper, sleeps_first
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.reading import Gpus
 from anvil_mux.host.rights import Rights
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.host.swap import Swapper
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.building import Opened
@@ -272,13 +271,13 @@ def test_host_memory_is_told_where_no_gpu_can_be_read_too(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = scene.resident(A)
-    monkeypatch.setattr(swap, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
+    monkeypatch.setattr(levels, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
     assert Swapper(scene.house).evict(A, "sleep").host_bytes == 16 * GIB
 
 
 def test_what_a_sleeper_keeps_in_host_memory_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scene.resident(A)
-    monkeypatch.setattr(swap, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
+    monkeypatch.setattr(levels, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
     assert scene.swapper.evict(A, "sleep").host_bytes == 16 * GIB
     assert scene.swapper.demote(A, "sleep", "stop").host_bytes == 0
 
@@ -400,7 +399,7 @@ def test_a_load_that_fails_for_want_of_memory_names_who_else_has_it(
     ],
 )
 def test_engines_say_in_many_ways_that_memory_is_short(line: str) -> None:
-    assert swap.SHORT_OF_MEMORY.search(line)
+    assert levels.SHORT_OF_MEMORY.search(line)
 
 
 def failing(why: str) -> str:

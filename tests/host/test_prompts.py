@@ -17,9 +17,9 @@ import pytest
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import Cancelled
 from anvil_mux.host import prompts
+from anvil_mux.host.levels import Swapper
 from anvil_mux.host.prompts import PromptCache
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.host.swap import Swapper
 from tests.host.test_swap import Notes
 
 MIB = 1 << 20

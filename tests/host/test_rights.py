@@ -13,10 +13,10 @@ import pytest
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import rights
+from anvil_mux.host.levels import Swapper
 from anvil_mux.host.rights import Rights, names_our_processes, owner_of
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
-from anvil_mux.host.swap import Swapper
 from tests.host.docker_stand_in import Docker
 from tests.host.test_swap import Notes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.host import levels, swap
+from anvil_mux.host import levels
 from anvil_mux.scheduler import events
 from anvil_mux.scheduler.causes import SENTENCES
 from anvil_mux.telemetry.metrics import Metrics
@@ -76,5 +76,5 @@ def test_a_question_asks_by_labels_that_its_metric_has(query: str) -> None:
 
 
 def test_every_phase_is_there() -> None:
-    told = re.findall(r'phase\(backend, "(\w+)"\)', inspect.getsource(swap) + inspect.getsource(levels))
+    told = re.findall(r'phase\(backend, "(\w+)"\)', inspect.getsource(levels))
     assert rows("Phases of a swap").keys() == {"cooldown", "drain", *told}

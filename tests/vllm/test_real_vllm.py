@@ -17,9 +17,9 @@ import requests
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import engines
+from anvil_mux.host.levels import Swapper
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.seam import Loaded
-from anvil_mux.host.swap import Swapper
 
 PYTHON = os.environ.get("ANVIL_VLLM_PYTHON", "")
 REAL = Path(__file__).resolve().parent.parent / "real"
