@@ -16,12 +16,10 @@ import argparse
 import ctypes
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from typing import Any, Protocol
 
 from anvil_mux.command import without_keys
 from anvil_mux.errors import BackendError
-from anvil_mux.host.starter import reap
+from anvil_mux.host.starter import answer_to, reap
 
 LIBRARY, PROGRAM = "libcuda.so.1", "cuda-checkpoint"
 STATES = ("running", "locked", "checkpointed", "failed", "checkpointing", "restoring")
@@ -71,7 +69,6 @@ class Driver:
         self._child: subprocess.Popen[bytes] | None = None
         self._complaints = -1
         """The file that the child and the driver print to."""
-        self._rest = b""
 
     def __enter__(self) -> Driver:
         return self
@@ -131,7 +128,7 @@ class Driver:
         environ = {k: v for k, v in without_keys(os.environ).items() if k != "CUDA_VISIBLE_DEVICES"}
         package = Path(__file__).resolve().parent.parent.parent
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environ.get("PYTHONPATH")]))
-        self._rest, self._complaints = b"", os.memfd_create("complaints")
+        self._complaints = os.memfd_create("complaints")
         try:
             return subprocess.Popen(
                 self._command,
@@ -148,8 +145,9 @@ class Driver:
             raise BackendError(f"what calls the CUDA driver cannot be started: {error}") from None
 
     def _exchange(self, what: str, question: bytes, limit: float) -> dict[str, Any]:
+        assert self._child is not None
         try:
-            line = self._answer_to(question, time.monotonic() + limit)
+            line = answer_to(self._child, question, limit)
             if line is None:
                 raise BackendError(f"the CUDA driver did not answer within {limit:g} s ({what})")
             return dict(json.loads(line))
@@ -160,25 +158,6 @@ class Driver:
         except BaseException:
             self.close()
             raise
-
-    def _answer_to(self, question: bytes, deadline: float) -> bytes | None:
-        """The next line that the child writes; None if none came in time, OSError if it has ended."""
-        assert self._child is not None
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        if question:
-            self._child.stdin.write(question)
-        poll, fd = select.poll(), self._child.stdout.fileno()
-        poll.register(fd, select.POLLIN)
-        while b"\n" not in self._rest:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return None
-            piece = os.read(fd, 65536)
-            if not piece:
-                raise BrokenPipeError
-            self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
 
     def _last_words(self) -> str:
         lines = os.pread(self._complaints, 65536, 0).decode("utf-8", "replace").split("\n")

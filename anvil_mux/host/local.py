@@ -19,11 +19,13 @@ from anvil_mux.config.prompt_cache import Mounts
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu, meminfo, rights
 from anvil_mux.host.adopt import Adopter, Notes
+from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.gpu import GpuMonitor
 from anvil_mux.host.levels import ReportPhase, Swapper
 from anvil_mux.host.load_logs import LoadLogs
 from anvil_mux.host.processes import ProcessRuntime
+from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
 from anvil_mux.host.read_ahead import ReadAhead
 from anvil_mux.host.reading import Gpus
@@ -64,8 +66,6 @@ def build_runtime(
     if config.runtime == "process":
         starter = Detached() if detached else None
         return ProcessRuntime(config, environ=environ, address=address, starter=starter)
-    from anvil_mux.host.containers import ContainerRuntime
-
     return ContainerRuntime(config, environ=environ, lock=lock, address=address)
 
 
@@ -355,8 +355,6 @@ def _memory() -> int | None:
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
     """Raise ConfigError if backends lack their images."""
     if config.runtime == "compose":
-        from anvil_mux.host.project import missing_images
-
         missing: list[str] = []
         with suppress(MuxError):  # Docker is away: a load that needs an image reports it
             missing = missing_images([b for b in config.backends if b.name in names])
