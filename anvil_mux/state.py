@@ -61,6 +61,14 @@ def read_bytes(file: str | os.PathLike[str], most: int = MOST) -> bytes:
     return content
 
 
+def text_of(file: Path) -> str:
+    """The text of a file of the kernel; "" where it is not there, or may not be read."""
+    try:
+        return file.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
 def read_text(file: str | os.PathLike[str], encoding: str = "utf-8", errors: str = "strict") -> str:
     """The text in such a file, with the ends of its lines as \\n."""
     text = read_bytes(file).decode(encoding, errors)

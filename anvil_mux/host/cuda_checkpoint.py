@@ -32,6 +32,7 @@ from anvil_mux.errors import BackendError, CheckpointFailed
 from anvil_mux.host import nvml
 from anvil_mux.host.cuda_driver import Driver
 from anvil_mux.host.reading import Gpus
+from anvil_mux.state import text_of
 
 DRIVER_BRANCH = 570
 """The first with the calls, and the first to take along what engines read of NVML."""
@@ -231,19 +232,13 @@ def is_frozen(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs
         return True
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "freezer" and "THAWED" not in _read(
-            groups / "freezer", path, "freezer.state", "THAWED"
-        ):
-            return True
-        if not controllers and any(
-            "frozen 1" in _read(root, path, "cgroup.events", "") for root in (groups, groups / "unified")
-        ):
-            return True
+        group = path.lstrip("/")
+        if controllers == "freezer":
+            state = text_of(groups / "freezer" / group / "freezer.state")
+            if state and "THAWED" not in state:
+                return True
+        elif not controllers:
+            events = [text_of(root / group / "cgroup.events") for root in (groups, groups / "unified")]
+            if any("frozen 1" in each for each in events):
+                return True
     return False
-
-
-def _read(root: Path, group: str, name: str, otherwise: str) -> str:
-    try:
-        return (root / group.lstrip("/") / name).read_text()
-    except OSError:
-        return otherwise

@@ -29,6 +29,7 @@ from pathlib import Path
 from anvil_mux.host.meminfo import host_memory
 from anvil_mux.host.reading import UNKNOWN, Gpus, Reading
 from anvil_mux.host.seam import Sensors
+from anvil_mux.state import text_of
 
 SYS, PROC = Path("/sys"), Path("/proc")
 VENDORS = {"amdgpu": "amd", "i915": "intel", "xe": "intel"}
@@ -189,10 +190,7 @@ def _number(file: Path) -> int | None:
 
 
 def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return text_of(file).strip()
 
 
 GPU_FILES = "/dev/dri/"

@@ -90,30 +90,16 @@ class SleepApi(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """Another look is worth it. ``other_process``: a healthy server answers there, for another model.
-
-    ``no_route``: it has no route by which it could be asked for a token.
-    """
+class NotReady:
+    """Why an engine is not ready."""
 
     why: str
+    is_final: bool = False
+    """Whether no later look can find it ready."""
     other_process: bool = False
+    """Whether a healthy server answers there, for another model."""
     no_route: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Never:
-    """No later look can find it ready."""
-
-    why: str
-
-
-Readiness = Ready | NotYet | Never
+    """Whether it has no route by which it could be asked for a token."""
 
 
 @dataclass
@@ -146,16 +132,16 @@ class EngineClient:
     def __exit__(self, *exc: object) -> None:
         self.session.close()
 
-    def look(self, *, anew: bool = True) -> Readiness:
-        """Whether it is ready. Not ``anew``: it was before, so only its model is to be made sure of."""
+    def look(self, *, anew: bool = True) -> NotReady | None:
+        """Why it is not ready; None: it is. Not ``anew``: it was before, and only its model is asked for."""
         try:
-            return (self._health() if anew else None) or self._models() or Ready()
+            return (self._health() if anew else None) or self._models()
         except requests.Timeout:
-            return NotYet(f"{self.place} accepts connections but does not answer")
+            return NotReady(f"{self.place} accepts connections but does not answer")
         except requests.RequestException as error:
             refused = isinstance(error, requests.ConnectionError) and "refused" in str(error)
             what = "nothing listens there yet" if refused else "connections are closed without an answer"
-            return NotYet(f"{self.place}: {what}")
+            return NotReady(f"{self.place}: {what}")
         finally:
             # llama-server was seen to stop 0.1 s later if a connection outlived its loading.
             self.session.close()
@@ -167,32 +153,33 @@ class EngineClient:
     def _says_well(self, status: int) -> bool:
         return status < 300 or (status in (404, 405, 501) and not self.engine.must_have_health)
 
-    def _health(self) -> Readiness | None:
+    def _health(self) -> NotReady | None:
         path = self.engine.health
         status, _ = self.ask("GET", path)
-        return None if self._says_well(status) else NotYet(f"{self.place}: GET {path} answers {status}")
+        return None if self._says_well(status) else NotReady(f"{self.place}: GET {path} answers {status}")
 
-    def _models(self) -> Readiness | None:
+    def _models(self) -> NotReady | None:
         path = self.engine.models
         status, body = self.ask("GET", path)
         if status in (401, 403):
-            return Never(
+            return NotReady(
                 f"{self.place}: GET {path} answers {status}: it wants an API key. "
-                "Give it with --api-key in the service's command, or not at all"
+                "Give it with --api-key in the service's command, or not at all",
+                is_final=True,
             )
         if status in (404, 405, 501):
             return self.probe()
         if status >= 300:
-            return NotYet(f"{self.place}: GET {path} answers {status}")
+            return NotReady(f"{self.place}: GET {path} answers {status}")
         return self._judge(_model_ids(body))
 
     def model_ids(self) -> list[str]:
         """The ids in its list of models."""
         return _model_ids(self.ask("GET", self.engine.models)[1])
 
-    def _judge(self, ids: list[str]) -> Readiness | None:
+    def _judge(self, ids: list[str]) -> NotReady | None:
         if not ids:
-            return NotYet(f"{self.place} lists no model yet")
+            return NotReady(f"{self.place} lists no model yet")
         if any(self._means(reported) for reported in ids):
             return self.probe() if self.engine.loads_at_first_request else None
         if self.engine.names_file and not configured_names(self.backend.service):
@@ -201,7 +188,7 @@ class EngineClient:
         hint = (
             "" if self.engine.names_file else f" (if that is the engine you mean, set served_model: {ids[0]})"
         )
-        return NotYet(
+        return NotReady(
             f"{self.place} answers for model {reported}, not {self.model}{hint}", other_process=True
         )
 
@@ -211,7 +198,7 @@ class EngineClient:
         names = configured_names(self.backend.service) if self.engine.names_file else ()
         return PurePosixPath(reported).name in names
 
-    def probe(self) -> Readiness | None:
+    def probe(self) -> NotReady | None:
         """Ask for one token, embedding or class, whichever route the engine has; None if it was answered."""
         why, routes, no_route = "", 0, True
         for path, body in _probes(self.model):
@@ -228,7 +215,7 @@ class EngineClient:
             return (
                 None  # An engine without any text route, such as one for images: its health is all there is.
             )
-        return NotYet(why, no_route=no_route)
+        return NotReady(why, no_route=no_route)
 
     def _lacks_route(self, status: int, answer: bytes) -> bool:
         """Whether a refusal is of the route, for any model, and not of what was asked there."""

@@ -37,9 +37,6 @@ from anvil_mux.host.engine_client import (
     LONGEST_PAUSE,
     Engine,
     EngineClient,
-    Never,
-    NotYet,
-    Ready,
     has_error,
     option_values,
 )
@@ -371,24 +368,20 @@ def await_ready(
     pause = FIRST_PAUSE
     with client_of(backend, url, deadline, check_cancelled, now) as client:
         while True:
-            sight = client.look()
+            flaw = client.look()
             if how := ended():
                 raise LoadError(f"{backend.name} {how} after {now() - begun:.1f} s, before it was ready")
-            match sight:
-                case Ready():
-                    return
-                case Never(why):
-                    raise LoadError(f"{backend.name} cannot become ready: {why}")
-                case NotYet(why, other_process):
-                    other_since = (other_since or now()) if other_process else None
-            if check_cancelled:
+            if flaw is None:
+                return
+            if check_cancelled and not flaw.is_final:
                 check_cancelled()
-            if other_since is not None and now() - other_since >= OTHERS_PATIENCE:
-                raise LoadError(f"{backend.name} cannot become ready: {why}")
+            other_since = (other_since or now()) if flaw.other_process else None
+            if flaw.is_final or (other_since is not None and now() - other_since >= OTHERS_PATIENCE):
+                raise LoadError(f"{backend.name} cannot become ready: {flaw.why}")
             if now() + pause >= deadline:
                 raise LoadError(
                     f"{backend.name} was not ready within its load_timeout of "
-                    f"{backend.load_timeout:g} s: {why}"
+                    f"{backend.load_timeout:g} s: {flaw.why}"
                 )
             sleep(pause)
             pause = min(max(pause, PAUSE_SHARE * (now() - begun)), LONGEST_PAUSE)
@@ -448,17 +441,12 @@ def probe(backend: Backend, url: str) -> None:
     with _within(min(PROBE_TIMEOUT, backend.load_timeout), backend, url) as client:
         try:
             flaw = client.probe()
-            if (
-                isinstance(flaw, NotYet)
-                and flaw.no_route
-                and _is_awake(client)
-                and client.is_well(LOOK_TIMEOUT)
-            ):
+            if flaw and flaw.no_route and _is_awake(client) and client.is_well(LOOK_TIMEOUT):
                 return  # such as one for speech: that it is well is all there is to learn
         except requests.RequestException as error:
             raise client.complaint("a request for one token", error) from None
-    if flaw is not None:
-        raise BackendError(getattr(flaw, "why", "no token came"))
+    if flaw:
+        raise BackendError(flaw.why)
 
 
 def await_notice(backend: Backend, url: str) -> None:
@@ -474,10 +462,8 @@ def await_notice(backend: Backend, url: str) -> None:
 
 def _check_model(client: EngineClient) -> None:
     """Check that it is the backend's engine: another one may have the address, and must not sleep."""
-    if not client.engine.loads_at_first_request:
-        sight = client.look(anew=False)
-        if not isinstance(sight, Ready):
-            raise BackendError(sight.why)
+    if not client.engine.loads_at_first_request and (flaw := client.look(anew=False)):
+        raise BackendError(flaw.why)
 
 
 def _is_awake(client: EngineClient) -> bool:

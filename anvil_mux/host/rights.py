@@ -22,6 +22,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.host.docker_api import find_endpoint
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
+from anvil_mux.state import text_of
 
 ProcessOwner = tuple[int, int]
 """The ids of a user and a group: the kernel lets a process at another only if both are its own."""
@@ -65,7 +66,8 @@ class Rights:
             group=int(status["Gid"].split()[1]),
             traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
             scope=int(scope.read_text()) if scope.exists() else 0,
-            sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
+            sees_host=text_of(proc / "2/comm").strip()
+            == "kthreadd",  # of every kernel, in no other namespace
             filtered=status.get("Seccomp", "0").strip() != "0",
         )
 
@@ -190,10 +192,3 @@ def names_our_processes(env: Mapping[str, str]) -> bool | None:
     except (OSError, MuxError):
         return None
     return bool(pid)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
