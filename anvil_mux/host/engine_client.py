@@ -212,9 +212,7 @@ class EngineClient:
             if status == 503:
                 break
         if routes == 0 and not self.engine.must_have_health:
-            return (
-                None  # An engine without any text route, such as one for images: its health is all there is.
-            )
+            return None  # it has no text route, such as one for images: its health is all there is
         return NotReady(why, no_route=no_route)
 
     def _lacks_route(self, status: int, answer: bytes) -> bool:

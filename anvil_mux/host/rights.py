@@ -66,8 +66,8 @@ class Rights:
             group=int(status["Gid"].split()[1]),
             traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
             scope=int(scope.read_text()) if scope.exists() else 0,
-            sees_host=text_of(proc / "2/comm").strip()
-            == "kthreadd",  # of every kernel, in no other namespace
+            # It is there with every kernel, and in no other namespace.
+            sees_host=text_of(proc / "2/comm").strip() == "kthreadd",
             filtered=status.get("Seccomp", "0").strip() != "0",
         )
 
