@@ -5,7 +5,7 @@ it may still hold its GPUs. One that does not come back from its standby level i
 within the same load.
 
 An eviction ends in GPUs that are free, as far as they can be read (freed.py): what an engine says is not
-believed. Where a level fails, or frees nothing, the next harder one is taken: stop, then kill. What even that
+believed. Where a level fails, or frees nothing, the next deeper one is taken: stop, then kill. What even that
 does not end is a BackendError. What is to be frozen is frozen after that: nothing can be done to its GPU
 memory any more.
 
@@ -149,7 +149,7 @@ class Swapper:
         raise LoadError(f"{backend.name} {how} when it was ready")
 
     def evict(self, backend: Backend, how: str = "stop") -> Evicted:
-        """Evict in the way ``how``, or a harder one."""
+        """Evict to the standby level ``how``, or to a deeper one."""
         level = self._level(how)
         held = self._held(backend, resident=True)
         died = self.ended(backend)

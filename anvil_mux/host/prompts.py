@@ -209,7 +209,7 @@ def _save_slot(client: EngineClient, files: PromptFiles, slot: int, loaded_from:
     match _act(client, slot, "save", files.unfinished(slot)):
         case {"n_saved": 0}:
             return None
-        case {"n_saved": int(tokens), "n_written": int(size)}:
+        case {"n_saved": int(tokens), "n_written": int(size)} if count(tokens) is not None:
             if saved := files.finish(slot, tokens, size, loaded_from):
                 return saved
             raise Unkept(
@@ -360,8 +360,8 @@ class PromptFiles:
         self._below = below
         self._backend = backend
         self._loaded_from = state / f"{backend}.prompts"
-        finished = r"\.(?P<tokens>\d{1,12})\.[0-9a-f]{32}"
-        own = rf"{re.escape(backend)}\.(?P<slot>\d{{1,9}})({finished})?\.(prompt|trying)"
+        finished = r"\.(?P<tokens>\d{1,20})\.[0-9a-f]{32}"
+        own = rf"{re.escape(backend)}\.(?P<slot>\d{{1,20}})({finished})?\.(prompt|trying)"
         self._own_name = re.compile(own, re.ASCII)
 
     def make_folder(self) -> None:

@@ -94,7 +94,7 @@ class Loaded:
 
     url: str
     how: str
-    """The way that worked: the standby level it came back from, or ``stop`` for a cold start."""
+    """The level that worked: the standby level it came back from, or ``stop`` for a cold start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Evicted:
     """How a backend really left its GPUs."""
 
     how: str
-    """The way that worked: the one asked for, or ``stop`` where a harder one was needed."""
+    """The level that worked: the one asked for, or ``stop`` where a deeper one was needed."""
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it still holds there, as far as is known."""
     host_bytes: int = 0
@@ -304,7 +304,7 @@ class Host(Protocol):
         """
 
     def evict(self, backend: Backend, how: str) -> Evicted:
-        """Return when the GPUs are free; BackendError if they may not be. ``how``: the way to leave them."""
+        """Return when the GPUs are free; BackendError if they may not be. ``how``: the level to take."""
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
         """Move a backend from the standby level ``how`` to the deeper level ``to`` without waking."""

@@ -323,6 +323,18 @@ def test_a_prompt_that_is_restored_in_part_is_erased(
     assert (engine.asked("erase"), files(engine)) == (["/slots/0?action=erase"], [])
 
 
+def test_a_prompt_of_which_no_length_is_said_is_not_kept(
+    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(slot: int, file: Path) -> tuple[int, Any]:
+        file.write_text("alpha")
+        return 200, {"n_saved": -5, "n_written": 5}
+
+    monkeypatch.setattr(engine, "save", save)
+    assert swapped(cache, backend, engine, "alpha") == ["", ""]
+    assert files(engine) == []
+
+
 def test_what_the_engine_ended_over_is_not_tried_again(
     engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
