@@ -11,9 +11,8 @@ from pathlib import Path
 
 from anvil_mux import errors
 from anvil_mux.cli import main as cli
-from anvil_mux.config import settings as values
-from anvil_mux.config import table
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.config.settings import Setting, describe, plain
 from anvil_mux.host import control, engine
 from anvil_mux.host.ways import SLEEPS, WAYS
 from anvil_mux.protocol import api
@@ -65,17 +64,17 @@ def settings() -> Iterable[str]:
         "",
         "### x-anvil at the top level",
         "",
-        *_settings(table.SETTINGS),
+        *_settings(SETTINGS),
         "",
         "### x-anvil on a service",
         "",
-        *_settings(table.SERVICE_SETTINGS),
+        *_settings(SERVICE_SETTINGS),
         "",
     ]
 
 
-def _settings(rows_of: dict[str, values.Setting]) -> list[str]:
-    rows = table.describe(rows_of)
+def _settings(rows_of: dict[str, Setting]) -> list[str]:
+    rows = describe(rows_of)
     return _table(("key", "value", "default", "meaning"), ((f"`{k}`", _cell(t), d, m) for k, t, d, m in rows))
 
 
@@ -109,7 +108,7 @@ def _arguments(step: Callable[..., object]) -> str:
 
 
 def _default(value: object) -> str:
-    return values.plain(value) or '""'
+    return plain(value) or '""'
 
 
 def _sleeps(name: str) -> str:
@@ -171,7 +170,7 @@ def _registry(registry: dict[str, type]) -> list[str]:
 
 def _fields(cls: type) -> str:
     docs = _field_docs(cls)
-    return "; ".join(f"`{f.name}` ({values.plain(f.default)}): {docs[f.name]}" for f in fields(cls))
+    return "; ".join(f"`{f.name}` ({plain(f.default)}): {docs[f.name]}" for f in fields(cls))
 
 
 def _field_docs(cls: type) -> dict[str, str]:

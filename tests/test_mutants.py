@@ -218,7 +218,7 @@ MUTANTS = {
     ),
     "the drain timeout of a backend does not count": (
         "group_swaps",
-        "seconds = self._state.drain_timeout(victim)",
+        "seconds = victim.backend.drain_timeout",
         "seconds = self._state.timeouts.drain_timeout",
     ),
     "backends are evicted beside a drain without a bound": (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.scheduler.events import KINDS, TRANSITIONS
 
 ROOT = Path(__file__).resolve().parent.parent

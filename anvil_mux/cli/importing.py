@@ -113,10 +113,10 @@ SERVICES: Columns[Row] = {
 
 def suggest(given: argparse.Namespace) -> int:
     """Say what anvil-mux would make of compose files that know nothing of it."""
-    from anvil_mux.config import composefile, interpolate
+    from anvil_mux.config import compose, interpolate
     from anvil_mux.importing import suggested
 
-    files = [Path(file) for file in given.files] or [*composefile.find_files(Path.cwd(), os.environ)]
+    files = [Path(file) for file in given.files] or [*compose.find_files(Path.cwd(), os.environ)]
     documents = [interpolate.read(file) for file in files]
     made = suggested.Suggestion(documents, os.environ, _gpus_here())
     found = any("x-anvil" in each for each in made.written.services.values())
@@ -159,7 +159,7 @@ def _nothing(made: Suggestion) -> str:
 def _checked(made: Suggestion, files: Sequence[Path]) -> tuple[list[str], Sequence[str]]:
     """Return what check says of the files with the suggestion in them: problems and warnings."""
     from anvil_mux import plugins
-    from anvil_mux.config.composefile import compose_config, run_compose
+    from anvil_mux.config.compose import compose_config, run_compose
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / OVERRIDE

@@ -28,7 +28,7 @@ from anvil_mux.cli.output import (
     tabled,
     time_of_day,
 )
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.scheduler.hosts import LOCAL
 from anvil_mux.scheduler.progress import span
 

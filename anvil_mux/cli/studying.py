@@ -267,7 +267,7 @@ def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]
 
 
 def _simulate_routing(given: argparse.Namespace) -> int:
-    from anvil_mux.config.config import DEFAULT_ROUTING
+    from anvil_mux.config.values import DEFAULT_ROUTING
     from anvil_mux.lab import contest, plot, report
 
     if given.profile or given.log or given.check or given.eviction or not given.trace:

@@ -22,7 +22,7 @@ from anvil_mux.cluster.channel import ClusterControl
 from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import Claimed, Fenced, Owner
 from anvil_mux.cluster.remote import LIMIT_SECONDS, RemoteHost
-from anvil_mux.config.config import Gpu, Machine
+from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.seam import HostConfig, Inventory
 from anvil_mux.state import write_whole

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import MuxError
 from anvil_mux.host import control
 from anvil_mux.host.adapters import load_adapters

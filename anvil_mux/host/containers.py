@@ -29,7 +29,7 @@ from functools import partial
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.config.prompt_cache import Mounts
+from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
 from anvil_mux.host.container import (

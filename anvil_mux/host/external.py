@@ -7,10 +7,12 @@ whether one is well, by a request that costs nothing.
 from __future__ import annotations
 
 import http.client
+import ssl
 from typing import NamedTuple
 
-from anvil_mux.config import external, settings
 from anvil_mux.config.config import Backend
+from anvil_mux.config.kinds import nearest
+from anvil_mux.config.values import Site, site
 from anvil_mux.host.seam import LOG_LINES, Awake, Evicted, Found, Loaded
 from anvil_mux.protocol import foreign
 
@@ -63,12 +65,12 @@ class Finding(NamedTuple):
 
 def asked(backend: Backend, timeout: float = ASK_SECONDS) -> Finding:
     """Ask the server of a backend for its models; blocks for a few seconds at most."""
-    site = external.site(backend.url)
+    server = site(backend.url)
     try:
-        connection = _connection(site, backend.ca_file, timeout)
+        connection = _connection(server, backend.ca_file, timeout)
         try:
-            path = site.path(MODELS)
-            shown = external.key_fields(backend.url, backend.service.api_key or "", path)
+            path = server.path(MODELS)
+            shown = key_fields(backend.url, backend.service.api_key or "", path)
             connection.request("GET", path, headers={"Accept": "application/json", **shown})
             with connection.getresponse() as response:
                 return _judged(backend, response.status, response.read(MOST_BYTES))
@@ -87,11 +89,32 @@ def told(error: Exception) -> str:
     return text
 
 
-def _connection(site: external.Site, ca_file: str, timeout: float) -> http.client.HTTPConnection:
-    if not site.secure:
-        return http.client.HTTPConnection(site.host, site.port, timeout=timeout)
-    context = external.trust(ca_file)
-    return http.client.HTTPSConnection(site.host, site.port, timeout=timeout, context=context)
+def _connection(server: Site, ca_file: str, timeout: float) -> http.client.HTTPConnection:
+    if not server.secure:
+        return http.client.HTTPConnection(server.host, server.port, timeout=timeout)
+    context = trust(ca_file)
+    return http.client.HTTPSConnection(server.host, server.port, timeout=timeout, context=context)
+
+
+def key_fields(url: str, key: str, path: str) -> dict[str, str]:
+    """The header fields that show a server our key; two large providers have words of their own for it."""
+    host = site(url).host
+    if not key:
+        return {}
+    if host.endswith((".azure.com", ".azure.us", ".azure.cn")):
+        return {"api-key": key}
+    if host.endswith("anthropic.com") and path.rpartition("/v1/")[2].startswith(("messages", "models")):
+        return {"x-api-key": key, "anthropic-version": "2023-06-01"}
+    return {"authorization": f"Bearer {key}"}
+
+
+def trust(ca_file: str) -> ssl.SSLContext:
+    """The certificates that a server must be vouched for by, the system's if no file is named; OSError."""
+    context = ssl.create_default_context(cafile=ca_file or None)
+    context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF  # an answer without its end is not whole
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def _judged(backend: Backend, status: int, body: bytes) -> Finding:
@@ -101,10 +124,10 @@ def _judged(backend: Backend, status: int, body: bytes) -> Finding:
         named = f"in {backend.api_key_env}" if backend.api_key_env else "(none: name one with api_key_env)"
         return Finding(f"answers {status}: it refuses the API key {named}")
     if status >= 300:
-        return Finding(f"answers {status} to GET {external.site(backend.url).path(MODELS)}")
+        return Finding(f"answers {status} to GET {site(backend.url).path(MODELS)}")
     listed, model = _ids(body), backend.served_model or backend.model
     if listed and model not in listed:
-        hint = settings.nearest(model, listed[:20] if len(listed) > 20 else listed)
+        hint = nearest(model, listed[:20] if len(listed) > 20 else listed)
         return Finding(hint=f"does not list the model {model}; {hint} (set served_model)")
     return Finding()
 

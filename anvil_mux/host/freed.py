@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import BackendError
 from anvil_mux.host.gpu import others
 from anvil_mux.host.reading import Gpus, Probe, Reading

@@ -14,7 +14,7 @@ from pathlib import Path
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
-from anvil_mux.config.prompt_cache import Mounts
+from anvil_mux.config.service import Mounts
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu, meminfo, rights
 from anvil_mux.host.adopt import Adopter, Notes

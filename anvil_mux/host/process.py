@@ -37,7 +37,7 @@ from typing import IO, Any
 
 from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.config.config import Backend
-from anvil_mux.config.prompt_cache import Mounts
+from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, ConfigError, LoadError, is_shortage
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anvil_mux.config import prompt_cache
+from anvil_mux.config.abilities import prompts_folder
 from anvil_mux.config.config import Backend
+from anvil_mux.config.service import HERE
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.engine_client import EngineClient
 from anvil_mux.host.prompt_files import Binding, KeptPrompt, PromptFiles
@@ -119,11 +120,11 @@ def files_of(backend: Backend, state: Path | None) -> PromptFiles | None:
     if backend.prompt_cache is None or state is None:
         return None
     service = backend.service
-    folder = prompt_cache.on_host(service, prompt_cache.saved_in(service))
+    folder = service.on_host(prompts_folder(service))
     if not folder:
         return None
     # Of the folders that hold it the engine has the outermost. A process may write wherever we may.
-    mounts = {} if prompt_cache.HERE in dict(service.mounts) else dict(service.mounts)
+    mounts = {} if HERE in dict(service.mounts) else dict(service.mounts)
     around = {each for each in mounts.values() if each and Path(folder).is_relative_to(each)}
     mounted = min(around, key=len, default=folder)
     return PromptFiles(mounted, os.path.relpath(folder, mounted), backend.name, state)
@@ -304,7 +305,7 @@ def _binding(client: EngineClient, props: dict[str, Any], began: float | None = 
     described = [service.command, service.environment, service.image, props["total_slots"]]
     files: dict[str, list[int]] = {}
     for inside in _model_files(service.command, props["model_path"]):
-        path = prompt_cache.on_host(service, inside)
+        path = service.on_host(inside)
         if not path:
             raise Unkept(f"{inside} is in no folder of this machine, so a changed model would not be noticed")
         for file in shards(Path(path)):

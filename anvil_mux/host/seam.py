@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.config.settings import gib
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.kinds import gib
+from anvil_mux.config.machines import Gpu
 
 LOOPBACK = "127.0.0.1"
 """The address of engines that only their own machine is to reach."""

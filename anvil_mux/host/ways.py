@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
-from anvil_mux.config import service
+from anvil_mux.config.abilities import SLEEP_FLAGS, cannot_evict_to
+from anvil_mux.config.caveats import SLEEPERS
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
 from anvil_mux.host import control
@@ -268,12 +269,12 @@ def sleeps_first(backend: Backend) -> bool:
 
     Only engines that keep their weights then; the others would have to read them again.
     """
-    if backend.engine not in service.SLEEPERS:
+    if backend.engine not in SLEEPERS:
         return False
     command = backend.service.command
-    told = set(service.SLEEP_FLAGS[backend.engine]) <= set(command)
+    told = set(SLEEP_FLAGS[backend.engine]) <= set(command)
     variables = dict(backend.service.environment)
-    can = told and not service.cannot_evict_to({"command": [*command]}, variables, backend.engine, "sleep")
+    can = told and not cannot_evict_to({"command": [*command]}, variables, backend.engine, "sleep")
     return can or "sleep" in backend.evict_to
 
 

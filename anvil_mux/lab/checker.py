@@ -302,9 +302,8 @@ class _Checker:
 
     def _drain_timeout(self, event: Event) -> float:
         """How long a backend may drain: its own time, unless people ask for that."""
-        own = self._slots[event.backend].backend.drain_timeout
         by_hand = event.cause is not None and event.cause.kind in BY_HAND
-        return self._config.drain_timeout if own is None or by_hand else own
+        return self._config.drain_timeout if by_hand else self._slots[event.backend].backend.drain_timeout
 
     def _is_pinned(self, event: Event) -> bool:
         return self._then.pins.get(event.model, self._slots[event.backend].pinned)

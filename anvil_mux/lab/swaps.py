@@ -36,6 +36,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.kinds import AUTO
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host import byhand
 from anvil_mux.host.local import LocalHost
@@ -190,7 +191,7 @@ def _plain(backend: Backend, way: str) -> Backend:
         priority=0,
         ttl=None,
         min_residency=0.0,
-        max_wait=None,
+        max_wait=AUTO,
         max_queue=None,
         evict_to=(way,),
         demote_after=None,

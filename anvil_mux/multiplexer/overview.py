@@ -13,8 +13,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from anvil_mux.config.any_of import AnyOf
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.values import AnyOf
 from anvil_mux.errors import UnknownModel
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import NamedTuple
 
-from anvil_mux.config import fallback
-from anvil_mux.config.config import EITHER, Config
-from anvil_mux.config.fallback import FallbackChain
+from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
 from anvil_mux.config.keys import Key, Keyring
-from anvil_mux.config.names import presets_of
+from anvil_mux.config.values import Preset
 from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
@@ -42,6 +40,18 @@ class Named(NamedTuple):
     """The names of which any may be meant instead, in order of preference; (): there is no choice."""
     swaps: bool = True
     """Whether one of them is loaded if none is resident."""
+
+
+class FallbackStep(NamedTuple):
+    """A model that a request is sent to, if those before it could not serve it."""
+
+    model: str
+    after: float | None
+    """Seconds that it may wait there before the next model is tried; None: as long as any request."""
+
+
+FallbackChain = tuple[FallbackStep, ...]
+"""The models that a request is sent to, in order: the one that it asked for, and its fallbacks."""
 
 
 class Access:
@@ -86,7 +96,7 @@ class Access:
         """Models of which a request may be served in two stages."""
         self.has_external = any(backend.url for backend in config.backends)
         """Whether a request may reach a server that has more models than the configuration says."""
-        self._chains = fallback.chains(config.backends)
+        self._chains = chains(config.backends)
 
     def tells_state(self, key: Key | None) -> bool:
         """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
@@ -248,6 +258,51 @@ def preflight(request: http1.Request, reader: bytes, methods: bytes) -> list[Fie
     wanted = request.fields.get(b"access-control-request-headers", b"")
     headers = [(b"Access-Control-Allow-Headers", wanted)] if wanted else []
     return [(b"Access-Control-Allow-Methods", methods), *headers, (b"Access-Control-Max-Age", b"600")]
+
+
+def presets_of(backends: Sequence[Backend]) -> dict[tuple[str, str], Preset]:
+    """Find what each name of a preset means at each backend: its own, or what another replica says."""
+    of_models: dict[str, dict[str, Preset]] = {}
+    for backend in backends:
+        for preset in backend.presets:
+            of_models.setdefault(backend.model, {}).setdefault(preset.name, preset)
+    if not of_models:
+        return {}
+    found: dict[tuple[str, str], Preset] = {}
+    for backend in backends:
+        own = of_models.get(backend.model, {}) | {preset.name: preset for preset in backend.presets}
+        found |= {(backend.name, name): preset for name, preset in own.items()}
+    return found
+
+
+def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:
+    """Model -> where its requests go, of models that have fallbacks; what leads back is left out."""
+    names = models_by_name(backends)
+    own = {each.model: (each.fallback, each.fallback_after) for each in backends if each.fallback}
+    found = {}
+    for model in own:
+        first: dict[str, FallbackStep] = {}
+        for step in _follow(model, None, names, own, ()):
+            first.setdefault(step.model, step)
+        *steps, last = first.values()
+        found[model] = (*steps, FallbackStep(last.model, None))
+    return {model: chain for model, chain in found.items() if len(chain) > 1}
+
+
+_Own = Mapping[str, tuple[tuple[str, ...], float | None]]
+
+
+def _follow(
+    model: str, after: float | None, names: Mapping[str, str], own: _Own, way: tuple[str, ...]
+) -> Iterator[FallbackStep]:
+    """A model and what follows it; ``after``: the time of the one that it is a fallback of."""
+    fallback, its_own = own.get(model, ((), None))
+    after = after if its_own is None else its_own
+    yield FallbackStep(model, after)
+    for name in fallback:
+        other = names.get(name)
+        if other is not None and other not in (*way, model):
+            yield from _follow(other, after, names, own, (*way, model))
 
 
 def _name_in(host: str) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.fallback import FallbackChain
 from anvil_mux.config.keys import Key
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.values import Preset
 from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.completions import Translation
-from anvil_mux.proxy.access import Access
+from anvil_mux.proxy.access import Access, FallbackChain
 from anvil_mux.proxy.spool import Spool
 
 AskedBody = bytes | bytearray | Spool

@@ -18,8 +18,9 @@ from ssl import SSLContext
 from time import monotonic
 from urllib.parse import parse_qsl, urlencode
 
-from anvil_mux.config import external
 from anvil_mux.config.config import Backend
+from anvil_mux.config.values import site
+from anvil_mux.host.external import key_fields, trust
 from anvil_mux.protocol import http1
 from anvil_mux.proxy import tls
 from anvil_mux.proxy.connections import LOOK_SECONDS, STILL_CONNECTING
@@ -50,7 +51,7 @@ def fields(
     request: http1.Request, backend: Backend, path: str
 ) -> tuple[dict[bytes, bytes], frozenset[bytes]]:
     """The fields that are set for a server elsewhere, and the names of the client's that it does not get."""
-    shown = external.key_fields(backend.url, backend.service.api_key or "", path)
+    shown = key_fields(backend.url, backend.service.api_key or "", path)
     own = {name.encode("ascii"): value.encode("ascii") for name, value in shown.items()}
     # Answers are read here, and events written among theirs: engines do not compress, clouds do.
     own[b"accept-encoding"] = b"identity"
@@ -66,7 +67,7 @@ def fields(
 def target(backend: Backend, path: str, query: str) -> str:
     """The path and query that a server elsewhere is asked for; without what may be a client's key."""
     kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
-    there = external.site(backend.url).path(path)
+    there = site(backend.url).path(path)
     return f"{there}?{urlencode(kept)}" if kept else there
 
 
@@ -86,11 +87,11 @@ def connect(backend: Backend, look: Callable[[], object], patience: float) -> so
 
     Its calls return a few times a second. ``look`` is called as often while it is made.
     """
-    site = external.site(backend.url)
-    connection = _reached(site.address, look)
+    server = site(backend.url)
+    connection = _reached(server.address, look)
     try:
-        if site.secure:
-            connection = tls.begun(connection, _trust(backend.ca_file), site.host, patience)
+        if server.secure:
+            connection = tls.begun(connection, _trust(backend.ca_file), server.host, patience)
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(LOOK_SECONDS))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(LOOK_SECONDS))
@@ -147,4 +148,4 @@ def _trust(ca_file: str) -> SSLContext:
 
 @lru_cache(8)
 def _read_trust(ca_file: str, changed: int) -> SSLContext:
-    return external.trust(ca_file)
+    return trust(ca_file)

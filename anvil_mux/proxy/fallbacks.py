@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anvil_mux.config.fallback import FallbackStep
 from anvil_mux.errors import (
     BackendError,
     CheckpointFailed,
@@ -31,6 +30,7 @@ from anvil_mux.errors import (
     WouldWaitTooLong,
 )
 from anvil_mux.protocol import api
+from anvil_mux.proxy.access import FallbackStep
 from anvil_mux.proxy.asked import Question
 from anvil_mux.proxy.questions import retarget
 from anvil_mux.proxy.reply import Reply

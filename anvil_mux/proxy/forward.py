@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from anvil_mux.config import presets
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import (
     BackendError,
@@ -37,6 +36,7 @@ from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.questions import TRANSLATE
 from anvil_mux.proxy.relay import WHOLE, BrokenOff, Exchange, Failed, Relay, RequestBody, Silent, name_of
 from anvil_mux.proxy.reply import JSON, Reply
+from anvil_mux.proxy.rewriting import rewritten, with_system
 from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
 from anvil_mux.scheduler.steps import NO_USAGE, Crash
@@ -418,11 +418,11 @@ def _rewritten(body: AskedBody, question: Question, backend: Backend, path: str)
     if not (preset or backend.strip or backend.set) or isinstance(body, Spool):
         return body
     if preset is None:
-        return presets.rewritten(body, backend.strip, dict(backend.set))
+        return rewritten(body, backend.strip, dict(backend.set))
     if preset.system:
-        body = presets.with_system(body, path, preset.system)
+        body = with_system(body, path, preset.system)
     strip, put = preset.over(backend.strip, backend.set)
-    return presets.rewritten(body, strip, put) if strip or put else body
+    return rewritten(body, strip, put) if strip or put else body
 
 
 def _as_known(question: Question, backend: Backend) -> RequestBody:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.external import site
 from anvil_mux.config.keys import FIELDS
+from anvil_mux.config.values import site
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1, naming
 from anvil_mux.proxy import external

@@ -28,7 +28,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from anvil_mux.config.settings import read_seconds
+from anvil_mux.config.kinds import read_seconds
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming

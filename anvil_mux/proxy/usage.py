@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs
 
-from anvil_mux.config.settings import read_seconds
+from anvil_mux.config.kinds import read_seconds
 from anvil_mux.errors import BadRequest
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.probes import Answer

@@ -21,8 +21,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from anvil_mux.clock import MOST_COUNT
-from anvil_mux.config.config import INFER_TYPES, ROUTING_NAME
-from anvil_mux.config.settings import Problem, nearest, show
+from anvil_mux.config.config import INFER_TYPES
+from anvil_mux.config.kinds import Problem, nearest, show
+from anvil_mux.config.values import ROUTING_NAME
 from anvil_mux.routing import routing, switches
 from anvil_mux.routing.routing import Filter, Metric, Pipeline, Routing, Selector, Sweep
 

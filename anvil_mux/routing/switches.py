@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from anvil_mux.config.config import INFER_TYPES
-from anvil_mux.config.settings import Problem, nearest, show
+from anvil_mux.config.kinds import Problem, nearest, show
 
 CACHE_LOCALITY = {"cache_aware_all_prefills_tokens_num": {"min_tokens": 1024}}
 """The metric of ``cache_aware``, as a step: Llumnix looks for shorter prompts in no cache."""

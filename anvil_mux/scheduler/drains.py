@@ -51,7 +51,7 @@ def seconds_left(state: GroupState, victim: Slot, now: float) -> float:
     """How long the answers of a backend will take yet, as far as is known."""
     usual = state.models[victim.model].demand.service_seconds or 0.0
     left = max([usual - (now - since) for since in victim.holders.values()], default=0.0)
-    most = victim.drain_until - now if victim.state == "draining" else state.drain_timeout(victim)
+    most = victim.drain_until - now if victim.state == "draining" else victim.backend.drain_timeout
     return max(min(left, most), 0.0)
 
 
@@ -101,6 +101,6 @@ def _prospect(state: GroupState, slot: Slot, now: float) -> _Prospect:
         seconds += max([cost(state, "", other, other.level).load_seconds for other in others], default=0.0)
     else:
         before = victims(state, slot, state.busy_gpus(), frozenset(), now) or []
-    own = [each for each in before if each.backend.drain_timeout is not None and each.holders]
+    own = [each for each in before if each.backend.has_own("drain_timeout") and each.holders]
     left = [seconds_left(state, each, now) for each in own]
     return _Prospect(max(left, default=0.0), seconds, tuple(own))

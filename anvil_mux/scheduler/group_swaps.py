@@ -98,7 +98,7 @@ class GroupSwaps:
             return 0.0
         if swap.cause.kind in BY_HAND:
             return self._state.timeouts.drain_timeout
-        seconds = self._state.drain_timeout(victim)
+        seconds = victim.backend.drain_timeout
         queue = self._state.models[swap.target.model].queue if swap.target else None
         if not (queue and victim.holders):
             return seconds

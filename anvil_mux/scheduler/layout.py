@@ -20,7 +20,8 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Costs
@@ -185,8 +186,9 @@ class Layout:
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         for group in self.groups:
             for slot in group.slots.values():
-                wanted = settings.wanted.get(slot.name)
-                if wanted and not slot.leaving and slot.backend != wanted:
+                leaves = config.completed(slot.backend) if slot.leaving else None
+                wanted = leaves or settings.wanted.get(slot.name)
+                if wanted and slot.backend != wanted:
                     _describe(group.state, slot, wanted)
         self._set_models(self.models.values(), rerouted=_routing_of(before) != _routing_of(config))
 
@@ -383,10 +385,10 @@ def _by_model(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str,
 
 def shared_settings(config: Config) -> SharedSettings:
     """The settings of a configuration that GPU groups and models go by; ValueError: a plug-in is unfit."""
-    names = dict.fromkeys((config.routing, *filter(None, [each.routing for each in config.backends])))
+    names = dict.fromkeys((config.routing, *[each.routing for each in config.backends]))
     routings: dict[str, Routing] = {name: pipeline.build(name, config.routing_policies) for name in names}
     return SharedSettings(
-        timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
+        timeouts=Timeouts(config.drain_timeout, config.queue_timeout),
         policy=build_policy(config.policy, config.policy_settings),
         eviction=build_eviction(config.eviction, config.eviction_settings),
         gpus={gpu.name: gpu for gpu in config.gpus},

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from anvil_mux.config.config import EITHER, Backend, Config
-from anvil_mux.config.settings import AUTO
+from anvil_mux.config.kinds import AUTO
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.demand import Demand
@@ -50,7 +50,7 @@ def model_settings(config: Config) -> dict[str, ModelSettings]:
 
 def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
     """The settings of the model of these backends."""
-    waits = [config.max_wait if each.max_wait is None else each.max_wait for each in backends]
+    waits = [each.max_wait for each in backends]
     return ModelSettings(
         priority=max([each.priority for each in backends]),
         max_wait=min([each for each in waits if not isinstance(each, str)], default=math.inf),
@@ -59,7 +59,7 @@ def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
         limited=any(each.concurrency for each in backends),
         bounded=any(each.most is not None for each in backends),
         staged=any(each.infer_type in ("prefill", EITHER) for each in backends),
-        routing=backends[0].routing or config.routing,
+        routing=backends[0].routing,
     )
 
 

@@ -282,7 +282,7 @@ def takeover(state: GroupState, model: Model, kept: Set[str], now: float) -> Tak
             continue
         for slot in state.loadable(model, now):
             more = None if kept & slot.holds.keys() else _more_victims(state, slot, swap, now)
-            if more is not None and not any(v.holders and state.drain_timeout(v) == FOREVER for v in more):
+            if more is not None and not any(v.holders and v.backend.drain_timeout == FOREVER for v in more):
                 return Takeover(swap, slot, more)
     return None
 
@@ -315,7 +315,7 @@ def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:
     left = 0.0
     for victim in swap.victims:
         usual = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        most = victim.drain_until - now if victim.state == "draining" else state.drain_timeout(victim)
+        most = victim.drain_until - now if victim.state == "draining" else victim.backend.drain_timeout
         for since in victim.holders.values():
             rest = usual - (now - since)
             left = max(left, min(rest, most) if rest > 0 else most)
@@ -397,7 +397,7 @@ def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
     for victim in leaving:
         service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
         answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
-        longest = max(longest, min(answers, state.drain_timeout(victim)))
+        longest = max(longest, min(answers, victim.backend.drain_timeout))
     return longest
 
 

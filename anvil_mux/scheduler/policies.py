@@ -23,7 +23,7 @@ from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
 from anvil_mux.clock import YEAR_SECONDS
-from anvil_mux.config.settings import meant, show, unfit
+from anvil_mux.config.kinds import meant, show, unfit
 from anvil_mux.scheduler.causes import POLICY, Cause, Kind
 
 FOREVER = math.inf

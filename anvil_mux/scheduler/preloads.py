@@ -94,7 +94,7 @@ def next_home(state: GroupState, now: float) -> Preload | None:
         if found.victims:
             return Preload(slot, list(found.victims), Cause("make_room", slot.model))
         if state.memory.has_room(slot):
-            return Preload(slot, [], Cause("home", seconds=_home_after(state, slot)))
+            return Preload(slot, [], Cause("home", seconds=slot.backend.home_after))
     return None
 
 
@@ -119,7 +119,7 @@ def _return(state: GroupState, slot: Slot, now: float) -> _Return:
     if any(each.holders for each in concerned):
         return _Return()
     left = slot.since if slot.state == "stopped" else -FOREVER
-    quiet = max([left, *(each.used for each in concerned)]) + _home_after(state, slot)
+    quiet = max([left, *(each.used for each in concerned)]) + slot.backend.home_after
     return _Return(max([quiet, *(each.stays_until for each in found)]), tuple(found))
 
 
@@ -129,8 +129,3 @@ def _may_return(state: GroupState, slot: Slot) -> bool:
     if slot.failed_starts or slot.unloaded or not slot.host.takes_loads:
         return False
     return may_come(state.models[slot.model], slot)
-
-
-def _home_after(state: GroupState, slot: Slot) -> float:
-    own = slot.backend.home_after
-    return state.timeouts.home_after if own is None else own

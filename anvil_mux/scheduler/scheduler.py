@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from anvil_mux.config.change import compare
-from anvil_mux.config.config import Config, gpu_name
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.causes import PAUSED, Cause, Leaving

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anvil_mux.config.config import Backend, gpu_name
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import gpu_name
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.hosts import HostRecord

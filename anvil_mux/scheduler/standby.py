@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.slot import HOLDING, Slot
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
@@ -28,7 +29,7 @@ from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.scheduler.swap import SwapInProgress
 
-LISTED = attrgetter("ttl", "min_residency", "home", "drain_timeout")
+LISTED = attrgetter("ttl", "min_residency", "home")
 """The settings of a backend that goes on by which GPU groups have lists of some of theirs."""
 
 
@@ -37,7 +38,6 @@ class Timeouts(NamedTuple):
 
     drain_timeout: float
     queue_timeout: float
-    home_after: float = 300.0
 
 
 class SharedSettings(NamedTuple):
@@ -134,8 +134,6 @@ class GroupState:
     """The backends that may be in standby."""
     homes: list[Slot] = field(default_factory=list)
     """The backends that come back when nothing else is wanted (preloads.py)."""
-    patient: bool = False
-    """Whether some backend has a drain_timeout of its own."""
     routed: list[Model] = field(default_factory=list)
     """The models with several backends."""
     bounded: list[Model] = field(default_factory=list)
@@ -154,6 +152,11 @@ class GroupState:
     def timeouts(self) -> Timeouts:
         return self.common.settings.timeouts
 
+    @property
+    def patient(self) -> bool:
+        """Whether some backend has a drain_timeout of its own."""
+        return any(slot.backend.has_own("drain_timeout") for slot in self.slots.values())
+
     def filled(self, models: Mapping[str, Iterable[Slot]]) -> None:
         """Compute anew what depends on which slots it has; ``models``: model -> its slots that are here."""
         self.own_slots = {name: list(slots) for name, slots in models.items()}
@@ -169,7 +172,6 @@ class GroupState:
         self.idlers = [slot for slot in slots if slot.ttl is not None]
         self.sleepers = [slot for slot in slots if slot.backend.evict_to != ("stop",)]
         self.homes = [slot for slot in slots if slot.backend.home]
-        self.patient = any(slot.backend.drain_timeout is not None for slot in slots)
 
     def keep_alive(self, slot: Slot, seconds: float | None) -> None:
         """Have a backend stay for so long while it is idle; None: for its own ttl."""
@@ -224,11 +226,6 @@ class GroupState:
     def fits(self, target: Slot) -> bool:
         """Whether a backend has room on its GPUs and in host memory without an eviction."""
         return self.placement.fits(target) and self.memory.short(target) <= 0
-
-    def drain_timeout(self, slot: Slot) -> float:
-        """How long a swap waits for the requests of a victim; infinite: as long as they take."""
-        own = slot.backend.drain_timeout
-        return self.timeouts.drain_timeout if own is None else own
 
     def staying(self, now: float) -> set[str]:
         """The backends that may stay for their min_residency; only an overdue queue evicts them."""

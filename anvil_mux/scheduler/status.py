@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from anvil_mux.config.config import Gpu
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.drains import RunningAnswer, answers

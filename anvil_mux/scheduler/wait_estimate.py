@@ -125,7 +125,7 @@ def _drain(state: GroupState, leaving: Sequence[Slot], now: float) -> _Drain:
     if not busy:
         return _Drain((), 0.0, 0.0, "")
     ends = [
-        slot.drain_until - now if slot.state == "draining" else state.drain_timeout(slot) for slot in busy
+        slot.drain_until - now if slot.state == "draining" else slot.backend.drain_timeout for slot in busy
     ]
     most = max(*ends, 0.0)
     longest = f"for at most {span(most)}" if most < FOREVER else "for as long as it takes"

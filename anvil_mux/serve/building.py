@@ -23,7 +23,7 @@ from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import MuxError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig

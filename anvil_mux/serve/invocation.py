@@ -27,7 +27,7 @@ from types import FrameType
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.external import site
+from anvil_mux.config.values import site
 from anvil_mux.errors import MuxError
 from anvil_mux.telemetry import eventlog, journal
 from anvil_mux.telemetry.accesslog import Output, stamp, write_some

@@ -32,7 +32,8 @@ from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.cluster.messages import Fenced
 from anvil_mux.cluster.remote import RemoteHost
-from anvil_mux.config.config import Backend, Config, gpu_name
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import gpu_name
 from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import (
     PHASES,

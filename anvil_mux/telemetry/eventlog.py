@@ -26,15 +26,16 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple, TextIO
 
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
-from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.config.settings import ENDLESS
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
+from anvil_mux.config.config import INHERITED, SERVICE_SETTINGS, SETTINGS, Backend, Config, inherited
+from anvil_mux.config.kinds import ENDLESS, SECONDS_OR_NONE
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.settings import fields_of
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import parse, to_json
 from anvil_mux.scheduler.events import KINDS, Event
@@ -79,6 +80,7 @@ class LoggedRun(NamedTuple):
 _OF_CONFIG = [name for name in fields_of(SETTINGS, lambda setting: setting.logged) if name != "gpus"]
 _OF_BACKEND = ("name", *fields_of(SERVICE_SETTINGS, lambda setting: setting.logged))
 """Not the service, whose environment may hold keys."""
+_MAYBE_ENDLESS = fields_of(SERVICE_SETTINGS, lambda setting: setting.kind is SECONDS_OR_NONE)
 _OF_GPU = tuple([field.name for field in fields(Gpu)])
 
 
@@ -95,9 +97,16 @@ def header(config: Config, began: float) -> dict[str, Any]:
 
 def _changed(thing: Backend | Gpu, among: Sequence[str]) -> dict[str, Any]:
     """The fields of a dataclass, among some, that do not have their defaults; JSON knows no infinity."""
-    names = [field for field in fields(thing) if field.name in among]
-    values = {f.name: getattr(thing, f.name) for f in names if getattr(thing, f.name) != f.default}
+    names = [each.name for each in fields(thing) if each.name in among and _is_its_own(thing, each)]
+    values = {name: getattr(thing, name) for name in names}
     return {name: ENDLESS if value == math.inf else value for name, value in values.items()}
+
+
+def _is_its_own(thing: Backend | Gpu, field: Field[Any]) -> bool:
+    """Whether a field is to be told; what a backend inherits is in the header, but for ``preload``."""
+    if isinstance(thing, Backend) and field.name in INHERITED and field.name != "preload":
+        return thing.has_own(field.name)
+    return bool(getattr(thing, field.name) != field.default)
 
 
 def config_of(header: Mapping[str, Any]) -> Config:
@@ -112,8 +121,9 @@ def config_of(header: Mapping[str, Any]) -> Config:
 def _made(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     given = {key: value for key, value in about.items() if key in known}
-    if given.get("drain_timeout") == ENDLESS:
-        given["drain_timeout"] = math.inf
+    given |= {key: math.inf for key in _MAYBE_ENDLESS if given.get(key) == ENDLESS}
+    if kind is Backend:
+        given["inherits"] = inherited(given)
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 

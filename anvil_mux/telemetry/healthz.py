@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.external import site
+from anvil_mux.config.values import site
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight

@@ -18,7 +18,7 @@ from typing import Any
 
 from anvil_mux.clock import Worker
 from anvil_mux.command import without_keys
-from anvil_mux.config.hooks import Hook
+from anvil_mux.config.values import Hook
 from anvil_mux.telemetry import journal
 from anvil_mux.telemetry.feed import Feed, FeedPosition
 

@@ -27,7 +27,8 @@ from dataclasses import replace
 from typing import Any
 
 from anvil_mux.clock import Clock
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer.multiplexer import Multiplexer

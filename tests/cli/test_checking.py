@@ -18,8 +18,7 @@ import yaml
 
 from anvil_mux.cli.checking import steered_by_all
 from anvil_mux.cli.main import main
-from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config, Service
 from anvil_mux.host import checkpoint
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint

@@ -12,7 +12,7 @@ from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.cluster.cluster import Cluster, owner_id
 from anvil_mux.cluster.links import Node
 from anvil_mux.cluster.messages import AgentAnswer, Claimed
-from anvil_mux.config.config import Gpu, Machine
+from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import HostGpu, Inventory
 from tests.cluster.answers import arguments_of

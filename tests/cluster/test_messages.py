@@ -23,8 +23,9 @@ from anvil_mux.cluster.messages import (
     UnknownStep,
     Unreadable,
 )
-from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.machines import Gpu
 from anvil_mux.config.profile import Profile
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.host.seam import (

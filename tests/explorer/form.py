@@ -14,7 +14,8 @@ from itertools import count
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.state import SharedSettings

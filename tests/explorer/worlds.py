@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.policies import POLICIES, Decision, Snapshot, Stay, SwapTo
 
 Fact = tuple[str, ...]

@@ -12,7 +12,7 @@ import pytest
 
 from anvil_mux import clock
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.config.prompt_cache import mounts_of_process
+from anvil_mux.config.service import mounts_of_process
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.page_cache import CachedFile

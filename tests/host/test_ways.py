@@ -15,7 +15,8 @@ import pytest
 import requests
 
 from anvil_mux.cli import main as cli
-from anvil_mux.config.config import Backend, Config, Gpu, Service
+from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import control, local, swap
 from anvil_mux.host.adopt import Adopter, Awake, Notes
@@ -703,7 +704,12 @@ class Shop:
         command = (str(ROOT / "bin" / "demo-engine"), "--model", "model-a", "--load-seconds", "0.1")
         self.backend = replace(STANDBY, service=Service(command=command))
         self.config = Config(
-            (self.backend,), (Gpu("0"),), "shop", (str(folder / "compose.yaml"),), "process", port=0
+            (self.backend,),
+            gpus=(Gpu("0"),),
+            project="shop",
+            files=(str(folder / "compose.yaml"),),
+            runtime="process",
+            port=0,
         )
         self.runtime = ProcessRuntime(self.config)
         self.cuda = cuda

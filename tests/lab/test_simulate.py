@@ -6,8 +6,9 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome
@@ -190,8 +191,8 @@ def own_settings(backends, seed):
             priority=draw.choice((0, 0, 5)),
             ttl=draw.choice((None, None, 3.0078125, 20.0078125)),
             min_residency=draw.choice((0.0, 0.0, 6.00390625, 30.00390625)),
-            max_wait=draw.choice((None, None, 4.001953125, 90.001953125)),
-            drain_timeout=drains.choice((None, None, 0.0, 1.015625, inf, inf)),
+            max_wait=draw.choice(("auto", "auto", 4.001953125, 90.001953125)),
+            drain_timeout=drains.choice((30.0, 30.0, 0.0, 1.015625, inf, inf)),
             max_queue=queues.choice((None, None, 2)),
         )
         for backend in backends

@@ -17,7 +17,8 @@ import yaml
 
 from anvil_mux import plugins
 from anvil_mux.cli.main import main
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError
 from anvil_mux.host import check, gpu, nvml
 from anvil_mux.host.process import ProcessRuntime

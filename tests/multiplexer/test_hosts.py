@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import GpuMemoryShort, HostUnavailable
 from anvil_mux.scheduler.status import HostState, KeptPrompts
 from anvil_mux.telemetry import healthz

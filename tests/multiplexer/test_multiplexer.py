@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux import errors
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import (
     BackendError,
     Cancelled,

@@ -11,7 +11,8 @@ from typing import Any
 
 import worlds
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.lab import engines, simulate, study, workload
 from anvil_mux.scheduler.events import Event
@@ -28,9 +29,8 @@ KINDS: dict[str, str] = {}
 
 def config_of(about: dict[str, Any]) -> Config:
     about = {KEYS.get(key, key): value for key, value in about.items()}
-    backends = tuple(
-        [Backend(**{KEYS.get(k, k): _value(v) for k, v in each.items()}) for each in about["backends"]]
-    )
+    given = [{k: v for k, v in each.items() if v is not None} for each in about["backends"]]
+    backends = tuple([Backend(**{KEYS.get(k, k): _value(v) for k, v in each.items()}) for each in given])
     gpus = tuple([Gpu(id, vram=vram) for id, vram in about.get("gpus", {}).items()])
     rest = {key: value for key, value in about.items() if key not in ("backends", "gpus")}
     return Config(backends=backends, gpus=gpus, **rest)

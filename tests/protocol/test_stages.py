@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 from anvil_mux.protocol import stages

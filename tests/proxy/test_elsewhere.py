@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.any_of import AnyOf
-from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.keys import load
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.values import AnyOf, Preset
 from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.external import ExternalServer
 from anvil_mux.host.seam import Loaded

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend
+from anvil_mux.config.values import AnyOf
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.demo import compose

@@ -17,7 +17,8 @@ import pytest
 
 from anvil_mux import __version__, clock
 from anvil_mux.config import keys
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BadRequest, LoadError
 from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
 from anvil_mux.proxy import client, front, server, threads

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config.config import Config
-from anvil_mux.config.external import trust
 from anvil_mux.errors import ConfigError
+from anvil_mux.host.external import trust
 from anvil_mux.proxy import tls
 from anvil_mux.serve.configuration import tls_context
 from tests.cli.demo import compose, state

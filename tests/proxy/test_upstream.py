@@ -14,7 +14,7 @@ from anvil_mux.command import API_KEYS
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key, Keyring
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.values import Preset
 from anvil_mux.protocol import api
 from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.questions import names_there

@@ -4,7 +4,8 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.steps import NOTHING, Evict
 from anvil_mux.scheduler.wait_estimate import wait_estimate

@@ -3,7 +3,8 @@
 import itertools
 from math import inf
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import Draining, LoadError, WaitedTooLong
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Costs

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome

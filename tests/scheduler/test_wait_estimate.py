@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anvil_mux.config.config import Gpu
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy

@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.machines import Gpu
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.serve.polling import NoAnswer, Scraper, ask, load_of, load_of_slots

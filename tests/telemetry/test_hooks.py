@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.hooks import Hook, read
+from anvil_mux.config.values import HOOKS, Hook
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.telemetry.feed import Feed
@@ -180,7 +180,7 @@ def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) ->
     ],
 )
 def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, ...]) -> None:
-    assert read(value) == hooks
+    assert HOOKS.read(value) == hooks
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, .
 )
 def test_a_hook_that_cannot_be_meant_is_refused(value: object, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        read(value)
+        HOOKS.read(value)
 
 
 def test_a_feed_may_be_followed_for_a_hook(receiver: Receiver) -> None:

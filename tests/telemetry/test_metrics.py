@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.values import Preset
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate

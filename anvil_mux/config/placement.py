@@ -14,10 +14,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from anvil_mux.config import service, settings
-from anvil_mux.config.config import ANY_HOST, HOST_NAME, LOCAL, DeclaredMachine, Gpu, Machine, WantedHosts
-from anvil_mux.config.devices import GivenGpus, of_vendors
+from anvil_mux.config.devices import ALL_THERE_ARE, GivenGpus, of_vendors
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
+from anvil_mux.config.kinds import gib, meant, nearest
+from anvil_mux.config.machines import (
+    ALL,
+    ANY_HOST,
+    HOST_NAME,
+    LOCAL,
+    DeclaredMachine,
+    Gpu,
+    Machine,
+    WantedHosts,
+)
 from anvil_mux.config.problems import Problems
 
 SHOWN = 10
@@ -180,7 +189,7 @@ class Places:
             labels = set(wanted.items())
             return sorted(name for name, each in self.cluster.items() if labels <= set(each.labels))
         known = sorted({*self.cluster, *self._machines})
-        return ["", *known] if self.here or need in ((), service.ALL_THERE_ARE) else known
+        return ["", *known] if self.here or need in ((), ALL_THERE_ARE) else known
 
     def _choices(
         self, host: str, need: Need, vram: int | None, vendors: Sequence[str]
@@ -189,20 +198,20 @@ class Places:
         known = self._gpus.get(host)
         if not need:
             return [()]
-        if need == service.ALL_THERE_ARE:
+        if need == ALL_THERE_ARE:
             return [tuple(of_vendors(known or (), vendors))]
         if isinstance(need, GivenGpus) and (known is not None or not host):
             return [self._given(host, need)]
-        if known is None and not host and need == service.ALL:
+        if known is None and not host and need == ALL:
             raise ValueError('has GPUs that are not known: declare them, x-anvil: {gpus: ["0"]}')
         if known is None:
             return [_unknown(need)]
         if isinstance(need, int):
             return _blocks({id: known[id] for id in of_vendors(known, vendors)}, need, vram)
-        if need == service.ALL and not known:
+        if need == ALL and not known:
             raise ValueError("has no GPU")
         assert not isinstance(need, GivenGpus)
-        ids = tuple(of_vendors(known, vendors)) if need == service.ALL else self._ids(host, need)
+        ids = tuple(of_vendors(known, vendors)) if need == ALL else self._ids(host, need)
         if missing := [id for id in ids if id not in known]:
             raise ValueError(f"has no GPU {', '.join(missing)}; it has {', '.join(known) or 'none'}")
         return [ids]
@@ -227,8 +236,8 @@ class Places:
         """The GPUs of this machine that a service names, or is given."""
         if isinstance(used, GivenGpus):
             return self._given("", used)
-        if used in (service.ALL, service.ALL_THERE_ARE):
-            if not self.here and used == service.ALL:
+        if used in (ALL, ALL_THERE_ARE):
+            if not self.here and used == ALL:
                 write = 'x-anvil: {gpus: ["0"]}'
                 said = "uses all GPUs; say which there are at the top level"
                 found = Diagnostic(f"{said}: {write}", said=said, write=write, page="gpus.md#supported-gpus")
@@ -268,8 +277,8 @@ class Places:
             text = f"not in the cluster: {_shown(hosts)}; {_shown(services)} wait for that"
             is_name = HOST_NAME.fullmatch(hosts[0]) and hosts[0] != ANY_HOST
             if len(hosts) == 1 and is_name and 0 < len(self.cluster) <= SHOWN:
-                text += f"; {settings.nearest(hosts[0], self.cluster)}"
-            near = settings.meant(hosts[0], self.cluster) if len(hosts) == 1 else ""
+                text += f"; {nearest(hosts[0], self.cluster)}"
+            near = meant(hosts[0], self.cluster) if len(hosts) == 1 else ""
             self._problems.warn(_hosts_key(services[0]), text, f"hosts: {near}" if near else "")
 
 
@@ -289,7 +298,7 @@ def _unknown(need: Need) -> tuple[str, ...]:
         return tuple(str(index) for index in range(need))
     if isinstance(need, GivenGpus):
         return (f"{need.vendors[0]}0",)
-    return ("0",) if need == service.ALL else () if need == service.ALL_THERE_ARE else tuple(need)
+    return ("0",) if need == ALL else () if need == ALL_THERE_ARE else tuple(need)
 
 
 def _blocks(known: Mapping[str, Gpu], count: int, vram: int | None) -> list[tuple[str, ...]]:
@@ -300,7 +309,7 @@ def _blocks(known: Mapping[str, Gpu], count: int, vram: int | None) -> list[tupl
     blocks = [ids[at : at + count] for at in range(0, len(ids) - count + 1, count)]
     fit = [block for block in blocks if not any(_too_small(known[id], vram) for id in block)]
     if not fit:
-        raise ValueError(f"has no GPU that {settings.gib(vram or 0)} fit")
+        raise ValueError(f"has no GPU that {gib(vram or 0)} fit")
     return fit
 
 

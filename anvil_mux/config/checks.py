@@ -1,56 +1,41 @@
 """Checks of what the compose files say, once it could be read: can it work, each service and all together?
 
 A problem is what cannot work; a warning is what works but will cause trouble.
+
+A model's own name, an alias, a preset, a LoRA adapter and a name for several models share one space: each
+name stands for one thing, whichever service gave it. What one replica says of aliases and presets holds for
+its model; adapters are in engines, so every replica must have them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import NamedTuple
 
-from anvil_mux.config import any_of, fallback, settings
-from anvil_mux.config.config import (
-    EITHER,
-    Backend,
-    Config,
-    Gpu,
-    default_of,
-    models_by_name,
-)
+from anvil_mux.config.backends import BackendReader
+from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
-from anvil_mux.config.names import Names
+from anvil_mux.config.kinds import AUTO, gib, meant, nearest
+from anvil_mux.config.machines import Gpu
 from anvil_mux.config.problems import Problems
-from anvil_mux.config.settings import AUTO, gib
+from anvil_mux.config.values import Preset
 
 
 class Checks:
-    """The checks of one configuration; what they find they add to ``problems``.
+    """The checks of one configuration; what they find they add to ``problems``."""
 
-    ``values``: the arguments of ``Config`` that are given. ``gpus``: by their names. ``host_ports``: backend
-    -> the ports of its host that it takes. ``services``: backend -> the service of the files behind it.
-    """
-
-    def __init__(
-        self,
-        problems: Problems,
-        *,
-        values: Mapping[str, Any],
-        backends: Sequence[Backend],
-        gpus: Mapping[str, Gpu],
-        host_ports: Mapping[str, Set[int]],
-        services: Mapping[str, str],
-        names: Names,
-    ) -> None:
+    def __init__(self, problems: Problems, config: Config, reader: BackendReader, names: Names) -> None:
         self._problems = problems
+        self._config = config
         self._names = names
-        self._values = values
-        self._backends = backends
-        self._gpus = gpus
-        self._host_ports = host_ports
-        self._services = services
-        self._several = Counter(services[each.name] for each in backends if each.service.scale == 1)
+        self._gpus = {gpu.name: gpu for gpu in config.gpus}
+        self._host_ports = reader.ports
+        self._services = reader.services
+        singles = [self._services[each.name] for each in config.backends if each.service.scale == 1]
+        self._several = Counter(singles)
         """Service -> how many backends are made of it, of which only some are loaded at once."""
 
     def run(self) -> None:
@@ -69,26 +54,22 @@ class Checks:
         """The key of the files below which the backend's service stands."""
         return ("services", self._services[backend.name], *path)
 
-    def _value(self, key: str) -> Any:
-        """The value that holds for a setting of ``Config``."""
-        return self._values.get(key, default_of(Config, key))
-
     def _check_settings(self) -> None:
-        values = self._values
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
-            if one in values and other not in values:
+            if getattr(self._config, one) and not getattr(self._config, other):
                 self._problems.of_setting(one, Diagnostic(f"needs {other} beside it", write=f"{other}: FILE"))
-        names = {name for backend in self._backends for name in backend.names}
-        names |= values.get("any_of", {}).keys()
-        if (default := values.get("default_model")) and default not in names:
-            text = f"no service serves {default}; {settings.nearest(default, names)}"
-            near = settings.meant(default, names)
-            self._problems.of_setting("default_model", Diagnostic(text, value=near))
+        names = {name for backend in self._config.backends for name in backend.names}
+        names |= self._config.any_of.keys()
+        if (default := self._config.default_model) and default not in names:
+            text = f"no service serves {default}; {nearest(default, names)}"
+            self._problems.of_setting("default_model", Diagnostic(text, value=meant(default, names)))
 
     def _check_stages(self) -> None:
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
-            served = {backend.model for backend in self._backends if backend.infer_type in (other, EITHER)}
-            for backend in self._backends:
+            served = {
+                backend.model for backend in self._config.backends if backend.infer_type in (other, EITHER)
+            }
+            for backend in self._config.backends:
                 if backend.infer_type == one and backend.model not in served:
                     self._problems.add(
                         self._key(backend, "x-anvil", "infer_type"),
@@ -97,25 +78,34 @@ class Checks:
                     )
 
     def _check_names(self) -> None:
-        for name, count in Counter(backend.name for backend in self._backends).items():
+        for name, count in Counter(backend.name for backend in self._config.backends).items():
             if count > 1:
-                scaled = any(each.name == name and each.service.scale > 1 for each in self._backends)
+                scaled = any(each.name == name and each.service.scale > 1 for each in self._config.backends)
                 what = "a replica of a scaled service" if scaled else "what another service becomes on a host"
                 self._problems.add(("services", name), f"{what} is called {name} too")
-        self._names.check(self._backends)
+        self._names.check(self._config.backends)
 
     def _check_any_of(self) -> None:
-        names = {name: each.model for each in self._backends for name in each.names}
-        for name, text in any_of.check(self._values.get("any_of", {}), names):
-            self._problems.of_setting("any_of", text, name)
+        names, any_of = self._config.names, self._config.any_of
+        for name, each in any_of.items():
+            if name in names:
+                text = f"is a name of the model {names[name]} already: call it otherwise"
+                found = Diagnostic(text, write=f"any-{name}: {as_yaml(list(each.models))}")
+                self._problems.of_setting("any_of", found, name)
+            for model in each.models:
+                if model in any_of:
+                    text = f"{model} stands for several models itself: name the models"
+                    self._problems.of_setting("any_of", text, name)
+                elif model not in names:
+                    text = f"no service serves {model}; {nearest(model, names)}"
+                    near = meant(model, names)
+                    mended = [near if model == other else other for other in each.models]
+                    found = Diagnostic(text, value=as_yaml(mended) if near else "")
+                    self._problems.of_setting("any_of", found, name)
 
     def _check_homes(self) -> None:
         """Check that home backends may come back, and stay."""
-        homes = {self._services[each.name]: each for each in self._backends if each.home}
-        for backend in {self._services[each.name]: each for each in self._backends}.values():
-            if backend.home_after is not None and not backend.home:
-                key = self._key(backend, "x-anvil", "home_after")
-                self._problems.warn(key, "has no effect without home: true", "home: true")
+        homes = {self._services[each.name]: each for each in self._config.backends if each.home}
         for service, backend in homes.items():
             key = self._key(backend, "x-anvil", "home")
             if backend.ttl is not None:
@@ -134,8 +124,8 @@ class Checks:
                     )
 
     def _check_external(self) -> None:
-        served = Counter(backend.model for backend in self._backends)
-        for backend in self._backends:
+        served = Counter(backend.model for backend in self._config.backends)
+        for backend in self._config.backends:
             if backend.url and served[backend.model] > 1:
                 self._problems.add(
                     self._key(backend, "x-anvil", "url"),
@@ -145,10 +135,10 @@ class Checks:
                 )
 
     def _check_fallbacks(self) -> None:
-        names = models_by_name(self._backends)
-        own = {each.model: each.fallback for each in self._backends if each.fallback}
+        names = models_by_name(self._config.backends)
+        own = {each.model: each.fallback for each in self._config.backends if each.fallback}
         first: dict[str, Backend] = {}
-        for backend in self._backends:
+        for backend in self._config.backends:
             key = self._key(backend, "x-anvil", "fallback")
             before = first.setdefault(backend.model, backend)
             if (before.fallback, before.fallback_after) != (backend.fallback, backend.fallback_after):
@@ -156,24 +146,24 @@ class Checks:
                 self._problems.add(key, said, f"fallback: {as_yaml(list(before.fallback))}")
             for name in [name for name in backend.fallback if name not in names]:
                 self._problems.add(key, self._no_model(name, names))
-            if before is backend and (way := fallback.circle(backend.model, names, own)):
+            if before is backend and (way := _circle(backend.model, names, own)):
                 self._problems.add(key, f"leads back to where it began: {' -> '.join(way)}")
 
     def _no_model(self, name: str, names: Mapping[str, str]) -> str:
         """Why a name is not that of a model, and what to write instead; ``names``: those that are."""
-        for each in self._backends:
+        for each in self._config.backends:
             if name in each.names:
                 text = f"{name} is a preset of {each.model}, not a model: name {each.model}"
                 return Diagnostic(text, value=each.model)
-        if several := self._values.get("any_of", {}).get(name):
+        if several := self._config.any_of.get(name):
             text = f"{name} stands for several models: name {', '.join(several.models)}"
             return Diagnostic(text, value=as_yaml(list(several.models)))
-        text = f"no service serves {name}; {settings.nearest(name, names)}"
-        return Diagnostic(text, value=settings.meant(name, names))
+        text = f"no service serves {name}; {nearest(name, names)}"
+        return Diagnostic(text, value=meant(name, names))
 
     def _check_room(self) -> None:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}
-        for backend in self._backends:
+        for backend in self._config.backends:
             for name in backend.gpu_names:
                 users[name].append(backend)
         told: set[str] = set()
@@ -239,29 +229,29 @@ class Checks:
 
     def _check_waits(self) -> None:
         """Check that requests may wait for long enough to be served."""
-        limit, most = self._value("queue_timeout"), self._value("max_wait")
-        for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in self._backends]):
-            if longest != AUTO and limit < longest:
+        limit = self._config.queue_timeout
+        for longest in dict.fromkeys([backend.max_wait for backend in self._config.backends]):
+            if longest != AUTO and limit < float(longest):
                 text = (
                     f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a queue is overdue "
                     "before that, early enough for a load that takes as long as loads usually do"
                 )
-                self._problems.of_limit("queue_timeout", text, float(longest))
+                self._problems.warn_of_setting("queue_timeout", text, f"queue_timeout: {longest:g}")
         slow = dict.fromkeys(
-            self._services[b.name] for b in self._backends if b.load_timeout > limit and not b.url
+            self._services[b.name] for b in self._config.backends if b.load_timeout > limit and not b.url
         )
         if slow:
             text = (
                 f"queue_timeout ({limit:g} s) is less than the load_timeout of {', '.join(slow)}: requests "
                 "that wait for a load fail when it takes longer than that, though it goes on"
             )
-            longest = max(b.load_timeout for b in self._backends if not b.url)
-            self._problems.of_limit("queue_timeout", text, longest)
+            longest = max(b.load_timeout for b in self._config.backends if not b.url)
+            self._problems.warn_of_setting("queue_timeout", text, f"queue_timeout: {longest:g}")
 
     def _check_ports(self) -> None:
         users: dict[tuple[str, int], list[int]] = {}  # (host, port) -> places of backends in the list
-        listen = self._value("port")
-        for place, backend in enumerate(self._backends):
+        listen = self._config.port
+        for place, backend in enumerate(self._config.backends):
             for port in self._host_ports[backend.name]:
                 users.setdefault((backend.host, port), []).append(place)
             if listen in self._host_ports[backend.name] and not backend.host:
@@ -269,7 +259,7 @@ class Checks:
                 write = f'ports: ["127.0.0.1::{backend.port or "PORT"}"]'
                 self._problems.add(self._key(backend), text, write)
         for pair in sorted({pair for places in users.values() for pair in combinations(places, 2)}):
-            self._check_pair(*(self._backends[place] for place in pair))
+            self._check_pair(*(self._config.backends[place] for place in pair))
 
     def _check_pair(self, one: Backend, other: Backend) -> None:
         """Check that two backends that take the same port of a host never run at once."""
@@ -280,12 +270,12 @@ class Checks:
         text = f"port {ports} is also that of {one.name}, and both may run at once"
         if self._services[one.name] == self._services[other.name]:
             text = f"port {ports} cannot be that of all its replicas: {self._port_advice(other)}"
-        process = self._value("runtime") == "process"
+        process = self._config.runtime == "process"
         write = "" if process else f'ports: ["127.0.0.1::{other.port or "PORT"}"]'
         self._problems.add(self._key(other), text, write)
 
     def _port_advice(self, backend: Backend) -> str:
-        if self._value("runtime") == "process":
+        if self._config.runtime == "process":
             return "leave it out, and each has one of its own in $PORT"
         return f'publish any, "127.0.0.1::{backend.port or "PORT"}", or a range'
 
@@ -309,3 +299,129 @@ def _fit(backends: Sequence[Backend], room: int | None) -> bool:
         return True
     needs = [backend.vram for backend in backends]
     return room is not None and all(needs) and sum(need or 0 for need in needs) <= room
+
+
+# Names
+
+
+class _NameUse(NamedTuple):
+    """The first that has a name."""
+
+    model: str
+    what: str
+    key: KeyPath
+    preset: Preset | None = None
+
+
+class Names:
+    """The names in one configuration."""
+
+    def __init__(self, problems: Problems, reader: BackendReader) -> None:
+        self._problems = problems
+        self._services = reader.services
+        self._loras = reader.loras
+
+    # Adapters that only a command names
+
+    def settled(self, backends: Sequence[Backend]) -> list[Backend]:
+        """The backends without those adapters of commands that cannot be names, of which it is warned."""
+        if not any(preset.is_adapter for backend in backends for preset in backend.presets):
+            return list(backends)
+        replicas = Counter(backend.model for backend in backends)
+        having = Counter((backend.model, preset.name) for backend in backends for preset in backend.presets)
+        owners = self._said_names(backends)
+        made = []
+        for backend in backends:
+            kept = list(backend.presets)
+            for preset in self._from_command(backend):
+                model = backend.model
+                why = ""
+                if owners.get(preset.name, model) != model or preset.name in (model, *backend.aliases):
+                    why = f"that is a name of {owners[preset.name]}"
+                elif having[model, preset.name] < replicas[model]:
+                    why = f"not every replica of {model} has it"
+                if why:
+                    kept.remove(preset)
+                    text = f"its LoRA adapter {preset.name} cannot be asked for: {why}"
+                    self._problems.warn(("services", self._services[backend.name]), text)
+                owners.setdefault(preset.name, model)
+            is_whole = len(kept) == len(backend.presets)
+            made.append(backend if is_whole else replace(backend, presets=tuple(kept)))
+        return made
+
+    def _from_command(self, backend: Backend) -> list[Preset]:
+        said = self._loras.get(self._services[backend.name], frozenset())
+        return [preset for preset in backend.presets if preset.is_adapter and preset.name not in said]
+
+    def _said_names(self, backends: Sequence[Backend]) -> dict[str, str]:
+        """The names that do not come from commands -> the model."""
+        owners: dict[str, str] = {}
+        for backend in backends:
+            from_command = self._from_command(backend)
+            said = [preset.name for preset in backend.presets if preset not in from_command]
+            owners |= dict.fromkeys([backend.model, *backend.aliases, *said], backend.model)
+        return owners
+
+    # Clashes
+
+    def check(self, backends: Sequence[Backend]) -> None:
+        """Note the names that mean two things, and the adapters that a replica lacks."""
+        owners: dict[str, _NameUse] = {}
+        for backend in backends:
+            key: KeyPath = ("services", self._services[backend.name])
+            owners.setdefault(backend.model, _NameUse(backend.model, "the name", key))
+        for backend in backends:
+            key = ("services", self._services[backend.name], "x-anvil", "aliases")
+            for alias in backend.aliases:
+                owner = owners.setdefault(alias, _NameUse(backend.model, "an alias", key))
+                if owner.model != backend.model:
+                    self._problems.add(key, f"{alias} is already a name of {owner.model}")
+        for backend in backends:
+            for own in self._presets(backend):
+                assert own.preset
+                owner = owners.setdefault(own.preset.name, own)
+                if owner is not own and not _is_same(owner, own):
+                    where = self._problems.place(owner.key)
+                    self._problems.add(own.key, f"is {owner.what} of {owner.model} already ({where})")
+        self._check_adapters(backends)
+
+    def _presets(self, backend: Backend) -> Iterator[_NameUse]:
+        for preset in backend.presets:
+            kind, what = ("loras", "a LoRA adapter") if preset.is_adapter else ("presets", "a preset")
+            key = ("services", self._services[backend.name], "x-anvil", kind, preset.name)
+            yield _NameUse(backend.model, what, key, preset)
+
+    def _check_adapters(self, backends: Sequence[Backend]) -> None:
+        """Check that every replica has the adapters that another one's settings name."""
+        having: dict[str, dict[str, str]] = {}
+        for backend in backends:
+            adapters = [preset.name for preset in backend.presets if preset.is_adapter]
+            having.setdefault(backend.model, {}).update(dict.fromkeys(adapters, self._services[backend.name]))
+        for backend in backends:
+            lacking = having[backend.model].keys() - {preset.name for preset in backend.presets}
+            for name in sorted(lacking):
+                other = having[backend.model][name]
+                text = f"lacks the adapter {name}, which {other}, a replica of the same model, has"
+                self._problems.add(("services", self._services[backend.name], "x-anvil", "loras"), text)
+
+
+def _is_same(one: _NameUse, other: _NameUse) -> bool:
+    """Whether two replicas give a name one meaning; adapters may have other numbers in each."""
+    if one.preset is None or other.preset is None or one.model != other.model or one.key == other.key:
+        return one.key == other.key
+    return one.preset == other.preset or (one.preset.is_adapter and other.preset.is_adapter)
+
+
+def _circle(model: str, names: Mapping[str, str], own: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The way on which the fallbacks of a model lead back to it; () if they do not."""
+    ways: list[tuple[str, ...]] = [(model,)]
+    seen: set[str] = set()
+    while ways:
+        way = ways.pop()
+        for other in [names[name] for name in own.get(way[-1], ()) if name in names]:
+            if other == model:
+                return (*way, model)
+            if other not in seen:
+                seen.add(other)
+                ways.append((*way, other))
+    return ()
