@@ -223,7 +223,8 @@ class _ServiceReader:
         self._warn(caveats.external_caveats(values["url"], key=secret, compose=compose, profiles=profiles))
         self._files.ports[self._name] = set()
         made = Service(profiles=profiles, key=secret, digest=ELSEWHERE)
-        return Backend(self._name, service=made, inherits=inherited(values), **values)
+        own = {*values, "preload", "read_ahead"}  # nothing of it is loaded
+        return Backend(self._name, service=made, inherits=inherited(own), **values)
 
     def _take_name(self, values: dict[str, Any]) -> None:
         model = values.setdefault("model", TEXT.read(self._name))

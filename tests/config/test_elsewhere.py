@@ -33,6 +33,11 @@ def test_a_service_with_a_url_is_a_model_that_needs_nothing_of_this_machine(tmp_
     assert found.warnings == ()
 
 
+def test_where_every_model_is_preloaded_a_server_elsewhere_is_not(tmp_path: Path) -> None:
+    [gpt] = plain(tmp_path, f"x-anvil: {{preload: true, max_wait: 5}}\nservices: {{gpt: {far()}}}").backends
+    assert (gpt.preload, gpt.max_wait) == (False, 5.0)
+
+
 def test_the_key_may_stand_in_the_env_file(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("CLOUD_KEY=sk-of-the-file\n")
     [gpt] = plain(tmp_path, f"services: {{gpt: {far(', api_key_env: CLOUD_KEY')}}}").backends
