@@ -49,6 +49,8 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("stopped", "unfit"): "stuck",
 }
 """State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""
+STATES = sorted({state for state, _ in TRANSITIONS} | {*TRANSITIONS.values()})
+"""The states of a backend. An event of one of these kinds tells that it entered it."""
 
 KINDS = {
     "queued": "a request waits for its model, or for the one `backend` that has the answer it continues; "

@@ -172,7 +172,7 @@ class Parts:
             self.mux,
             self.adoption,
             self.clock,
-            took=self.journal.told,
+            took=self.journal.note_phase,
             read_ahead=self._count_read_ahead,
             say=self.say,
             fenced=opened.fenced,
@@ -313,7 +313,7 @@ class Parts:
 
     def _count_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
         """Count what was read before a load, and say it."""
-        self.journal.told_read_ahead(backend, size, seconds)
+        self.journal.note_read_ahead(backend, size, seconds)
         if self.options.verbosity >= NORMAL:
             self.say(f"{backend.name}: {gib(size)} of its weights were read ahead in {seconds:.1f} s")
 

@@ -88,9 +88,9 @@ def header(config: Config, began: float) -> dict[str, Any]:
     """
     gpus = [_changed(gpu, _OF_GPU) for gpu in config.gpus]
     backends = [_changed(backend, _OF_BACKEND) for backend in config.backends]
-    told = {key: getattr(config, key) for key in _OF_CONFIG}
-    named = {"kind": HEAD, "anvil_mux": __version__, "began": began}
-    return {**named, **told, "gpus": gpus, "backends": backends}
+    settings = {key: getattr(config, key) for key in _OF_CONFIG}
+    run = {"kind": HEAD, "anvil_mux": __version__, "began": began}
+    return {**run, **settings, "gpus": gpus, "backends": backends}
 
 
 def _changed(thing: Backend | Gpu, among: Sequence[str]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
 
 def test_phases_are_counted_and_not_told(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
     journal = desk.open(verbosity=VERBOSE)
-    journal.told(CONFIG.backends[0], "verify", 1.5)
+    journal.note_phase(CONFIG.backends[0], "verify", 1.5)
     journal.flush()
     counted = value(desk.metrics, "anvil_swap_phase_seconds_sum", model="a", phase="verify")
     assert (counted, capfd.readouterr().err) == (1.5, "")
@@ -339,7 +339,7 @@ def test_the_access_log_names_the_preset() -> None:
 def test_weights_that_were_read_ahead_are_counted(desk: Desk) -> None:
     journal = desk.open()
     for size in (1000, 24):
-        journal.told_read_ahead(CONFIG.backends[0], size, 0.5)
+        journal.note_read_ahead(CONFIG.backends[0], size, 0.5)
     journal.flush()
     assert value(desk.metrics, "anvil_read_ahead_bytes_total", model="a") == 1024
     assert value(desk.metrics, "anvil_read_ahead_seconds_total", model="a") == 1.0

@@ -16,15 +16,14 @@ from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.causes import Cause, Kind
 from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import STATES, Event
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, GpuState, HostState, ModelState, Status
 from anvil_mux.scheduler.steps import Cancel, Evict, Load, Ticket
 from anvil_mux.telemetry.accesslog import Served
-from anvil_mux.telemetry.gauges import STATES
-from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics, Phase
+from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics
 from tests.scheduler.lone import LoneGroup
 
 CONFIG = Config(
@@ -297,8 +296,8 @@ def test_a_demotion_is_counted_by_how_it_ended_and_is_no_eviction(end: Event, wa
 
 def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:
     seen = metrics()
-    for phase in (Phase("a", "evict", 2.0), Phase("a", "evict", 3.0), Phase("b", "probe", 0.5)):
-        seen.took(phase)
+    for phase in (("a", "evict", 2.0), ("a", "evict", 3.0), ("b", "probe", 0.5)):
+        seen.took(*phase)
     assert phases(seen) == {("a", "evict"): 5.0, ("b", "probe"): 0.5}
 
 
@@ -563,6 +562,17 @@ def test_gauges_show_the_moment_of_the_scrape() -> None:
     shown = {state: first["anvil_model_state", state] for state in STATES}
     assert shown == {**dict.fromkeys(STATES, 0.0), "loading": 1.0}
     assert value(seen, "anvil_model_state", model="a", state="ready") == 1
+
+
+def test_each_key_has_what_it_has_used() -> None:
+    seen = metrics()
+    for gpu_seconds in (1.5, 0.25):
+        seen.served(record(key="alice", prompt_tokens=10, cached_tokens=4, tokens=5, gpu_seconds=gpu_seconds))
+    of = {"key": "alice", "model": "a"}
+    assert value(seen, "anvil_key_requests_total", **of) == 2
+    assert value(seen, "anvil_key_gpu_seconds_total", **of) == 1.75
+    kinds = {kind: value(seen, "anvil_key_tokens_total", kind=kind, **of) for kind in TOKENS}
+    assert kinds == {"prompt": 12, "cached": 8, "completion": 10}
 
 
 def backend(name: str, state: str) -> BackendState:
