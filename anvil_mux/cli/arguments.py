@@ -212,7 +212,7 @@ def reached(given: argparse.Namespace) -> Cluster | None:
     """The cluster that the command line names, reached; None if it names none."""
     if not given.cluster:
         return None
-    from anvil_mux.cluster.reach import reach
+    from anvil_mux.cluster.cluster import reach
 
     return reach(given.cluster, say, insecure=given.insecure_cluster)
 

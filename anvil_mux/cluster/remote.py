@@ -22,10 +22,17 @@ from urllib.parse import urlsplit
 
 from anvil_mux import __version__
 from anvil_mux.clock import Clock
-from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import AgentSilent, ClusterControl
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState, UnknownStep
+from anvil_mux.cluster.frames import (
+    AgentAnswer,
+    AgentCall,
+    Node,
+    NotConfigured,
+    Owner,
+    StepState,
+    UnknownStep,
+)
 from anvil_mux.config.config import WAYS, Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
 from anvil_mux.host import engine_client
@@ -105,8 +112,8 @@ class RemoteHost:
     def hello(self, limit: float = LIMIT_SECONDS) -> dict[str, str]:
         """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
         begun = self._clock.now()
-        said = frames.parse(self._control.call(self.name, "hello", "", limit), is_foreign=True)
-        found: dict[str, str] = frames.of(dict[str, str], said)
+        said = self._control.call(self.name, "hello", "", limit)
+        found: dict[str, str] = frames.read(dict[str, str], said, is_foreign=True)
         self.round_trip_seconds = self._clock.now() - begun
         if (version := found.get("version")) != __version__:
             raise OtherVersion(
@@ -119,7 +126,7 @@ class RemoteHost:
     def claim(self) -> None:
         """Make the host ours; Claimed if another anvil-mux has it, Fenced if one has taken it from us."""
         if not self._is_ours:  # greater than whoever had it before; from then on nobody may be greater
-            seen = frames.of(int, frames.parse(self.hello().get("epoch", "0"), is_foreign=True))
+            seen = frames.read(int, self.hello().get("epoch", "0"), is_foreign=True)
             self.owner = self.owner._replace(epoch=max(self.owner.epoch, seen + 1))
         self._call(None, "claim", self.owner.name, self.takeover)
         self._is_ours = True
@@ -351,8 +358,10 @@ class RemoteHost:
         return _value(kind, answer)
 
     def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:
-        sent = messages.write(AgentCall(self.owner, method, args))
-        return messages.read_answer(self._control.call(self.name, "call", sent, timeout))
+        sent = frames.dump(AgentCall(self.owner, method, args))
+        answer = self._control.call(self.name, "call", sent, timeout)
+        found: AgentAnswer = frames.read(AgentAnswer, answer, is_foreign=True)
+        return found
 
     def _configure(self) -> None:
         with self._lock:
@@ -403,5 +412,5 @@ class RemoteHost:
 
 def _value(kind: Any, answer: AgentAnswer) -> Any:
     if answer.error:
-        raise messages.error_of(answer.error)
+        raise frames.error_of(answer.error)
     return frames.of(kind, answer.value)

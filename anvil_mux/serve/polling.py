@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
-from anvil_mux.clock import Worker
+from anvil_mux.clock import Worker, side_by_side
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.host.external import Finding, asked
@@ -27,7 +27,6 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import foreign
 from anvil_mux.proxy.connections import Address
 from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.serve.hosts import side_by_side
 
 SCRAPE_SECONDS = 1.0
 SCRAPE_TIMEOUT = 2.0

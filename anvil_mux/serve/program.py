@@ -28,7 +28,7 @@ from contextlib import suppress
 
 from anvil_mux.clock import watch_threads
 from anvil_mux.cluster.cluster import Cluster
-from anvil_mux.cluster.messages import Claimed, Fenced
+from anvil_mux.cluster.frames import Claimed, Fenced
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.serve.building import Opened, Parts

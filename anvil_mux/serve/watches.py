@@ -27,10 +27,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from anvil_mux.clock import Clock, Worker
+from anvil_mux.clock import Clock, Worker, side_by_side
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.frames import Unreadable
-from anvil_mux.cluster.messages import Fenced
+from anvil_mux.cluster.frames import Fenced, Unreadable
 from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Backend, Config, gpu_name
 from anvil_mux.errors import MuxError
@@ -49,7 +48,7 @@ from anvil_mux.host.seam import (
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, side_by_side, take_stock
+from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, take_stock
 from anvil_mux.serve.state_files import Known, as_text
 
 NEWS_SECONDS = 30.0

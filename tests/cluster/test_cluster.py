@@ -7,11 +7,10 @@ import os
 import pytest
 
 from anvil_mux import __version__
-from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.cluster.cluster import Cluster, owner_id
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import AgentAnswer, Claimed
+from anvil_mux.cluster.frames import AgentAnswer, AgentCall, Claimed, Node
 from anvil_mux.config.config import Gpu, Machine
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import HostGpu, Inventory
@@ -40,12 +39,12 @@ class Machines:
         if method == "hello":
             version = self.versions.get(host, __version__)
             return frames.dump({"version": version, "instance": host, "epoch": str(self.epochs.get(host, 0))})
-        call = messages.read_call(payload)
+        call = frames.read(AgentCall, payload)
         try:
             value = getattr(self, call.method)(host, call.owner, *arguments_of(call))
         except Claimed as error:
-            return messages.write(AgentAnswer(host, error=messages.plain_error(error)))
-        return messages.write(AgentAnswer(host, value))
+            return frames.dump(AgentAnswer(host, error=frames.plain_error(error)))
+        return frames.dump(AgentAnswer(host, value))
 
     def inventory(self, host, owner):
         return Inventory((HostGpu("0", "u", "card", 24 * GIB),), 64 * GIB, self.up[host].address)

@@ -8,10 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux import __version__
-from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import AgentAnswer, Fenced, Owner, StepState, UnknownStep, Unreadable
+from anvil_mux.cluster.frames import (
+    AgentAnswer,
+    AgentCall,
+    Fenced,
+    Node,
+    Owner,
+    StepState,
+    UnknownStep,
+    Unreadable,
+)
 from anvil_mux.cluster.remote import MOST_GPUS, SETTLE_SECONDS, OtherVersion, RemoteHost
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError
@@ -73,7 +81,7 @@ class Script:
         if method == "hello":
             said = {"version": self.version, "instance": self.instance, "python": "3.11"}
             return frames.dump({**said, "epoch": str(self.epoch)})
-        asked = messages.read_call(payload)
+        asked = frames.read(AgentCall, payload)
         assert asked.owner == self.host.owner
         args = arguments_of(asked)
         self.calls.append((asked.method, *args))
@@ -82,8 +90,8 @@ class Script:
         except AgentSilent:
             raise
         except Exception as error:
-            return messages.write(AgentAnswer(self.instance, error=messages.plain_error(error)))
-        return messages.write(AgentAnswer(self.instance, value))
+            return frames.dump(AgentAnswer(self.instance, error=frames.plain_error(error)))
+        return frames.dump(AgentAnswer(self.instance, value))
 
     def called(self, *methods):
         """The calls of these methods since the last time."""

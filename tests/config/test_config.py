@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.cluster.local import HOSTS
+from anvil_mux.cluster.simulated import HOSTS
 from anvil_mux.command import Done
 from anvil_mux.config import config, service, settings, table
 from anvil_mux.config.composefile import OVERRIDE_NAMES, compose_config, find_files, run_compose

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.messages import Fenced
+from anvil_mux.cluster.frames import Fenced
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import Awake, Evicted, Unfit

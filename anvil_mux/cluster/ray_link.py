@@ -1,4 +1,9 @@
-"""Ray: the cluster is joined, its hosts are listed, and each has an agent; no other module knows Ray.
+"""The link to Ray: the driver, a child process that carries the calls of anvil-mux to the agents of hosts.
+
+Ray ends the process that it runs in when its head is lost, so this is a process of its own, which anvil-mux
+starts anew. Calls come as frames on its standard input, and answers leave as frames (links.py). The first
+frame has the number 0 and says whether the cluster was joined, or why not. Another 0 says why the process
+ends of itself. Standard error has Ray's own words, for a log file. No other module knows Ray.
 
 A host is a node with the label ``anvil-host=NAME``. Its agent is a detached actor, placed there by the label,
 which Ray itself brings back when its process or its raylet has ended. Only bytes and plain names cross: of
@@ -10,18 +15,31 @@ whether the token is right, and whether the cluster wants one at all, which take
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import anvil_mux
 from anvil_mux.cluster import frames
-from anvil_mux.cluster.links import AgentAway, AgentGone, Node, Refused
+from anvil_mux.cluster.frames import CallFrame, Node, dump, read_frame
+from anvil_mux.cluster.links import (
+    PING_SECONDS,
+    PINGS,
+    AgentAway,
+    AgentGone,
+    Calls,
+    Carrier,
+    Refused,
+    SilenceWatch,
+)
 
 LABEL = "anvil-host"
 NAMESPACE = "anvil-mux"
@@ -29,93 +47,81 @@ HOW = f"pip install 'anvil-mux[ray]=={anvil_mux.__version__}'"
 """The command that brings Ray where anvil-mux is installed already."""
 THERE = f"install {anvil_mux.__version__} there, with the extra ray, as docs/install.md says"
 
+JOIN_SECONDS = 15.0
+"""Until the first frame is written, come what may; anvil-mux waits for it a little longer."""
 REACH_SECONDS = 3.0
 REQUEST_SECONDS = 10
 """Seconds that Ray's own requests to the head may take."""
 HELLO_SECONDS = 30.0
 """Until a new agent answers: its process has to start."""
-OPEN, REFUSED = 10, 11
-"""How the probe ends: the cluster answered although it showed no token; it wants one. All else is a crash."""
 PROBE_SECONDS = 10.0
 """How long the probe may take when all else is known."""
+DONE, NOT_JOINED, SILENT = 0, 1, 3
+"""How the process exits: its input ended; it was not let in; no host answers any more."""
+OPEN, REFUSED = 10, 11
+"""How the probe ends: the cluster answered although it showed no token; it wants one. All else is a crash."""
 
 
-class RayAgent:
-    """The agent of a host, in an actor."""
+def main(argv: list[str] | None = None) -> int:
+    """Run until the input ends."""
+    parser = argparse.ArgumentParser(prog="python -m anvil_mux.cluster.ray_link")
+    parser.add_argument("address", help="the head of the cluster, HOST:PORT")
+    parser.add_argument("--insecure", action="store_true", help="also a cluster that wants no token")
+    parser.add_argument(
+        "--probe", action="store_true", help="exit with 11 if the cluster wants a token, with 10 if not"
+    )
+    options = parser.parse_args(argv)
+    if options.probe:
+        return probe(options.address)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for anvil-mux, which needs its hosts to drain
+    calls = Calls(take_output())
+    unanswered = threading.Timer(JOIN_SECONDS, give_up, (calls, options.address))
+    unanswered.daemon = True
+    unanswered.start()
+    try:
+        cluster, version = join(options.address, insecure=options.insecure)
+    except Refused as error:
+        unanswered.cancel()
+        calls.write(0, False, str(error))
+        return NOT_JOINED
+    unanswered.cancel()
+    calls.write(0, True, dump({"ray": version}))
+    watch = SilenceWatch()
+    threading.Thread(target=calls.expire, args=(watch.failed,), name="deadlines", daemon=True).start()
+    threading.Thread(target=end_when_silent, args=(watch, calls), name="silence", daemon=True).start()
+    serve(Carrier(cluster, calls, watch), sys.stdin.buffer)
+    return DONE
 
-    def __init__(self, name: str, actor: Any) -> None:
-        self._name = name
-        self._actor = actor
 
-    def ask(self, method: str, args: tuple[object, ...], then: Callable[[str | Exception], None]) -> None:
-        """Begin a call, which ends in one of Ray's threads."""
-        future = getattr(self._actor, method).remote(*args).future()
-        future.add_done_callback(lambda done: then(self._result(done)))
-
-    def _result(self, done: Any) -> str | Exception:
-        error = done.exception()
-        return text_of(done.result()) if error is None else plain_error(self._name, error)
+def serve(carrier: Carrier, source: BinaryIO) -> None:
+    """Begin the calls that come in, until no more can come."""
+    while (frame := read_frame(source, CallFrame)) is not None:
+        carrier.begin(frame)
 
 
-class RayCluster:
-    """A cluster of Ray that this process has joined."""
+def take_output() -> BinaryIO:
+    """Return standard output, and let whoever prints from now on print to nowhere: Ray does."""
+    output = os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    return output
 
-    def __init__(self, address: str) -> None:
-        from ray._raylet import GcsClient
 
-        self._address = address
-        # Not ray.nodes(): it aborts the process when the head has come back without its memory.
-        self._head = GcsClient(address=address)
+def give_up(calls: Calls, address: str) -> None:
+    """End a process in which Ray does not return."""
+    late = f"the cluster at {address} did not answer in {JOIN_SECONDS:g} s"
+    calls.write(
+        0, False, f"{late}: does the head hang, or use TLS where this machine does not (RAY_USE_TLS)?"
+    )
+    os._exit(NOT_JOINED)
 
-    def nodes(self) -> list[Node]:
-        """Return the hosts that are, or were, in the cluster."""
-        return [report(name, nodes) for name, nodes in self._known().items()]
 
-    def open(self, name: str) -> RayAgent:
-        """Return the agent of a host, in our version; Refused where that cannot be."""
-        import ray
-
-        refuse_unless_alive(name, self._known().get(name, []))
-        try:
-            actor, theirs = self._greet(name)
-            if numbers(theirs) < numbers(anvil_mux.__version__):
-                # It may have run since before an upgrade. Engines run on without it.
-                ray.kill(actor, no_restart=True)
-                actor, theirs = self._greet(name)
-        except Exception as error:
-            raise plain_error(name, error) from None
-        if theirs != anvil_mux.__version__:
-            raise Refused(
-                f"{name} has anvil-mux {theirs}, and this machine {anvil_mux.__version__}:"
-                " install the same version on both"
-            )
-        return RayAgent(name, actor)
-
-    def _greet(self, name: str) -> tuple[Any, str]:
-        import ray
-
-        actor = actor_of(name)
-        hello = text_of(ray.get(actor.hello.remote(), timeout=HELLO_SECONDS))
-        return actor, frames.of(dict[str, str], frames.parse(hello, is_foreign=True))["version"]
-
-    def _known(self) -> dict[str, list[RayNode]]:
-        try:
-            nodes = self._head.get_all_node_info(timeout=REQUEST_SECONDS).values()
-        except Exception as error:
-            if "WrongClusterID" in str(error):
-                raise Refused(
-                    "the head restarted without its state; the other machines follow within a minute"
-                ) from None
-            raise Refused(f"the head at {self._address} does not answer: {first_line(error)}") from None
-        return named(
-            RayNode(
-                node.node_manager_address,
-                {key: value for key, value in node.labels.items() if not key.startswith("ray.io/")},
-                node.state == node.ALIVE,
-                node.start_time_ms,
-            )
-            for node in nodes
-        )
+def end_when_silent(watch: SilenceWatch, calls: Calls) -> None:
+    """End when no host answers: what this process knows of the cluster is stale then."""
+    watch.wait()
+    calls.write(0, False, f"no host has answered for {PINGS * PING_SECONDS:g} s")
+    os._exit(SILENT)
 
 
 # Being let in
@@ -123,7 +129,7 @@ class RayCluster:
 
 def join(address: str, *, insecure: bool) -> tuple[RayCluster, str]:
     """Return the cluster at an address, and the version of Ray there; Refused with what to do."""
-    reach(address)
+    refuse_unless_listening(address)
     probe = prepare(address, insecure=insecure)
     try:
         import ray
@@ -189,7 +195,7 @@ def text_of(answer: object) -> str:
     return answer.decode(errors="replace") if isinstance(answer, bytes) else ""
 
 
-def reach(address: str) -> None:
+def refuse_unless_listening(address: str) -> None:
     """Refuse an address at which nothing listens; Ray would ask it for a minute."""
     host, _, port = address.rpartition(":")
     try:
@@ -237,7 +243,7 @@ def start_probe(address: str) -> subprocess.Popen[bytes]:
     """Start a process that knocks without a token: a process of Ray's has one, or has none."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "anvil_mux.cluster.driver", address, "--probe"],
+        [sys.executable, "-m", "anvil_mux.cluster.ray_link", address, "--probe"],
         env={**environ, "RAY_AUTH_MODE": "disabled"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -285,7 +291,86 @@ def why_not_joined(address: str, error: Exception) -> str:
     return f"cannot join the cluster at {address}: {text}"
 
 
-# Hosts
+# The cluster
+
+
+class RayAgent:
+    """The agent of a host, in an actor."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name = name
+        self._actor = actor
+
+    def ask(self, call: CallFrame, then: Callable[[str | Exception], None]) -> None:
+        """Begin a call, which ends in one of Ray's threads."""
+        args = [call.text.encode()] if call.method == "call" else []
+        future = getattr(self._actor, call.method).remote(*args).future()
+        future.add_done_callback(lambda done: then(self._result(done)))
+
+    def _result(self, done: Any) -> str | Exception:
+        error = done.exception()
+        return text_of(done.result()) if error is None else refusal(self._name, error)
+
+
+class RayCluster:
+    """A cluster of Ray that this process has joined."""
+
+    def __init__(self, address: str) -> None:
+        from ray._raylet import GcsClient
+
+        self._address = address
+        # Not ray.nodes(): it aborts the process when the head has come back without its memory.
+        self._head = GcsClient(address=address)
+
+    def nodes(self) -> list[Node]:
+        """Return the hosts that are, or were, in the cluster."""
+        return [report(name, nodes) for name, nodes in self._known().items()]
+
+    def open(self, name: str) -> RayAgent:
+        """Return the agent of a host, in our version; Refused where that cannot be."""
+        import ray
+
+        refuse_unless_alive(name, self._known().get(name, []))
+        try:
+            actor, theirs = self._greet(name)
+            if numbers(theirs) < numbers(anvil_mux.__version__):
+                # It may have run since before an upgrade. Engines run on without it.
+                ray.kill(actor, no_restart=True)
+                actor, theirs = self._greet(name)
+        except Exception as error:
+            raise refusal(name, error) from None
+        if theirs != anvil_mux.__version__:
+            raise Refused(
+                f"{name} has anvil-mux {theirs}, and this machine {anvil_mux.__version__}:"
+                " install the same version on both"
+            )
+        return RayAgent(name, actor)
+
+    def _greet(self, name: str) -> tuple[Any, str]:
+        import ray
+
+        actor = actor_of(name)
+        hello = text_of(ray.get(actor.hello.remote(), timeout=HELLO_SECONDS))
+        return actor, frames.read(dict[str, str], hello, is_foreign=True)["version"]
+
+    def _known(self) -> dict[str, list[RayNode]]:
+        try:
+            nodes = self._head.get_all_node_info(timeout=REQUEST_SECONDS).values()
+        except Exception as error:
+            if "WrongClusterID" in str(error):
+                raise Refused(
+                    "the head restarted without its state; the other machines follow within a minute"
+                ) from None
+            raise Refused(f"the head at {self._address} does not answer: {first_line(error)}") from None
+        return named(
+            RayNode(
+                node.node_manager_address,
+                {key: value for key, value in node.labels.items() if not key.startswith("ray.io/")},
+                node.state == node.ALIVE,
+                node.start_time_ms,
+            )
+            for node in nodes
+        )
 
 
 class RayNode(NamedTuple):
@@ -368,7 +453,7 @@ def numbers(version: str) -> tuple[int, ...]:
 # Errors
 
 
-def plain_error(name: str, error: Exception) -> Refused:
+def refusal(name: str, error: Exception) -> Refused:
     """Return an error of an actor as one of ours, without Ray's traces."""
     from ray.exceptions import (
         ActorDiedError,
@@ -399,3 +484,8 @@ def last_line(error: object) -> str:
 
 def first_line(error: object) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+if __name__ == "__main__":
+    # Not by way of Ray's own end, which waits for what may be gone.
+    os._exit(main())

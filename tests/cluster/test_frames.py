@@ -10,11 +10,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from anvil_mux.cluster import frames, messages
-from anvil_mux.cluster.frames import AnswerFrame
-from anvil_mux.cluster.messages import (
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import (
     AgentAnswer,
     AgentCall,
+    AnswerFrame,
     Claimed,
     Fenced,
     NotConfigured,
@@ -51,12 +51,18 @@ from anvil_mux.host.seam import (
 from tests.seeds import seeds
 
 
+def answered(text: str) -> AgentAnswer:
+    """Return the answer of a host."""
+    answer: AgentAnswer = frames.read(AgentAnswer, text, is_foreign=True)
+    return answer
+
+
 def test_a_call_and_its_answer_cross():
     call = AgentCall(Owner(3, "a", "lab on alpha"), "evict", (Backend("m", "m"), "stop"))
-    came = messages.read_call(messages.write(call))
+    came = frames.read(AgentCall, frames.dump(call))
     assert came[:2] == call[:2]
     assert frames.arguments(Host.evict, came.args) == [Backend("m", "m"), "stop"]
-    answer = messages.read_answer(messages.write(AgentAnswer("run", Evicted("stop", {"0": 0}))))
+    answer = answered(frames.dump(AgentAnswer("run", Evicted("stop", {"0": 0}))))
     assert frames.of(Evicted, answer.value) == Evicted("stop", {"0": 0})
 
 
@@ -76,8 +82,8 @@ def test_a_call_and_its_answer_cross():
     ],
 )
 def test_an_error_crosses_with_all_that_it_says(error):
-    answer = messages.read_answer(messages.write(AgentAnswer("run", error=messages.plain_error(error))))
-    came = messages.error_of(answer.error)
+    answer = answered(frames.dump(AgentAnswer("run", error=frames.plain_error(error))))
+    came = frames.error_of(answer.error)
     assert type(came) is type(error)
     assert came.message == error.message
     for field in ("log", "problems", "retry_after"):
@@ -85,7 +91,7 @@ def test_an_error_crosses_with_all_that_it_says(error):
 
 
 def test_a_mistake_crosses_as_the_failure_of_a_backend():
-    error = messages.error_of(messages.plain_error(ValueError("oops")))
+    error = frames.error_of(frames.plain_error(ValueError("oops")))
     assert isinstance(error, BackendError)
     assert "oops" in error.message
 
@@ -129,7 +135,7 @@ BACKEND = replace(
 )
 def test_whatever_passes_the_seam_crosses(kind, value):
     answer = AgentAnswer("run", value)
-    came = frames.of(kind, messages.read_answer(messages.write(answer)).value)
+    came = frames.of(kind, answered(frames.dump(answer)).value)
     assert came == value
     if isinstance(value, HostConfig):
         assert came.backends[0].service.digest == "d"
@@ -161,7 +167,7 @@ TOO_DEEP = "[" * 10_000 + "]" * 10_000
 )
 def test_what_is_no_call_field_by_field_is_refused(data):
     with pytest.raises(Unreadable):
-        messages.read_call(data)
+        frames.read(AgentCall, data)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +201,12 @@ def test_no_two_records_that_may_stand_in_one_place_have_the_same_fields(kind):
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_a_host_says_no_number_that_is_none(number):
     with pytest.raises(Unreadable, match="is no number"):
-        messages.read_answer(f'{{"instance": "", "value": {number}, "error": null}}')
+        answered(f'{{"instance": "", "value": {number}, "error": null}}')
     assert frames.of(float, frames.parse("Infinity")) == math.inf, "a configuration has those"
 
 
 def test_half_a_character_of_a_host_is_a_question_mark():
-    told = messages.read_answer('{"instance": "", "value": ["\\ud83d\\ude00", "\\uD83D."], "error": null}')
+    told = answered('{"instance": "", "value": ["\\ud83d\\ude00", "\\uD83D."], "error": null}')
     assert told.value == ["\U0001f600", "?."]
 
 
@@ -249,7 +255,7 @@ def test_what_is_read_is_what_was_said_or_nothing(seed):
         said = with_a_lie(json.loads(frames.dump(truth)), rng)
         text = json.dumps({"instance": "", "value": said, "error": None})
         try:
-            found = frames.of(kind, messages.read_answer(text).value)
+            found = frames.of(kind, answered(text).value)
         except Unreadable:
             continue
         assert json.loads(frames.dump(found)) == json.loads(json.dumps(said).replace("\\ud800", "?"))

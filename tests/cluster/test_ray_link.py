@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from anvil_mux.cluster import membership
+from anvil_mux.cluster import ray_link
 from anvil_mux.cluster.links import Refused
-from anvil_mux.cluster.membership import OPEN, REFUSED, refuse_unless_closed
+from anvil_mux.cluster.ray_link import OPEN, REFUSED, refuse_unless_closed
 
 
 def probe(program: str) -> subprocess.Popen[bytes]:
@@ -40,7 +40,7 @@ def test_a_probe_that_crashes_however_is_no_answer(program):
 
 
 def test_a_probe_that_hangs_is_ended_and_no_answer(monkeypatch):
-    monkeypatch.setattr(membership, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(ray_link, "PROBE_SECONDS", 0.0)
     hangs = probe("import threading; threading.Event().wait()")
     with pytest.raises(Refused, match="cannot be told"):
         refuse_unless_closed("h:1", hangs)
