@@ -108,8 +108,6 @@ class Agent:
         self._described = described
         self._ownership = Ownership(name, self._folder)
         self._steps = RunningSteps(self._changed)
-        self._waiting = 0
-        """How many calls wait for the end of a step."""
         self._host: Host | None = None
         self._config: HostConfig | None = None
         self._is_new_owner = False
@@ -297,13 +295,7 @@ class Agent:
     def _result(self, owner: Owner, number: int, timeout: float) -> StepState:
         with self._changed:
             self._ownership.check(owner)
-            if self._waiting >= MOST_WAITING:
-                return self._steps.result(owner, number, 0.0)._replace(was_awaited=False)
-            self._waiting += 1
-            try:
-                state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
-            finally:
-                self._waiting -= 1
+            state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
             self._ownership.check(owner)
             return state
 
@@ -329,6 +321,8 @@ class RunningSteps:
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._steps: dict[tuple[int, str, int], RunningStep] = {}  # epoch, id, number
+        self.waiting = 0
+        """How many calls wait for the end of a step."""
 
     def begin(self, number: int, step: RunningStep) -> None:
         """Begin a step in a thread of its own; once only, however often it is asked for."""
@@ -348,14 +342,23 @@ class RunningSteps:
             self._end(step, error=BackendError(f"no thread can be started: {error}"))
 
     def result(self, owner: Owner, number: int, timeout: float) -> StepState:
-        """Wait so long for a step's end; raise its error. UnknownStep if it was never begun here."""
+        """Wait so long for a step's end, unless many calls do; raise its error.
+
+        UnknownStep if it was never begun here.
+        """
         step = self._steps.get((*owner[:2], number))
         if step is None:
             raise UnknownStep(f"step {number} is not known here")
-        self._changed.wait_for(lambda: step.is_done, timeout)
+        is_awaited = self.waiting < MOST_WAITING
+        if is_awaited:
+            self.waiting += 1
+            try:
+                self._changed.wait_for(lambda: step.is_done, timeout)
+            finally:
+                self.waiting -= 1
         if step.error:
             raise step.error.copy() if isinstance(step.error, MuxError) else step.error
-        return StepState(step.is_done, step.value)
+        return StepState(step.is_done, step.value, is_awaited)
 
     def settle(self, timeout: float) -> bool:
         """Cancel the loads under way, and wait so long for the end of all steps; return whether all ended."""

@@ -58,7 +58,7 @@ def reach(address: str, say: Callable[[str], object], *, insecure: bool = False)
     cluster = Cluster(control)
     try:
         control.open()
-        cluster.look(AGENT_SECONDS)
+        cluster.refresh(AGENT_SECONDS)
     except AgentSilent as error:
         cluster.close()
         raise CannotReach(f"the cluster at {address} cannot be used: {error.message}") from None
@@ -113,7 +113,7 @@ class Cluster:
         """The hosts that were in the cluster when it was last looked at, and may be used."""
         return [self.hosts[name] for name in self.nodes]
 
-    def look(self, limit: float = LIMIT_SECONDS) -> bool:
+    def refresh(self, limit: float = LIMIT_SECONDS) -> bool:
         """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent.
 
         ``limit``: how long the agents of new ones may take to start.
@@ -121,7 +121,7 @@ class Cluster:
 
         def learn(host: RemoteHost) -> str:
             host.hello(limit)
-            host.look()
+            host.fetch_inventory()
             return ""
 
         before = self.machines()

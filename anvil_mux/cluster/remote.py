@@ -63,7 +63,7 @@ AGAIN_SECONDS = 0.5
 MOST_GPUS = 64
 """How many GPUs a host may say it has: each choice among them is a backend."""
 GPU_ID = re.compile(r"[A-Za-z0-9:._-]+")
-SAID = {"version": "anvil-mux", "python": "Python", "ray": "Ray"}
+FACTS = {"version": "anvil-mux", "python": "Python", "ray": "Ray"}
 """The facts about an agent that people are told."""
 
 
@@ -95,7 +95,7 @@ class RemoteHost:
         self._instance = ""
         """The run of the agent that was claimed and configured; "": none."""
         self._wanted: HostConfig | None = None
-        self._given: HostConfig | None = None
+        self._in_effect: HostConfig | None = None
         """The configuration that this run of the agent has."""
         self._losses = 0
         """How often the host was given up: steps begun before end."""
@@ -120,7 +120,7 @@ class RemoteHost:
                 f"host {self.name} has anvil-mux {version}, and this is {__version__}: install the same on "
                 "both, then restart Ray there"
             )
-        self.versions = {SAID[name]: text for name, text in found.items() if name in SAID}
+        self.versions = {FACTS[name]: text for name, text in found.items() if name in FACTS}
         return found
 
     def claim(self) -> None:
@@ -142,15 +142,15 @@ class RemoteHost:
         # Whoever had it before, ourselves too, may have steps under way: what is begun beside them is lost.
         if not self._call(bool, "settle", SETTLE_SECONDS, timeout=SETTLE_SECONDS + LIMIT_SECONDS):
             raise AgentSilent(f"steps that were begun on host {self.name} are still under way")
-        found = self.look()
+        found = self.fetch_inventory()
         with self._lock:
-            self._inventory, self._given = found, None
+            self._inventory, self._in_effect = found, None
             self._instance = instance
         with suppress(ConfigError):  # loads say so
             self._configure()
         return True
 
-    def look(self) -> Inventory:
+    def fetch_inventory(self) -> Inventory:
         """Return the inventory as it is now; AgentSilent, or BackendError if it cannot be true."""
         found: Inventory = self._call(Inventory, "inventory")
         ids = {gpu.id for gpu in found.gpus if GPU_ID.fullmatch(gpu.id) and (gpu.total or 0) >= 0}
@@ -366,14 +366,14 @@ class RemoteHost:
     def _configure(self) -> None:
         with self._lock:
             wanted = self._wanted
-            if wanted is None or wanted == self._given:
+            if wanted is None or wanted == self._in_effect:
                 return
         try:
             self._ask(None, "reconfigure", wanted, timeout=LONG_SECONDS)
         except ConfigError as error:
             raise ConfigError([f"host {self.name}: {problem}" for problem in error.problems]) from None
         with self._lock:
-            self._given = wanted
+            self._in_effect = wanted
 
     def _step(self, kind: Any, method: str, *args: object, patience: float | None = None) -> Any:
         """Have a step performed, and return how it ended; BackendError once the host is given up.

@@ -150,7 +150,7 @@ class HostWatches:
         """Look which hosts there are."""
         assert self._cluster
         try:
-            is_changed = self._cluster.look()
+            is_changed = self._cluster.refresh()
         except AgentSilent as error:
             if not self._is_away:
                 self._say(f"the cluster cannot be controlled at the moment, requests go on: {error.message}")

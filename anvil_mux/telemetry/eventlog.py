@@ -103,13 +103,13 @@ def _changed(thing: Backend | Gpu, among: Sequence[str]) -> dict[str, Any]:
 def config_of(header: Mapping[str, Any]) -> Config:
     """The configuration of the program that wrote the header, as far as events depend on it."""
     return Config(
-        backends=tuple([_made(Backend, about) for about in header["backends"]]),
-        gpus=tuple([_made(Gpu, about) for about in header.get("gpus", ())]),
+        backends=tuple([_from_fields(Backend, about) for about in header["backends"]]),
+        gpus=tuple([_from_fields(Gpu, about) for about in header.get("gpus", ())]),
         **{key: header[key] for key in _OF_CONFIG if key in header},
     )
 
 
-def _made(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
+def _from_fields(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     given = {key: value for key, value in about.items() if key in known}
     if given.get("drain_timeout") == ENDLESS:

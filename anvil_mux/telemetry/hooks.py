@@ -22,7 +22,7 @@ from anvil_mux.config.hooks import Hook
 from anvil_mux.telemetry.feed import Feed, FeedPosition
 from anvil_mux.telemetry.journal import event_json
 
-SAID = 200
+MOST_REPEATED = 200
 """Characters of what a command says that are repeated."""
 
 
@@ -78,11 +78,11 @@ def _run(hook: Hook, message: bytes) -> str:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
         return f"it was killed after {hook.timeout:g} s"
-    last = said.decode("utf-8", "replace").strip()[-SAID:]
+    last = said.decode("utf-8", "replace").strip()[-MOST_REPEATED:]
     return "" if child.returncode == 0 else f"it exited with code {child.returncode}: {last}"
 
 
-class Telling:
+class HookNotifier:
     """The events for one hook, one after another. Used by one thread."""
 
     def __init__(self, hook: Hook, complain: Callable[[str], object]) -> None:
@@ -100,12 +100,12 @@ class Telling:
             nonlocal place
             news = feed.news(place, None)
             place = news.place
-            self.tell([event_json(event, wall(event.at)) for event in news.events], news.missed)
+            self.notify([event_json(event, wall(event.at)) for event in news.events], news.missed)
             return None if feed.closed else 0.0
 
         return Worker(name, turn)
 
-    def tell(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
+    def notify(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
         """Tells of those events that the hook is for."""
         if missed:
             self._complain(f"hook {self._hook.name} is too slow: {missed} events were not delivered")

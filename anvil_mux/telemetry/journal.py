@@ -24,7 +24,7 @@ from typing import Any
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
 from anvil_mux.scheduler.causes import Severance, sentence, to_json
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import STATES, Event
 from anvil_mux.telemetry.accesslog import Output, Served, human_line, json_line, stamp
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.metrics import Metrics
@@ -167,7 +167,7 @@ class Journal:
             with self._folding:
                 self._count(entry)
         if isinstance(entry, Event):
-            self._stderr.write(self._tell(entry))
+            self._stderr.write(self._event_lines(entry))
 
     def _count(self, entry: Event | Callable[[], object]) -> None:
         try:
@@ -180,7 +180,7 @@ class Journal:
         except Exception:
             self._lines.append(f"journal: {entry}\n{traceback.format_exc()}")
 
-    def _tell(self, event: Event) -> str:
+    def _event_lines(self, event: Event) -> str:
         """The text of an event. An engine's last lines may take a while, so nothing is held."""
         try:
             if _level(event) > self._verbosity:
@@ -192,10 +192,8 @@ class Journal:
 
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
-_MOVES = frozenset(
-    ("loading", "cancelling", "ready", "draining", "evicting", "standby", "demoting", "stopped")
-)
-_NORMAL = _MOVES | {
+_NORMAL = {
+    *STATES,
     "deferred",
     "pinned",
     "unpinned",

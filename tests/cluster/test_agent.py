@@ -413,7 +413,7 @@ def test_calls_that_wait_for_steps_leave_room_for_all_others(rig: Rig, monkeypat
     mux("begin", 1, "load", (M, "stop", 1))
     waiting = threading.Thread(target=mux, args=("result", 1, GUARD))
     waiting.start()
-    while not mux.agent._waiting:
+    while not mux.agent._steps.waiting:
         pass
     assert mux("result", 1, GUARD) == StepState(False, was_awaited=False)
     rig.host.gate.set()

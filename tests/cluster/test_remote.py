@@ -347,7 +347,7 @@ def test_a_description_that_cannot_be_true_is_refused_and_the_one_before_holds(a
     agent.host.node = Node("h", "10.0.0.2")
     agent.answers["inventory"] = lambda: told
     with pytest.raises(BackendError, match=r"cannot be true|is in the cluster at 10\.0\.0\.2"):
-        agent.host.look()
+        agent.host.fetch_inventory()
     assert agent.host.inventory() == Inventory(address="10.0.0.2")
 
 
