@@ -89,14 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     watch = SilenceWatch()
     threading.Thread(target=calls.expire, args=(watch.failed,), name="deadlines", daemon=True).start()
     threading.Thread(target=end_when_silent, args=(watch, calls), name="silence", daemon=True).start()
-    serve(Carrier(cluster, calls, watch), sys.stdin.buffer)
+    carrier = Carrier(cluster, calls, watch)
+    while (call := read_frame(sys.stdin.buffer, CallFrame)) is not None:
+        carrier.begin(call)
     return DONE
-
-
-def serve(carrier: Carrier, source: BinaryIO) -> None:
-    """Begin the calls that come in, until no more can come."""
-    while (frame := read_frame(source, CallFrame)) is not None:
-        carrier.begin(frame)
 
 
 def take_output() -> BinaryIO:
@@ -130,7 +126,7 @@ def end_when_silent(watch: SilenceWatch, calls: Calls) -> None:
 def join(address: str, *, insecure: bool) -> tuple[RayCluster, str]:
     """Return the cluster at an address, and the version of Ray there; Refused with what to do."""
     refuse_unless_listening(address)
-    probe = prepare(address, insecure=insecure)
+    prober = prepare(address, insecure=insecure)
     try:
         import ray
     except ImportError as error:
@@ -138,8 +134,8 @@ def join(address: str, *, insecure: bool) -> tuple[RayCluster, str]:
     try:
         take_bytes_alone()
         cluster = RayCluster(address)
-        if probe is not None:
-            refuse_unless_closed(address, probe)
+        if prober is not None:
+            refuse_unless_closed(address, prober)
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Refused:
         raise

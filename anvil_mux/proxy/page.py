@@ -34,7 +34,7 @@ from anvil_mux.proxy.reply import Reply
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed, FeedPosition
-from anvil_mux.telemetry.journal import event_json
+from anvil_mux.telemetry.journal import event_as_json
 
 LOOK_SECONDS = 1.0
 """How often a watcher looks at the state and at its client while nothing happens."""
@@ -120,7 +120,7 @@ class Page:
         """An event for those who look on, with the host of its backend if that is not our own."""
         backend = self._mux.overview.backend(event.backend)
         host = {"host": backend.host} if backend and backend.host else {}
-        return {**event_json(event, self._at(event.at)), **host}
+        return {**event_as_json(event, self._at(event.at)), **host}
 
     def _at(self, moment: float) -> float:
         return round(self._mux.overview.wall(moment), 2)

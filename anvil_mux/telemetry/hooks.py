@@ -20,7 +20,7 @@ from anvil_mux.clock import Worker
 from anvil_mux.command import without_keys
 from anvil_mux.config.hooks import Hook
 from anvil_mux.telemetry.feed import Feed, FeedPosition
-from anvil_mux.telemetry.journal import event_json
+from anvil_mux.telemetry.journal import event_as_json
 
 MOST_REPEATED = 200
 """Characters of what a command says that are repeated."""
@@ -100,7 +100,7 @@ class HookNotifier:
             nonlocal place
             news = feed.news(place, None)
             place = news.place
-            self.notify([event_json(event, wall(event.at)) for event in news.events], news.missed)
+            self.notify([event_as_json(event, wall(event.at)) for event in news.events], news.missed)
             return None if feed.closed else 0.0
 
         return Worker(name, turn)

@@ -244,7 +244,7 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
     return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"
 
 
-def event_json(event: Event, at: float) -> dict[str, Any]:
+def event_as_json(event: Event, at: float) -> dict[str, Any]:
     """An event for those who look on; ``at``: its Unix time. They are told of no single requests."""
     figures = {
         name: each for name, each in _figures(event).items() if name not in ("ticket", "bound", "load")

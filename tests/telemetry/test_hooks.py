@@ -18,7 +18,7 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.hooks import HookNotifier, occasion, perform
-from anvil_mux.telemetry.journal import event_json
+from anvil_mux.telemetry.journal import event_as_json
 
 GUARD = 20.0
 
@@ -75,7 +75,7 @@ def receiver() -> Iterator[Receiver]:
     ],
 )
 def test_what_an_event_is_to_a_hook(kind: str, cause: Cause | None, what: str) -> None:
-    assert occasion(event_json(Event(1.0, kind, "a", "a", cause=cause), 1001.0)) == what
+    assert occasion(event_as_json(Event(1.0, kind, "a", "a", cause=cause), 1001.0)) == what
 
 
 def test_all_other_events_are_nothing_to_a_hook() -> None:
@@ -141,9 +141,9 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path)
 def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Receiver) -> None:
     said: list[str] = []
     notifier = HookNotifier(Hook(on=("loaded",), url=receiver.url), said.append)
-    loaded = event_json(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
+    loaded = event_as_json(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
     notifier.notify(
-        [loaded, event_json(Event(2.0, "stuck", "a", "a", cause=Cause("evict_failed")), 1002.0)], 0
+        [loaded, event_as_json(Event(2.0, "stuck", "a", "a", cause=Cause("evict_failed")), 1002.0)], 0
     )
     got = receiver.got.get(timeout=GUARD)
     assert (got["event"], got["model"], got["at"], got["text"]) == (
@@ -167,7 +167,7 @@ def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Re
 def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) -> None:
     notifier = HookNotifier(Hook(url=receiver.url), pytest.fail)
     kinds = ("ready", "standby", "standby", "stopped", "ready", "stopped")
-    notifier.notify([event_json(Event(1.0, kind, "a", "a"), 1.0) for kind in kinds], 0)
+    notifier.notify([event_as_json(Event(1.0, kind, "a", "a"), 1.0) for kind in kinds], 0)
     got = [receiver.got.get(timeout=GUARD)["event"] for _ in range(4)]
     assert got == ["loaded", "unloaded", "loaded", "unloaded"]
     assert receiver.got.empty()
