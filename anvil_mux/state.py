@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 MOST = 16 << 20
@@ -38,6 +38,19 @@ def write_whole(file: Path, text: str, mode: int = 0o666, *, is_durable: bool = 
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def once(say: Callable[[str], object]) -> Callable[[str], None]:
+    """Hand on to ``say`` only the first of all texts: that a file still cannot be written is no news."""
+    is_said = False
+
+    def say_first(text: str) -> None:
+        nonlocal is_said
+        if not is_said:
+            is_said = True
+            say(text)
+
+    return say_first
 
 
 def open_regular(file: str | os.PathLike[str], how: int = os.O_RDONLY) -> int:

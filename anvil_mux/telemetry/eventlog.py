@@ -38,7 +38,7 @@ from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import parse, to_json
 from anvil_mux.scheduler.events import KINDS, Event
-from anvil_mux.state import MOST, open_regular
+from anvil_mux.state import MOST, once, open_regular
 from anvil_mux.telemetry.accesslog import PATIENCE_SECONDS, write_some
 from anvil_mux.telemetry.situation import Situation
 
@@ -153,7 +153,7 @@ class EventLog:
         self._situation = Situation()
         self._reloaded = math.inf
         """When the last reload was, after which no run has begun yet."""
-        self._complain: Callable[[str], object] | None = complain
+        self._complain = once(complain)
         self._events: deque[Event] = deque()
         self._pending = bytearray(_line_end(descriptor) + _encoded(header))
         self._lost = 0
@@ -226,7 +226,7 @@ class EventLog:
             fresh = self._rotation.turn()
         except OSError as error:
             self._rotation = None
-            self._complain_once(f"the event log cannot be set aside ({error.strerror}), so it keeps growing")
+            self._complain(f"the event log cannot be set aside ({error.strerror}), so it keeps growing")
             return False
         os.dup2(fresh, self._descriptor)  # whoever opened the first one closes it
         os.close(fresh)
@@ -250,13 +250,8 @@ class EventLog:
             why = error.strerror or str(error)
         self._patience = 0.0 if self._pending else PATIENCE_SECONDS
         if self._pending:
-            self._complain_once(f"the event log cannot be written ({why}); serving goes on")
+            self._complain(f"the event log cannot be written ({why}); serving goes on")
         return not self._pending
-
-    def _complain_once(self, text: str) -> None:
-        if self._complain:
-            self._complain(text)
-            self._complain = None
 
 
 def _line_end(descriptor: int) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from anvil_mux.state import write_whole
+from anvil_mux.state import once, write_whole
 from anvil_mux.telemetry.accesslog import Served
 
 NO_KEY = "none"
@@ -45,7 +45,7 @@ class Usage:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
-        self._say: Callable[[str], object] | None = say
+        self._complain = once(say)
         self._wall = wall
         # Guards the fields below.
         self._lock = threading.Lock()
@@ -150,11 +150,6 @@ class Usage:
     def _file(self, day: int) -> Path:
         assert self._folder
         return self._folder / _name(day)
-
-    def _complain(self, text: str) -> None:
-        if self._say:
-            self._say(text)
-            self._say = None
 
 
 def _nothing() -> UsageFigures:
