@@ -63,14 +63,18 @@ class Usage:
             return
         hour, key = int(record.ended // 3600), record.key or NO_KEY
         day = hour // 24
-        tokens = record.prompt_tokens, record.cached_tokens, record.tokens
-        figures = 1, record.status >= 400, *tokens, record.seconds - record.waited, record.gpu_seconds
         with self._lock:
             if day not in self._days:
                 self._days.add(day)
                 self._rows |= self._read(day)
-            _add(self._rows[hour, key, model], figures)
-            _add(self._since_start[key, model], figures)
+            for row in (self._rows[hour, key, model], self._since_start[key, model]):
+                row[0] += 1
+                row[1] += record.status >= 400
+                row[2] += record.prompt_tokens
+                row[3] += record.cached_tokens
+                row[4] += record.tokens
+                row[5] += record.seconds - record.waited
+                row[6] += record.gpu_seconds
             self._changed.add(day)
 
     # Questions
