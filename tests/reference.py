@@ -18,7 +18,7 @@ from anvil_mux.host import control, engine
 from anvil_mux.host.ways import SLEEPS, WAYS
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.scheduler import causes, events, eviction, policies
+from anvil_mux.scheduler import events, eviction, policies
 from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import metrics
 
@@ -131,7 +131,7 @@ def routes() -> Iterable[str]:
 
 def kinds() -> Iterable[str]:
     rows = [(f"`{kind}`", meaning) for kind, meaning in events.KINDS.items()]
-    reasons = [(f"`{kind}`", text) for kind, text in causes.SENTENCES.items()]
+    reasons = [(f"`{kind}`", text) for kind, text in events.SENTENCES.items()]
     return [
         "## Events",
         "",

@@ -933,19 +933,19 @@ def audit(layout):
         assert layout.on_host(host) == sorted(here, key=BY_NAME)
         names = {slot.name for group in here for slot in group.slots.values() if slot.backend.host == host}
         assert layout.memories[host]._slots.keys() == names
-    assert layout.models.keys() == {name for group in groups for name in group.state.models}
+    assert layout.models.keys() == {name for group in groups for name in group.models}
     for name, model in layout.models.items():
-        own = sorted([group for group in groups if name in group.state.models], key=BY_NAME)
+        own = sorted([group for group in groups if name in group.models], key=BY_NAME)
         assert layout.groups_of[name] == own
-        assert all(group.state.models[name] is model for group in own)
-        assert all(group.state.states_of(model) == [each.state for each in own] for group in own)
+        assert all(group.models[name] is model for group in own)
+        assert all(group.groups_of(model) == own for group in own)
         assert sorted(slot.name for slot in model.slots) == sorted(
-            slot.name for group in own for slot in group.state.own(model)
+            slot.name for group in own for slot in group.own(model)
         )
         assert layout.of_model[name] in own
         assert model.queue_group == (layout.of_model[name].name if len(own) > 1 else "")
         assert (name in layout.spread) == (len(own) > 1)
-        assert model.slots == [slot for group in groups for slot in group.state.own_slots.get(name, ())]
+        assert model.slots == [slot for group in groups for slot in group.own_slots.get(name, ())]
         assert model.ready == [slot for slot in model.slots if slot.model == name and slot.serves]
         own = [slot for slot in model.slots if slot.model == name]
         assert model.active == dict.fromkeys(s for s in own if s.coming or s.state != "stopped")
@@ -955,8 +955,8 @@ def audit(layout):
             assert model.replicas._by_name == {slot.name: slot for slot in model.slots}
         audit_settings(layout, model)
     for group in groups:
-        audit_state(layout, group.state)
-    assert layout.touched.keys() <= {group.state for group in groups}
+        audit_state(layout, group)
+    assert layout.touched.keys() <= {*groups}
     assert all(host.pause is layout.pause for host in layout.hosts.values())
     assert layout.pause.waits == (layout.config.when_paused == "wait")
 

@@ -316,7 +316,7 @@ class World:
         for result in self.results:
             assert result.over is not None, f"nobody answered {result}"
             assert result.leased is not None or isinstance(result.error, MuxError), result
-        slots = {slot.name: slot for slot in self.mux._scheduler.layout.slots}
+        slots = {slot.name: slot for slot in self.mux.scheduler.layout.slots}
         for name, slot in slots.items():
             assert self.runs(name) is (slot.state != "stopped"), (name, slot)
             assert not slot.holders, (name, slot)
@@ -424,7 +424,7 @@ class World:
         with self.mux.lease(result.model, tend) as lease:
             engine = self.house.at("http://{}:{}".format(*lease.address))
             if engine is None or engine.unreachable:
-                self.mux.facts.unreachable(lease)
+                self.mux.facts.doubts.raised_by(lease)
                 return False
             result.leased = self.clock.now()
             works = engine.works() and engine.model == (lease.backend.served_model or lease.backend.model)

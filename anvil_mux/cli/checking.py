@@ -252,7 +252,7 @@ def steered_by_all(config: Config, seen: Sequence[Mapping[str, Any]]) -> list[st
 
 def vram_to_declare(config: Config, known: Known) -> Iterator[str]:
     """Yield a hint for each backend that shares its GPUs, was measured, and has no ``vram`` or too little."""
-    from anvil_mux.scheduler.footprint import to_declare
+    from anvil_mux.scheduler.costs import to_declare
 
     held = {each.backend: each for each in known.footprints if each.held}
     users = Counter(gpu for backend in config.backends for gpu in backend.gpu_names)

@@ -28,9 +28,8 @@ from anvil_mux.cli.output import (
     tabled,
     time_of_day,
 )
-from anvil_mux.config.settings import gib
+from anvil_mux.config.settings import gib, span
 from anvil_mux.scheduler.hosts import LOCAL
-from anvil_mux.scheduler.progress import span
 
 LAST = 8
 """How many events the screen shows."""

@@ -340,6 +340,15 @@ def gib(amount: float) -> str:
     return f"{amount / (1 << 30):.1f} GiB"
 
 
+def span(seconds: float) -> str:
+    """A length of time for people."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.3g} h"
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
 def plain(value: object) -> str:
     """A default as people write it."""
     match value:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Cancelled, MuxError, Severed
 from anvil_mux.multiplexer.circuits import Attempt
-from anvil_mux.scheduler.causes import Cause, Severance
+from anvil_mux.scheduler.events import Cause, Severance
 from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket, TokenUsage
 
 

@@ -21,12 +21,9 @@ from anvil_mux.multiplexer.driver import SchedulerDriver
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.coming import ComingLoad, coming_load
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import expected_load
-from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.slot import LOADING
 from anvil_mux.scheduler.state import GroupState
@@ -43,7 +40,15 @@ from anvil_mux.scheduler.status import (
     pause_state,
 )
 from anvil_mux.scheduler.steps import NO_WORK
-from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
+from anvil_mux.scheduler.waits import (
+    ComingLoad,
+    LogProgress,
+    Progress,
+    WaitEstimate,
+    coming_load,
+    progress,
+    wait_estimate,
+)
 
 HOLD_SECONDS = 0.001
 """How long the lock is held at a time for a question about thousands of models, backends or GPUs."""
@@ -71,7 +76,7 @@ class Overview:
         UnknownModel if it was served until a moment ago.
         """
         try:
-            return self._layout.of_model[model].state, self._layout.models[model]
+            return self._layout.of_model[model], self._layout.models[model]
         except KeyError:
             raise UnknownModel(model, self._layout.served) from None
 
@@ -108,7 +113,7 @@ class Overview:
             best = [name for name, model in ready if model.takes()] + [name for name, _ in ready]
             best = best or [name for name, model in found if model.is_coming]
             for name, model in () if best else found:
-                state = self._layout.of_model[model.name].state
+                state = self._layout.of_model[model.name]
                 if wait_estimate(state, model, now).verdict != "refused":
                     return name
         return best[0] if best else names[0]
@@ -175,7 +180,7 @@ class Overview:
     def _gpu_states(self, known: Mapping[str, Gpu], name: str) -> list[GpuState]:
         """The GPUs of a GPU group, unless it is gone. Under the lock."""
         group = self._layout.by_name.get(name)
-        return gpu_states(group.state, known, self._clock.now()) if group else []
+        return gpu_states(group, known, self._clock.now()) if group else []
 
     def _each(self, names: Iterable[str], ask: Callable[[str], Iterable[_T]]) -> list[_T]:
         """Ask about each of many names, under the lock, which is let go of now and then."""
@@ -226,7 +231,7 @@ class Overview:
         model = self._layout.models.get(name)
         if model is None or not model.queue.tickets:
             return []
-        return [(name, coming_load(self._layout.of_model[name].state, model, self._clock.now()))]
+        return [(name, coming_load(self._layout.of_model[name], model, self._clock.now()))]
 
     def loading(self) -> list[str]:
         """The backends that are being loaded."""

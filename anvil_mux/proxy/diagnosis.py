@@ -17,7 +17,7 @@ from anvil_mux.protocol.completions import finite
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.wait_estimate import WaitEstimate
+from anvil_mux.scheduler.waits import WaitEstimate
 from anvil_mux.telemetry import healthz
 
 LOG_LINES = 200

@@ -66,7 +66,7 @@ class Dispatcher:
         """``patience``: instead of what the configuration says."""
         self._mux = mux
         self._stored = stored
-        self._forwarder = Forwarder(relay, stored, mux.facts.unreachable)
+        self._forwarder = Forwarder(relay, stored, mux.facts.doubts.raised_by)
         self._patience = patience
 
     def answer(self, question: Question, reply: Reply, record: Served) -> None:
@@ -214,7 +214,7 @@ class Dispatcher:
             if not isinstance(error, Severed):
                 lease.attempt.failed(_within(error), away=isinstance(error, EngineUnreachable))
             return _Failure(error, again=False)
-        crash = self._mux.facts.unreachable(lease)
+        crash = self._mux.facts.doubts.raised_by(lease)
         if lease.is_host_lost:
             return _Failure(lease.severed_error(), reply.may_go_on)
         seen = not reply.may_go_on or not self._mux.overview.has_another(lease)

@@ -267,18 +267,18 @@ class HostRoutes:
         return 200, JSON, json.dumps({"hosts": told}, indent=1).encode("ascii") + b"\n"
 
     def drain(self, asked: Asked, reply: Reply, record: Served) -> None:
-        self._mux.facts.host_drained(self._named(asked, reply), True)
+        self._mux.tell(self._mux.scheduler.host_drained, self._named(asked, reply), drained=True)
         reply.whole(200, [JSON], b'{"success":true}')
 
     def undrain(self, asked: Asked, reply: Reply, record: Served) -> None:
-        self._mux.facts.host_drained(self._named(asked, reply), False)
+        self._mux.tell(self._mux.scheduler.host_drained, self._named(asked, reply), drained=False)
         reply.whole(200, [JSON], b'{"success":true}')
 
     def gone(self, asked: Asked, reply: Reply, record: Served) -> None:
         name = self._named(asked, reply)
         if not any(host.host == name and host.is_lost for host in self._mux.overview.status().hosts):
             raise BadRequest(f"The host {name} is not lost: it can be drained.", param="host")
-        self._mux.facts.host_gone(name)
+        self._mux.tell(self._mux.scheduler.host_gone, name)
         reply.whole(200, [JSON], b'{"success":true}')
 
     def _named(self, asked: Asked, reply: Reply) -> str:

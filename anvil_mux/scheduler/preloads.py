@@ -10,18 +10,17 @@ Both are begun only while no queue waits and no swap is under way, and stop no b
   hand, it waits until a request has loaded it.
 
 Two other such loads are begun elsewhere: one that wakes a backend on its way to a deeper standby level
-(upkeep.py), and another replica of a busy model (decider.py).
+(upkeep.py), and another replica of a busy model (group.py).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import victims
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.residents import may_come
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 
@@ -43,9 +42,9 @@ def next_preload(state: GroupState, now: float) -> Preload | None:
         if not slot.host.takes_loads:
             continue
         model = state.models[slot.model]
-        if not may_come(model, slot) and model.is_coming:
+        if not model.may_come(slot) and model.is_coming:
             continue
-        found = victims(state, slot, state.busy_gpus(), frozenset(), now) if may_come(model, slot) else None
+        found = victims(state, slot, state.busy_gpus(), frozenset(), now) if model.may_come(slot) else None
         failed = slot.state != "stopped" or slot.retry_at > now or found is None
         if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):
             state.preloads.remove(slot)
@@ -70,7 +69,7 @@ def complete(state: GroupState, model: Model, now: float) -> bool:
     """Preload the stages that a model in use lacks; whether there are any."""
     found = model.replicas.lacking(now) if model.replicas else []
     any_lacking = False
-    for each in state.states_of(model) if found else ():
+    for each in state.groups_of(model) if found else ():
         if lacking := [slot for slot in found if slot.name in each.slots and slot not in each.preloads]:
             each.preloads += lacking
             each.changed()
@@ -128,9 +127,9 @@ def _may_return(state: GroupState, slot: Slot) -> bool:
         return False
     if slot.failed_starts or slot.unloaded or not slot.host.takes_loads:
         return False
-    return may_come(state.models[slot.model], slot)
+    return state.models[slot.model].may_come(slot)
 
 
 def _home_after(state: GroupState, slot: Slot) -> float:
     own = slot.backend.home_after
-    return state.timeouts.home_after if own is None else own
+    return state.config.home_after if own is None else own

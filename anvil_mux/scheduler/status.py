@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.drains import RunningAnswer, answers
-from anvil_mux.scheduler.footprint import to_declare
+from anvil_mux.scheduler.costs import to_declare
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.hosts import HostRecord, Pause
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.overdue import RunningAnswer, answers
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preloads import comes_back_at
-from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.slot import HOLDING, Slot
-from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.swap import drains, promises
+from anvil_mux.scheduler.state import GroupState, drains
+from anvil_mux.scheduler.waits import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +243,7 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
         drained_for=answers([slot], now) if target is not None else (),
         deferred=_deferral(state, model, now),
         backends=tuple(
-            _backend_state(each, now, state.footprints.held(each.name), _said(model, each, now), state)
+            _backend_state(each, now, state.footprints.held(each.name), _figures(model, each, now), state)
             for each in slots
         ),
     )
@@ -253,7 +252,7 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
 def _home_seconds(state: GroupState, model: Model, now: float) -> float | None:
     """Seconds until a home backend of a model comes back, in whichever GPU group."""
     homes = [
-        (each, slot) for each in state.states_of(model) for slot in each.homes if slot.model == model.name
+        (each, slot) for each in state.groups_of(model) for slot in each.homes if slot.model == model.name
     ]
     if not homes or model.ready or model.is_coming:
         return None
@@ -263,16 +262,16 @@ def _home_seconds(state: GroupState, model: Model, now: float) -> float | None:
 
 def _deferral(state: GroupState, model: Model, now: float) -> Deferral | None:
     """Until when and why the policy holds the swap to a model back, in whichever GPU group."""
-    found = [each.deferred[model.name] for each in state.states_of(model) if model.name in each.deferred]
+    found = [each.deferred[model.name] for each in state.groups_of(model) if model.name in each.deferred]
     if not found or not model.queue:
         return None
     stay = found[0].stay
     return Deferral(max(stay.until - now, 0.0), stay.cause)
 
 
-def _said(model: Model, slot: Slot, now: float) -> EngineFigures | None:
+def _figures(model: Model, slot: Slot, now: float) -> EngineFigures | None:
     """The last figures of a replica's engine, in the mode full."""
-    return model.replicas.in_flight.said(slot.name, now) if model.replicas else None
+    return model.replicas.in_flight.figures(slot.name, now) if model.replicas else None
 
 
 def _vram_to_declare(state: GroupState, slot: Slot) -> str:
@@ -285,7 +284,7 @@ def _vram_to_declare(state: GroupState, slot: Slot) -> str:
 
 
 def _backend_state(
-    slot: Slot, now: float, measured: Mapping[str, int], said: EngineFigures | None, state: GroupState
+    slot: Slot, now: float, measured: Mapping[str, int], figures: EngineFigures | None, state: GroupState
 ) -> BackendState:
     idle = slot.state == "ready" and not slot.holders
     unload_at = slot.idle_until
@@ -305,7 +304,7 @@ def _backend_state(
         retry_seconds=max(slot.retry_at - now, 0.0),
         error=slot.error,
         log=slot.log,
-        engine=said if slot.serves else None,
+        engine=figures if slot.serves else None,
         vram_to_declare=_vram_to_declare(state, slot),
         host=host_state(slot.host, now),
     )
@@ -350,6 +349,12 @@ def _gpu_state(state: GroupState, gpu: Gpu, now: float) -> GpuState:
         total=gpu.vram,
         reserve=gpu.reserve,
         residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),
-        reserved_for=promises(state.swaps).get(gpu.name, ()),
+        reserved_for=tuple(_reserved_for(state, gpu.name)),
         host=host_state(state.host, now),
     )
+
+
+def _reserved_for(state: GroupState, gpu: str) -> list[str]:
+    """The models that a swap under way keeps a GPU for, until it is theirs."""
+    targets = [swap.target for swap in state.swaps if swap.target]
+    return [slot.model for slot in targets if slot.state not in HOLDING and gpu in slot.holds]

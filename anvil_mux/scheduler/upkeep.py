@@ -7,123 +7,114 @@ lacks host memory.
 
 from __future__ import annotations
 
-from anvil_mux.scheduler.causes import PAUSED, UNLOADED, Cause
-from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.scheduler.events import PAUSED, UNLOADED, Cause
 from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import waiting
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.residents import may_come, surplus
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import DESCENTS, below, demoted_at
-from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Step
+from anvil_mux.scheduler.swaps import Swaps
 
 
-class Upkeep:
+class Upkeep(Swaps):
     """The upkeep of one GPU group."""
 
-    def __init__(self, state: GroupState, moves: Moves, swaps: GroupSwaps) -> None:
-        self._state = state
-        self._moves = moves
-        self._swaps = swaps
+    __slots__ = ()
 
-    def moments(self) -> list[float]:
+    def upkeep_moments(self) -> list[float]:
         """The moments at which something is to be done, also those that have passed."""
-        demotions = [until for slot in self._state.sleepers if (until := demoted_at(slot)) is not None]
-        return demotions + [slot.idle_until for slot in self._state.idlers]
+        demotions = [until for slot in self.sleepers if (until := demoted_at(slot)) is not None]
+        return demotions + [slot.idle_until for slot in self.idlers]
 
-    def step(self, now: float) -> Step | None:
+    def upkeep_step(self, now: float) -> Step | None:
         """The next step that is due."""
-        return self._retry_stuck(now) or self._demote_next(now)
+        return self._retry_stuck(now) or self._demote_due(now)
 
     def _retry_stuck(self, now: float) -> Step | None:
-        for slot in self._state.slots.values():
+        for slot in self.slots.values():
             if now < slot.retry_at or (slot.state != "stuck" and slot.next_level != "stop"):
                 continue
             if slot.state == "stuck":
-                return self._moves.evict(slot, now, Cause("retry_stuck"))
-            if may_be_stopped(self._state, slot):
+                return self.evict(slot, now, Cause("retry_stuck"))
+            if self.may_be_stopped(slot):
                 why = self._why_stopped(slot)
-                return self._moves.demote(slot, now, Cause("retry_stuck") if slot.failed_stops else why)
+                return self.demote(slot, now, Cause("retry_stuck") if slot.failed_stops else why)
         return None
+
+    def may_be_stopped(self, slot: Slot) -> bool:
+        """Whether a backend is in standby and no request waits for it as it is."""
+        wanted = self.models[slot.model].queue.tickets and not slot.leaving and not slot.host.is_cleared
+        return slot.state == "standby" and not slot.coming and not wanted
 
     def _why_stopped(self, slot: Slot) -> Cause:
         if slot.leaving:
             return Cause(slot.leaving)
         return _why_cleared(slot.host) if slot.host.is_cleared else UNLOADED
 
-    def _demote_next(self, now: float) -> Step | None:
+    def _demote_due(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
-        state = self._state
-        found = state.memory.yields(now)
-        if found is not None and found is state.slots.get(found.name):
-            return self._moves.demote(found, now, Cause("host_memory_short"), to=state.memory.lower(found))
-        for slot in state.sleepers:
+        found = self.memory.yields(now)
+        if found is not None and found is self.slots.get(found.name):
+            return self.demote(found, now, Cause("host_memory_short"), to=self.memory.lower(found))
+        for slot in self.sleepers:
             until = demoted_at(slot)
-            if until is None or until > now or slot.coming or state.models[slot.model].queue.tickets:
+            if until is None or until > now or slot.coming or self.models[slot.model].queue.tickets:
                 continue
             if DESCENTS.get((slot.level, to := below(slot, may_wake=self._is_calm(slot)))):
                 slot.next_level = to
-                self._swaps.begin(slot, [], now, Cause("wake_to_demote", way=to), preload=True)
-                return self._swaps.advance(now)
+                self.begin(slot, [], now, Cause("wake_to_demote", way=to), preload=True)
+                return self.advance(now)
             cause = Cause("demote_timer", way=slot.level, seconds=now - slot.since)
-            return self._moves.demote(slot, now, cause)
+            return self.demote(slot, now, cause)
         return None
 
     def _is_calm(self, slot: Slot) -> bool:
         """Whether a backend in standby may be woken for a moment: there is room, and no queue waits."""
-        state = self._state
-        if state.swaps or waiting(state) or not may_come(state.models[slot.model], slot):
+        if self.swaps or waiting(self) or not self.models[slot.model].may_come(slot):
             return False
-        return state.fits(slot) and state.memory.has_room(slot)
+        return self.fits(slot) and self.memory.has_room(slot)
 
     def clear_host(self, now: float) -> None:
         """Have all go that is on the host, or on its way there, if it was drained; standby is stopped, too.
 
         While anvil-mux is paused, so are all hosts.
         """
-        host = self._state.host
+        host = self.host
         if not host.is_cleared:
             return
         cause = _why_cleared(host)
-        slots = [slot for slot in self._state.slots.values() if not slot.backend.url]
+        slots = [slot for slot in self.slots.values() if not slot.backend.url]
         for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
-            self._swaps.give_up(slot, now, cause)  # that makes victims ready which only drained
+            self.give_up(slot, now, cause)  # that makes victims ready which only drained
         for slot in slots:
             if slot.state == "ready":
-                self._swaps.evict(slot, now, cause)
+                self.begin_eviction(slot, now, cause)
             if slot.state in ("draining", "standby"):
                 slot.next_level = "stop"
-            self._swaps.hasten(slot, now)
+            self.hasten(slot, now)
 
     def give_up_surplus(self, now: float) -> None:
         """Give up backends here of models of which more are resident or coming than may be."""
-        for model in self._state.bounded:
-            while (slot := surplus(model)) and slot is self._state.slots.get(slot.name):
-                self._swaps.give_up(slot, now, Cause("surplus"))
+        for model in self.bounded:
+            while (slot := model.surplus) and slot is self.slots.get(slot.name):
+                self.give_up(slot, now, Cause("surplus"))
                 if slot.state == "loading":
                     break  # it counts until its load is being cancelled, which is the next step
 
     def evict_idle(self, now: float) -> bool:
         """Begin to evict idle residents; whether there were any."""
-        idlers = self._state.idlers
+        idlers = self.idlers
         idle = [slot for slot in idlers if slot.idle_until <= now < FOREVER]
         for slot in idle:
-            self._swaps.evict(slot, now, Cause("idle", seconds=slot.ttl or 0.0))
-        for slot in self._state.ready if self._state.memory.budget is not None else ():
-            model = self._state.common.models.get(self._state.memory.answer(slot, now))
+            self.begin_eviction(slot, now, Cause("idle", seconds=slot.ttl or 0.0))
+        for slot in self.ready if self.memory.budget is not None else ():
+            model = self.common.models.get(self.memory.answer(slot, now))
             if model and model.queue.tickets:
                 cause, severs = Cause("host_memory_needed", model.name), Cause("evicted", model.name)
-                self._swaps.evict(slot, now, cause, severs=severs)
+                self.begin_eviction(slot, now, cause, severs=severs)
                 return True
         return bool(idle)
-
-
-def may_be_stopped(state: GroupState, slot: Slot) -> bool:
-    """Whether a backend is in standby and no request waits for it as it is."""
-    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not slot.host.is_cleared
-    return slot.state == "standby" and not slot.coming and not wanted
 
 
 def _why_cleared(host: HostRecord) -> Cause:

@@ -27,8 +27,7 @@ from anvil_mux.host.hosts import AnyHost, Hosts
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import Awake, Evicted, HostConfig, Unfit
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.causes import Cause, sentence
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event, sentence
 
 T = TypeVar("T")
 U = TypeVar("U")

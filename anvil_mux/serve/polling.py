@@ -67,9 +67,9 @@ class Scraper:
         """Ask each once; the seconds until they are to be asked again."""
         for backend, address in self._mux.overview.resident_replicas():
             try:
-                self._mux.facts.observed(backend.name, ask(backend, address))
+                self._mux.tell(self._mux.scheduler.observed, backend.name, ask(backend, address))
             except NoAnswer:
-                self._mux.facts.silent(backend.name)
+                self._mux.tell(self._mux.scheduler.silent, backend.name)
         return self._every
 
 

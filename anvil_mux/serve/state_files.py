@@ -26,8 +26,7 @@ from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.config.config import Config
 from anvil_mux.proxy.operations import KeptPause
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
 from anvil_mux.state import state_folder, write_whole
 

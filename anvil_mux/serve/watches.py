@@ -47,8 +47,8 @@ from anvil_mux.host.seam import (
     WeightsRead,
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
+from anvil_mux.scheduler.waits import LogProgress
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, side_by_side, take_stock
 from anvil_mux.serve.state_files import Known, as_text
 
@@ -323,7 +323,7 @@ class HostWatch:
         elif self._is_unknown:
             self._find_dead()
         if self.state == "away":
-            self._mux.facts.host_away(self.host.name, False)
+            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=False)
 
     def _come_back(self, backends: list[Backend]) -> None:
         running = set(self.host.running())
@@ -350,7 +350,7 @@ class HostWatch:
         if self._is_any_engine_there():
             if self.state == "here":
                 self.state = "away"
-                self._mux.facts.host_away(self.host.name, True)
+                self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=True)
                 self._say(f"host {self.host.name}: its engines answer and its agent does not: {why}")
         elif self._mux.overview.serving(self.host.name) or silent >= ALONE_SECONDS or self.host.is_way_open():
             self._lose(why)
@@ -440,7 +440,8 @@ class NewsReader:
             case GpusSeen(sight):
                 self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
                 held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
-                self._mux.facts.memory_seen({id: n for id, n in held.items() if n > 0}, self._name)
+                others = {id: n for id, n in held.items() if n > 0}
+                self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):

@@ -36,8 +36,7 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.settings import ENDLESS
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.causes import parse, to_json
-from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.scheduler.events import KINDS, Event, parse, to_json
 from anvil_mux.state import MOST, open_regular
 from anvil_mux.telemetry.accesslog import PATIENCE_SECONDS, write_some
 from anvil_mux.telemetry.situation import Situation

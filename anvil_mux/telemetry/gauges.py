@@ -12,9 +12,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.multiplexer.circuits import CIRCUIT_STATES
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import TRANSITIONS
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.slot import TRANSITIONS
 from anvil_mux.scheduler.status import BackendState, Status
 
 STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))

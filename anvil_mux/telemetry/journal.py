@@ -22,8 +22,7 @@ from typing import Any
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
-from anvil_mux.scheduler.causes import Severance, sentence, to_json
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Event, Severance, sentence, to_json
 from anvil_mux.telemetry.accesslog import Output, Served, human_line, json_line, stamp
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.metrics import Metrics, Phase, WeightsReadAhead

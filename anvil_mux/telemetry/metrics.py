@@ -43,10 +43,8 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import ClientStalled
 from anvil_mux.host.seam import Sight
 from anvil_mux.protocol import api
-from anvil_mux.scheduler.causes import FOUND
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.events import FOUND, Event
 from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import gauges
 from anvil_mux.telemetry.accesslog import Served

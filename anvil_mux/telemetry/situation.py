@@ -11,8 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from anvil_mux.scheduler.causes import DEATHS, FOUND
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import DEATHS, FOUND, Event
 from anvil_mux.scheduler.slot import LOADING, SOON_SECONDS, cool_down
 
 NEVER = -math.inf

@@ -21,8 +21,7 @@ from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.host import checkpoint
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.state_files import Known, LearnedFile
 from anvil_mux.state import state_folder
 from tests.cli.demo import PROJECT, ROOT, compose, mux, url

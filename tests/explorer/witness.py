@@ -359,7 +359,7 @@ class Witness:
     def _see_end(self, ticket: Ticket) -> None:
         """A ticket ended that waited, or was never to wait."""
         self.waiting.pop(ticket.id, None)
-        if ticket.backend and ticket.leases:
+        if ticket.backend and ticket.takes_lease:
             self.backends[ticket.backend].leases[ticket.id] = None
         is_one = (ticket.backend is None) is not (ticket.error is None)
         self.claim(is_one, "3", f"ticket {ticket.id} has ended, and is not either leased or failed")
@@ -375,7 +375,7 @@ class Witness:
         unseen = [name for name in self._tied([step.backend]) if name in self.unseen]
         self.claim(not unseen, "11", f"{what}: {unseen} may run")
         if isinstance(step, Load):
-            cools = now < self._cools_until(record) and step.how == "stop"
+            cools = now < self._cools_until(record) and step.level == "stop"
             self.claim(not cools, "8", f"{what}: it cools down")
             self.claim(not self._is_cleared(record), "10", f"{what}: its host is drained or paused")
             record.residual = record.host_bytes = 0

@@ -6,8 +6,7 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.lab.checker import check
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event
 from tests.lab.test_simulate import TWO, one
 
 

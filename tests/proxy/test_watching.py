@@ -15,8 +15,7 @@ from anvil_mux.config import keys
 from anvil_mux.config.keys import API_KEYS
 from anvil_mux.host.seam import Seen, Sensors
 from anvil_mux.proxy import page
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.telemetry.feed import EVENTS
 from anvil_mux.telemetry.metrics import _route_labels
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk

@@ -13,7 +13,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.status import model_state
 from anvil_mux.scheduler.steps import Cancel, Load
 from tests.lab.facts import Unloading
@@ -124,7 +124,7 @@ def test_it_comes_back_from_standby_and_stops_nobody_there():
     driver = Driver(home, GUEST).with_resident("home")
     driver.core.release(driver.request("guest", 1.0), 1.0)
     assert driver.steps(1.0) == ["evict home"]
-    driver.core.evicted("home", 2.0, how="sleep")
+    driver.core.evicted("home", 2.0, level="sleep")
     assert driver.steps(2.0) == ["load guest"]
     driver.core.loaded("guest", 5.0)
     [ticket] = driver.core.slots["guest"].holders

@@ -16,8 +16,8 @@ from anvil_mux.host.seam import (
     ServiceEnded,
     WeightsRead,
 )
-from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
+from anvil_mux.scheduler.waits import LogProgress
 from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")

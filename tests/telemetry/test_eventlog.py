@@ -24,8 +24,7 @@ from anvil_mux.lab.plot import Bar, History
 from anvil_mux.lab.recording import BEYOND_SECONDS, workload_of
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import PROFILES, Workload
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.scheduler.events import KINDS, Cause, Event
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import (
     BadLog,

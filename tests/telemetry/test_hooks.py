@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.hooks import Hook, read
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.scheduler.events import KINDS, Cause, Event
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.hooks import Telling, occasion, perform
 from anvil_mux.telemetry.journal import told

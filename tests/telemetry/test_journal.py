@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.scheduler.events import KINDS, Cause, Event
 from anvil_mux.telemetry import accesslog
 from anvil_mux.telemetry import journal as journal_room
 from anvil_mux.telemetry.accesslog import human_line, json_line

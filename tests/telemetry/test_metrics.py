@@ -14,14 +14,12 @@ from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
-from anvil_mux.scheduler.causes import Cause, Kind
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import POLICIES
-from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, GpuState, HostState, ModelState, Status
 from anvil_mux.scheduler.steps import Cancel, Evict, Load, Ticket
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import STATES
 from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics, Phase
@@ -302,7 +300,7 @@ def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:
     assert phases(seen) == {("a", "evict"): 5.0, ("b", "probe"): 0.5}
 
 
-def deferred(at: float, model: str, ticket: int, cause: Kind = "more_awaited") -> Event:
+def deferred(at: float, model: str, ticket: int, cause: str = "more_awaited") -> Event:
     return Event(at, "deferred", model, "", ticket, 1, 5.0, Cause(cause))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from anvil_mux.host import swap, ways
 from anvil_mux.scheduler import events
-from anvil_mux.scheduler.causes import SENTENCES
+from anvil_mux.scheduler.events import SENTENCES
 from anvil_mux.telemetry.metrics import Metrics
 from tests.telemetry.test_metrics import CONFIG, nothing
 
