@@ -56,10 +56,12 @@ Kind = Literal[
     "surplus",
     "host_drained",
     "paused",
+    "others_hold",
     # of a load that no request waits for, and of one that is cancelled
     "preload",
     "missing_stage",
     "home",
+    "gpu_given_back",
     "wake_to_demote",
     "unwanted",
     # of a plug-in's mistake
@@ -106,9 +108,9 @@ DEATHS = frozenset(("died", "died_early"))
 """Causes of a stop of a backend that ended without being told to."""
 FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
 """Causes of a state that a backend was found in, and no step has led to."""
-CLEARING = frozenset(("host_drained", "paused"))
-"""Causes of an eviction after which nothing is loaded on the host."""
-PRELOADS = frozenset(("preload", "missing_stage", "home", "wake_to_demote"))
+CLEARING = frozenset(("host_drained", "paused", "others_hold"))
+"""Causes of an eviction after which nothing is loaded on the host, or on that GPU."""
+PRELOADS = frozenset(("preload", "missing_stage", "home", "gpu_given_back", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
 """Causes for which a request is severed to be sent to another replica."""
@@ -157,6 +159,7 @@ SENTENCES: dict[Kind, str] = {
     "demote_timer": "at standby level {way} for {seconds:.0f} s",
     "retry_stuck": "trying again to stop it",
     "host_drained": "the host {host} is drained",
+    "others_hold": "other programs hold {detail}",
     "host_undrained": "the host {host} is no longer drained",
     "paused": "anvil-mux is paused",
     "resumed": "resumed by hand",
@@ -168,6 +171,7 @@ SENTENCES: dict[Kind, str] = {
     "preload": "preloaded before the first request",
     "missing_stage": "preloaded because the other stage is loaded",
     "home": "home model, and its GPUs are idle",
+    "gpu_given_back": "other programs have left its GPUs for {seconds:.0f} s",
     "wake_to_demote": "woken to go to standby level {way}",
     "unwanted": "nobody waits for it any more, and {model} needs its GPUs",
     "room_free": "{waiting} waiting, room is free",
@@ -225,6 +229,7 @@ _SEVERED: dict[Kind, str] = {
     "removed": "{of} was removed from the configuration",
     "host_drained": "{of} ran on the host {host}, which was drained",
     "paused": "anvil-mux was paused",
+    "others_hold": "{of} made way for other programs on its GPU",
     "host_away": "the agent of the host {host} does not answer, but its engines do",
     "host_heard": "the agent of the host {host} answers again",
     "surplus": "{of} was already loaded as often as `most` allows",

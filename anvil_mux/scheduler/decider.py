@@ -58,7 +58,7 @@ class Decider:
             return Wait(FOREVER)
         if self._state.is_out_of_reach:
             return self._swaps.advance(now) or Wait(FOREVER)
-        self._upkeep.clear_host(now)
+        self._upkeep.clear(now)
         if self._state.bounded:
             self._upkeep.give_up_surplus(now)
         while True:
@@ -87,7 +87,7 @@ class Decider:
         state = self._state
         moments = [model.queue.overdue_at for model in models]
         moments += self._upkeep.moments()
-        moments += home_moments(state, now) if state.homes else ()
+        moments += home_moments(state, now)
         for slot in state.stayers if models or state.preloads else ():
             moments.append(slot.stays_until)
         for swap in state.swaps:
@@ -188,9 +188,9 @@ class Decider:
     def _begin_preload(self, models: list[Model], now: float) -> bool:
         """Begin the next preload, if nothing else is to be done."""
         state = self._state
-        if models or state.swaps or not (state.preloads or state.homes):
+        if models or state.swaps:
             return False
-        found = next_preload(state, now) or (next_home(state, now) if state.homes else None)
+        found = next_preload(state, now) or next_home(state, now)
         if found is None:
             return False
         for victim in found.victims:

@@ -18,6 +18,7 @@ from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.standby import PINS
 from anvil_mux.scheduler.state import GroupState
@@ -91,6 +92,9 @@ class GroupFacts:
         unwanted = any(swap.cancel == UNLOADED for swap in self._state.swaps if swap.target is slot)
         self._moves.enter(slot, "loaded", now)
         slot.note_loaded(now, seconds, way)
+        for other in self._state.slots.values():
+            if other is slot or not self._state.placement.fit_together(slot, other):
+                other.made_way = None
         self._state.keep_alive(slot, None)
         self._swaps.learn(slot, way, seconds)
         self._swaps.end_to(slot)
@@ -215,10 +219,11 @@ class GroupFacts:
             slot.next_level = "stop"
             self._swaps.begin(None, [slot], now, Cause("silent"))
 
-    def memory_seen(self, held: Mapping[str, int]) -> bool:
+    def memory_seen(self, held: Mapping[str, int], now: float) -> bool:
         """Other processes hold so many bytes, by GPU; whether that is news.
 
-        It is not believed while a backend is loaded or evicted: its processes may be taken for others.
+        It is not believed while a backend is loaded or evicted: its processes may be taken for others. GPUs
+        of which they hold much are left to them: all there goes (upkeep.py), and returns later (preloads.py).
         """
         state = self._state
         moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in state.slots.values())
@@ -226,7 +231,21 @@ class GroupFacts:
             return False
         state.placement.others = held
         state.changed()
+        if state.common.settings.yield_above is not None:
+            self._note_way_made(now)
         return True
+
+    def _note_way_made(self, now: float) -> None:
+        """Note for whom GPUs are left to other programs, or are no longer."""
+        self._swaps.reprieve_all(now)
+        for slot in [slot for slot in self._state.slots.values() if slot.made_way is not None]:
+            if self._state.left_gpu(slot):
+                slot.made_way = FOREVER
+            elif slot.state == "ready":
+                slot.made_way = None
+            elif slot.made_way == FOREVER:
+                slot.made_way = now
+        self._admission.fail_refused(now)
 
     # The host
 

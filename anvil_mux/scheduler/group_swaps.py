@@ -208,7 +208,7 @@ class GroupSwaps:
         slot = swap.target
         if not (swap.cancel and slot and slot.state == "loading"):
             return None
-        if self._is_wanted(slot) and not slot.host.is_cleared:
+        if self._is_wanted(slot) and not self._state.must_go(slot):
             swap.cancel = None
             return None
         return self._moves.cancel(slot, now, swap.cancel)
@@ -311,12 +311,9 @@ class GroupSwaps:
             self._moves.reprieve(victim, now)
 
     def reprieve_all(self, now: float) -> None:
-        """End the swaps that only drain, and were begun because a host was drained that is not now.
-
-        So are those that were begun because of a pause that is over.
-        """
+        """End the swaps that only drain, and were begun for a reason that is over (``CLEARING``)."""
         for swap in [swap for swap in self._state.swaps if swap.cause.kind in CLEARING]:
-            if not (swap.begun or any(victim.host.is_cleared for victim in swap.victims)):
+            if not (swap.begun or any(map(self._state.must_go, swap.victims))):
                 for victim in swap.victims:
                     victim.next_level = ""
                 self.dissolve(swap, now)

@@ -394,6 +394,7 @@ def shared_settings(config: Config) -> SharedSettings:
         models=model_settings(config),
         routings=routings,
         full=config.routing_mode == "full",
+        yield_above=config.yield_above,
     )
 
 

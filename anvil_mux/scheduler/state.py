@@ -55,6 +55,8 @@ class SharedSettings(NamedTuple):
     """The routing policies that models name."""
     full: bool
     """Whether routing uses the figures of engines, besides our own counts."""
+    yield_above: int | None = None
+    """The bytes of a GPU from which it is left to other programs that hold them; None: however many."""
 
 
 @dataclass(eq=False, slots=True)
@@ -215,8 +217,23 @@ class GroupState:
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
         own = self.own_slots[model.name]
-        found = [slot for slot in own if slot.host.takes_loads and slot.is_loadable(now)]
+        found = [slot for slot in own if self.takes_loads(slot) and slot.is_loadable(now)]
         return [slot for slot in found if may_come(model, slot)] if model.bounded else found
+
+    def takes_loads(self, slot: Slot) -> bool:
+        """Whether a backend may be loaded where it is."""
+        return slot.host.takes_loads and not self.left_gpu(slot)
+
+    def left_gpu(self, slot: Slot) -> str:
+        """A GPU of a backend that is left to other programs, since they hold much of it; "": none is."""
+        least = self.common.settings.yield_above
+        if least is None:
+            return ""
+        return next((gpu for gpu in slot.holds if self.placement.others.get(gpu, 0) >= least), "")
+
+    def must_go(self, slot: Slot) -> bool:
+        """Whether a backend may not stay where it is."""
+        return slot.host.is_cleared or (not slot.pinned and bool(self.left_gpu(slot)))
 
     def model_of(self, slot: Slot) -> Model:
         return self.models[slot.model]

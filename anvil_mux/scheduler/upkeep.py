@@ -2,14 +2,14 @@
 
 Backends that could not be stopped are stopped again; those in standby are demoted when their time has come or
 host memory is short; idle residents are evicted after their ``ttl``, or for a queue of another GPU group that
-lacks host memory.
+lacks host memory. All go that are on a host that is cleared, or on a GPU that is left to other programs.
 """
 
 from __future__ import annotations
 
+from anvil_mux.config.settings import gib
 from anvil_mux.scheduler.causes import PAUSED, UNLOADED, Cause
 from anvil_mux.scheduler.group_swaps import GroupSwaps
-from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import waiting
 from anvil_mux.scheduler.policies import FOREVER
@@ -51,7 +51,7 @@ class Upkeep:
     def _why_stopped(self, slot: Slot) -> Cause:
         if slot.leaving:
             return Cause(slot.leaving)
-        return _why_cleared(slot.host) if slot.host.is_cleared else UNLOADED
+        return self._why_gone(slot) if self._state.must_go(slot) else UNLOADED
 
     def _demote_next(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
@@ -78,24 +78,38 @@ class Upkeep:
             return False
         return state.fits(slot) and state.memory.has_room(slot)
 
-    def clear_host(self, now: float) -> None:
-        """Have all go that is on the host, or on its way there, if it was drained; standby is stopped, too.
+    def clear(self, now: float) -> None:
+        """Have all go that may not stay where it is, or is on its way there; what it keeps there, too.
 
-        While anvil-mux is paused, so are all hosts.
+        Such are the backends on a host that was drained (while anvil-mux is paused, all are), and on a GPU
+        that is left to other programs.
         """
-        host = self._state.host
-        if not host.is_cleared:
+        state = self._state
+        if not state.host.is_cleared and state.common.settings.yield_above is None:
             return
-        cause = _why_cleared(host)
-        slots = [slot for slot in self._state.slots.values() if not slot.backend.url]
+        slots = [slot for slot in state.slots.values() if not slot.backend.url and state.must_go(slot)]
         for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
-            self._swaps.give_up(slot, now, cause)  # that makes victims ready which only drained
+            self._swaps.give_up(slot, now, self._why_gone(slot))  # makes victims ready which only drained
         for slot in slots:
             if slot.state == "ready":
-                self._swaps.evict(slot, now, cause)
-            if slot.state in ("draining", "standby"):
+                if not slot.host.is_cleared:
+                    slot.made_way = FOREVER
+                self._swaps.evict(slot, now, self._why_gone(slot))
+            if slot.host.is_cleared:
+                if slot.state in ("draining", "standby"):
+                    slot.next_level = "stop"
+                self._swaps.hasten(slot, now)
+            elif slot.state == "standby" and slot.residual:
                 slot.next_level = "stop"
-            self._swaps.hasten(slot, now)
+
+    def _why_gone(self, slot: Slot) -> Cause:
+        """Why a backend may not stay where it is."""
+        if slot.host.pause.is_on:
+            return PAUSED
+        if slot.host.is_drained:
+            return Cause("host_drained", host=slot.host.name)
+        gpu = self._state.left_gpu(slot)
+        return Cause("others_hold", detail=f"{gib(self._state.placement.others[gpu])} of GPU {gpu}")
 
     def give_up_surplus(self, now: float) -> None:
         """Give up backends here of models of which more are resident or coming than may be."""
@@ -122,9 +136,5 @@ class Upkeep:
 
 def may_be_stopped(state: GroupState, slot: Slot) -> bool:
     """Whether a backend is in standby and no request waits for it as it is."""
-    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not slot.host.is_cleared
+    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not state.must_go(slot)
     return slot.state == "standby" and not slot.coming and not wanted
-
-
-def _why_cleared(host: HostRecord) -> Cause:
-    return PAUSED if host.pause.is_on else Cause("host_drained", host=host.name)

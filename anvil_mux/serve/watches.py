@@ -441,6 +441,8 @@ class NewsReader:
                 self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
                 held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
                 self._mux.facts.memory_seen({id: n for id, n in held.items() if n > 0}, self._name)
+                if self._mux.overview.leaves_gpus():  # who plays does not want to wait 10 s
+                    self._host.watch_gpus()
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):

@@ -69,10 +69,12 @@ class LoneGroup:
         self.give_up, self.fail_all = self.group.admission.give_up, self.group.admission.fail_all
         self.sever_all, self.retired = self.group.moves.sever_all, self.group.orders.retire
         self.expected, self.looked_at = self.group.facts.expect, self.group.facts.looked_at
-        self.memory_seen = self.group.facts.memory_seen
 
     def __repr__(self) -> str:
         return repr(self.group)
+
+    def memory_seen(self, held: Mapping[str, int], now: float = 0.0) -> bool:
+        return self.group.facts.memory_seen(held, now)
 
     @property
     def queues(self) -> dict[str, ModelQueue]:

@@ -85,9 +85,16 @@ def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     other = OtherProcess("0", 1, 3 << 30)
     sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}
     reader, told = handed_on(GpusSeen(sight))
-    assert told == [("memory_seen", {"0": 3 << 30}, "", {})]
+    assert told == [("memory_seen", {"0": 3 << 30}, "", {}), ("leaves_gpus", {})]
     assert reader.sight() == sight
-    assert told[1:] == ["watched"]
+    assert told[2:] == ["watched"]
+
+
+def test_where_a_gpu_is_left_to_others_it_is_looked_at_more_often() -> None:
+    listener = Listener(GpusSeen({"0": Seen(0, 24 << 30)}))
+    listener.leaves_gpus = lambda: True
+    NewsReader("", cast(Any, listener), cast(Any, listener), cast(Any, listener).took).read()
+    assert listener.told == [("memory_seen", {}, "", {}), "watched"]
 
 
 def test_a_mistake_of_who_is_told_loses_only_that_news() -> None:
