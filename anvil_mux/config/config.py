@@ -312,6 +312,8 @@ class Config:
     """How many requests are kept in memory with what was asked and answered."""
     when_paused: str = "refuse"
     """The fate of requests that come during a pause: refuse or wait."""
+    yield_above: int | None = None
+    """The bytes of a GPU from which it is left to other programs that hold them; None: however many."""
     hooks: tuple[hooks.Hook, ...] = ()
     warnings: tuple[str, ...] = ()
     """The warnings of `check`."""

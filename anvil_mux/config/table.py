@@ -101,6 +101,24 @@ def _read_machine(name: str, about: Any) -> DeclaredMachine:
     return made
 
 
+def _read_yield(value: Any) -> int | None:
+    """The bytes that other programs must hold; None: models never make way for them."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        text = f"must hold when_others_hold, not {settings.show(value)}"
+        raise settings.unfit(text, "{when_others_hold: 4GiB}")
+    parts = settings.MappingReader(value, (WHEN_OTHERS_HOLD,))
+    least: int | None = parts.make(parts.read(WHEN_OTHERS_HOLD, _read_others_hold))
+    if least is None:
+        raise settings.unfit("says not how much they hold", "{when_others_hold: 4GiB}")
+    return least
+
+
+def _read_others_hold(value: Any) -> int:
+    return 1 if value == "any" else int(HOST_MEMORY.read(value))
+
+
 def _read_hosts(value: Any) -> WantedHosts:
     if isinstance(value, dict) and value:
         return {settings.TEXT.read(label): settings.TEXT.read(each) for label, each in value.items()}
@@ -196,6 +214,8 @@ _MACHINES = shapes.by_name(
     shapes.any_of(shapes.mapping({"gpus": _GPUS, "host_memory": settings.MEMORY.shape}), shapes.NOTHING)
 )
 _HOSTS = shapes.any_of(settings.NAMES.shape, shapes.by_name(settings.TEXT.shape))
+WHEN_OTHERS_HOLD = "when_others_hold"
+_YIELD = shapes.mapping({WHEN_OTHERS_HOLD: shapes.any_of({"enum": ["any"]}, settings.MEMORY.shape)})
 _VRAM = shapes.any_of({"enum": ["measured"]}, settings.MEMORY.shape)
 _ROUTING = shapes.any_of(
     settings.TEXT.shape,
@@ -381,6 +401,15 @@ SETTINGS: dict[str, Setting] = {
         "Whether requests are refused or wait while anvil-mux is paused (see sharing.md).",
         logged=True,
         page="sharing.md#my-gpu-please-pausing",
+    ),
+    "yield": _live(
+        ValueKind("{when_others_hold: size or any}", _read_yield, _YIELD),
+        "Leave a GPU to other programs once they hold so much of its memory: models there make way, and come "
+        "back home_after after they have left it (see sharing.md).",
+        fills=("yield_above",),
+        default="",
+        logged=True,
+        page="sharing.md#games-training-and-comfyui-yield",
     ),
     "hooks": _at_start(
         hooks.KIND,

@@ -92,6 +92,10 @@ class Overview:
         """The backends of the configuration that holds now."""
         return self._driver.config.backends
 
+    def leaves_gpus(self) -> bool:
+        """Whether a GPU is left to other programs once they hold much of it."""
+        return self._driver.config.yield_above is not None
+
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:

@@ -65,9 +65,9 @@ DEATHS = frozenset(("died", "died_early"))
 """Causes of a stop of a backend that ended without being told to."""
 FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
 """Causes of a state that a backend was found in, and no step has led to."""
-CLEARING = frozenset(("host_drained", "paused"))
-"""Causes of an eviction after which nothing is loaded on the host."""
-PRELOADS = frozenset(("preload", "missing_stage", "home", "wake_to_demote"))
+CLEARING = frozenset(("host_drained", "paused", "others_hold"))
+"""Causes of an eviction after which nothing is loaded on the host, or on that GPU."""
+PRELOADS = frozenset(("preload", "missing_stage", "home", "gpu_given_back", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
 """Causes for which a request is severed to be sent to another replica."""
@@ -168,6 +168,7 @@ SENTENCES = DECISIONS | {
     "demote_timer": "at standby level {way} for {seconds:.0f} s",
     "retry_stuck": "trying again to stop it",
     "host_drained": "the host {host} is drained",
+    "others_hold": "other programs hold {detail}",
     "host_undrained": "the host {host} is no longer drained",
     "paused": "anvil-mux is paused",
     "resumed": "resumed by hand",
@@ -179,6 +180,7 @@ SENTENCES = DECISIONS | {
     "preload": "preloaded before the first request",
     "missing_stage": "preloaded because the other stage is loaded",
     "home": "home model, and its GPUs are idle",
+    "gpu_given_back": "other programs have left its GPUs for {seconds:.0f} s",
     "wake_to_demote": "woken to go to standby level {way}",
     "unwanted": "nobody waits for it any more, and {model} needs its GPUs",
     "policy_failed": "the policy failed: {detail}",
@@ -215,6 +217,7 @@ _SEVERED = {
     "removed": "{of} was removed from the configuration",
     "host_drained": "{of} ran on the host {host}, which was drained",
     "paused": "anvil-mux was paused",
+    "others_hold": "{of} made way for other programs on its GPU",
     "surplus": "{of} was already loaded as often as `most` allows",
     "idle": "{of} was evicted because nobody used it",
     "policy": "the policy unloaded {of}",

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from anvil_mux.errors import Cancelled, LoadError, UnknownModel
 from anvil_mux.scheduler.events import ADOPTED, UNLOADED, Cause, Event, Leaving, ending
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, TRANSITIONS, Slot
 from anvil_mux.scheduler.steps import NO_USAGE, Crash, FoundBackend, Ticket, TokenUsage
 from anvil_mux.scheduler.upkeep import Upkeep
@@ -138,6 +139,9 @@ class GroupFacts(Upkeep):
         unwanted = any(swap.cancel == UNLOADED for swap in self.swaps if swap.target is slot)
         self.enter(slot, "loaded", now)
         slot.note_loaded(now, seconds, level)
+        for other in self.slots.values():
+            if other is slot or not self.placement.fit_together(slot, other):
+                other.made_way = None
         self.keep_alive(slot, None)
         self.learn(slot, level, seconds)
         self.end_to(slot)
@@ -260,17 +264,32 @@ class GroupFacts(Upkeep):
             slot.next_level = "stop"
             self.begin(None, [slot], now, Cause("silent"))
 
-    def memory_seen(self, held: Mapping[str, int]) -> bool:
+    def memory_seen(self, held: Mapping[str, int], now: float) -> bool:
         """Other processes hold so many bytes, by GPU; whether that is news.
 
-        It is not believed while a backend is loaded or evicted: its processes may be taken for others.
+        It is not believed while a backend is loaded or evicted: its processes may be taken for others. GPUs
+        of which they hold much are left to them: all there goes (upkeep.py), and returns later (preloads.py).
         """
         moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in self.slots.values())
         if moving or held == self.placement.others:
             return False
         self.placement.others = held
         self.changed()
+        if self.config.yield_above is not None:
+            self._note_way_made(now)
         return True
+
+    def _note_way_made(self, now: float) -> None:
+        """Note for whom GPUs are left to other programs, or are no longer."""
+        self.reprieve_all(now)
+        for slot in [slot for slot in self.slots.values() if slot.made_way is not None]:
+            if self.left_gpu(slot):
+                slot.made_way = FOREVER
+            elif slot.state == "ready":
+                slot.made_way = None
+            elif slot.made_way == FOREVER:
+                slot.made_way = now
+        self.fail_refused(now)
 
     # The host
 

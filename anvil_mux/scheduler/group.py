@@ -123,7 +123,7 @@ class GpuGroup(GroupFacts):
             return Wait(FOREVER)
         if self.is_out_of_reach:
             return self.advance(now) or Wait(FOREVER)
-        self.clear_host(now)
+        self.clear(now)
         if self.bounded:
             self.give_up_surplus(now)
         while True:
@@ -151,7 +151,7 @@ class GpuGroup(GroupFacts):
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
         moments = [model.queue.overdue_at for model in models]
         moments += self.upkeep_moments()
-        moments += home_moments(self, now) if self.homes else ()
+        moments += home_moments(self, now)
         for slot in self.stayers if models or self.preloads else ():
             moments.append(slot.stays_until)
         for swap in self.swaps:
@@ -244,9 +244,9 @@ class GpuGroup(GroupFacts):
 
     def _begin_preload(self, models: list[Model], now: float) -> bool:
         """Begin the next preload, if nothing else is to be done."""
-        if models or self.swaps or not (self.preloads or self.homes):
+        if models or self.swaps:
             return False
-        found = next_preload(self, now) or (next_home(self, now) if self.homes else None)
+        found = next_preload(self, now) or next_home(self, now)
         if found is None:
             return False
         for victim in found.victims:

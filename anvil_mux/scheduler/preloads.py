@@ -8,6 +8,8 @@ Both are begun only while no queue waits and no swap is under way, and stop no b
 * A home backend comes back when nothing else was wanted on its GPUs for a while: the residents that must go
   for it have no lease, and were not used for ``home_after``. Once its load has failed, or it was unloaded by
   hand, it waits until a request has loaded it.
+* A backend that made way for other programs comes back in the same way once they have left its GPUs for that
+  long, where there is room.
 
 Two other such loads are begun elsewhere: one that wakes a backend on its way to a deeper standby level
 (upkeep.py), and another replica of a busy model (group.py).
@@ -39,7 +41,7 @@ def next_preload(state: GroupState, now: float) -> Preload | None:
     So are those of a model of which enough are resident; while they are coming, the others are kept.
     """
     for slot in tuple(state.preloads):
-        if not slot.host.takes_loads:
+        if not state.takes_loads(slot):
             continue
         model = state.models[slot.model]
         if not model.may_come(slot) and model.is_coming:
@@ -78,32 +80,40 @@ def complete(state: GroupState, model: Model, now: float) -> bool:
 
 
 class _Return(NamedTuple):
-    """The return of a home backend."""
+    """The return of a backend by itself."""
 
     at: float = FOREVER
     victims: tuple[Slot, ...] = ()
 
 
 def next_home(state: GroupState, now: float) -> Preload | None:
-    """The home backend that is to come back now, once its victims are evicted."""
-    for slot in state.homes:
+    """The backend that is to come back now, once its victims are evicted."""
+    for slot in _absent(state):
         found = _return(state, slot, now)
         if found.at > now:
             continue
         if found.victims:
             return Preload(slot, list(found.victims), Cause("make_room", slot.model))
         if state.memory.has_room(slot):
-            return Preload(slot, [], Cause("home", seconds=_home_after(state, slot)))
+            kind = "home" if slot.backend.home else "gpu_given_back"
+            return Preload(slot, [], Cause(kind, seconds=_home_after(state, slot)))
     return None
 
 
+def _absent(state: GroupState) -> list[Slot]:
+    """The backends that come back by themselves."""
+    if state.config.yield_above is None:
+        return state.homes
+    return [slot for slot in state.slots.values() if slot.backend.home or slot.made_way is not None]
+
+
 def home_moments(state: GroupState, now: float) -> list[float]:
-    """When home backends come back, as things are."""
-    return [_return(state, slot, now).at for slot in state.homes]
+    """When backends come back by themselves, as things are."""
+    return [_return(state, slot, now).at for slot in _absent(state)]
 
 
 def comes_back_at(state: GroupState, slot: Slot, now: float) -> float:
-    """When a home backend comes back, as things are; infinite: it does not."""
+    """When a backend comes back by itself, as things are; infinite: it does not."""
     return _return(state, slot, now).at
 
 
@@ -113,19 +123,22 @@ def _return(state: GroupState, slot: Slot, now: float) -> _Return:
     found = victims(state, slot, state.busy_gpus(), frozenset(), now)
     if found is None or any(each.backend.home or each.state == "standby" for each in found):
         return _Return()
+    if found and not slot.backend.home:
+        return _Return()
     others = [each for each in state.slots.values() if not state.placement.fit_together(slot, each)]
     concerned = dict.fromkeys((*others, *found))
     if any(each.holders for each in concerned):
         return _Return()
     left = slot.since if slot.state == "stopped" else -FOREVER
-    quiet = max([left, *(each.used for each in concerned)]) + _home_after(state, slot)
+    given_back = -FOREVER if slot.made_way is None else slot.made_way
+    quiet = max([left, given_back, *(each.used for each in concerned)]) + _home_after(state, slot)
     return _Return(max([quiet, *(each.stays_until for each in found)]), tuple(found))
 
 
 def _may_return(state: GroupState, slot: Slot) -> bool:
     if slot.state not in ("stopped", "standby") or slot.coming or slot.leaving:
         return False
-    if slot.failed_starts or slot.unloaded or not slot.host.takes_loads:
+    if slot.failed_starts or slot.unloaded or not state.takes_loads(slot):
         return False
     return state.models[slot.model].may_come(slot)
 

@@ -20,7 +20,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.scheduler.hosts import LOCAL, HostRecord
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.slot import STAYING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Ticket
 
@@ -76,6 +76,9 @@ def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxEr
 
 
 def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
+    if (gpu := state.left_gpu(slot)) and slot.state not in STAYING:
+        theirs = f"other programs hold {gib(state.placement.others[gpu])} of GPU {gpu}"
+        return GpuMemoryShort(f"{slot.name} is not loaded: {theirs}, which is left to them (`yield`).")
     if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
         return None
     for other in state.slots.values():

@@ -213,7 +213,7 @@ class Scheduler:
         named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
         record = self.layout.hosts.get(host)
         there = [] if record is None or record.is_lost else self.layout.on_host(host)
-        return self._settling.settle([each for each in there if each.memory_seen(named)], now)
+        return self._settling.settle([each for each in there if each.memory_seen(named, now)], now)
 
     # Facts about hosts
 

@@ -122,6 +122,11 @@ class Slot:
     """Whether it is kept, while it is resident, from being evicted for another model."""
     unloaded: bool = False
     """Whether it was unloaded by hand, and not loaded since."""
+    made_way: float | None = None
+    """Since when its GPUs are no longer left to other programs for which it was evicted; infinite: they are.
+
+    None: it was loaded since then, or another backend in its place.
+    """
     leaving: Leaving = ""
     """Why it leaves for good: the configuration has it no longer, or not as it is."""
     whole: bool = True

@@ -250,6 +250,21 @@ class GroupState:
         """The backends of a model that are here."""
         return self.own_slots[model.name]
 
+    def takes_loads(self, slot: Slot) -> bool:
+        """Whether a backend may be loaded where it is."""
+        return slot.host.takes_loads and not self.left_gpu(slot)
+
+    def left_gpu(self, slot: Slot) -> str:
+        """A GPU of a backend that is left to other programs, since they hold much of it; "": none is."""
+        least = self.config.yield_above
+        if least is None:
+            return ""
+        return next((gpu for gpu in slot.holds if self.placement.others.get(gpu, 0) >= least), "")
+
+    def must_go(self, slot: Slot) -> bool:
+        """Whether a backend may not stay where it is."""
+        return slot.host.is_cleared or (not slot.pinned and bool(self.left_gpu(slot)))
+
     def gpus_of(self, model: Model) -> set[str]:
         """The GPUs of the backends of a model that are here."""
         return {gpu for slot in self.own_slots[model.name] for gpu in slot.holds}
@@ -270,7 +285,7 @@ class GroupState:
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
         own = self.own_slots[model.name]
-        found = [slot for slot in own if slot.host.takes_loads and slot.is_loadable(now)]
+        found = [slot for slot in own if self.takes_loads(slot) and slot.is_loadable(now)]
         return [slot for slot in found if model.may_come(slot)] if model.bounded else found
 
     def fits(self, target: Slot) -> bool:

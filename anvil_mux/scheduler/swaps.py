@@ -214,7 +214,7 @@ class Swaps(Admission):
         slot, cause = swap.target, swap.cancel
         if not (cause and slot and slot.state == "loading"):
             return None
-        if self._is_wanted(slot) and not slot.host.is_cleared:
+        if self._is_wanted(slot) and not self.must_go(slot):
             swap.cancel = None
             return None
         self.enter(slot, "cancel", now)
@@ -306,12 +306,9 @@ class Swaps(Admission):
                 self._reprieve(slot, now)
 
     def reprieve_all(self, now: float) -> None:
-        """End the swaps that only drain, and were begun because a host was drained that is not now.
-
-        So are those that were begun because of a pause that is over.
-        """
+        """End the swaps that only drain, and were begun for a reason that is over (``CLEARING``)."""
         for swap in [swap for swap in self.swaps if swap.cause.kind in CLEARING]:
-            if not (swap.begun or any(victim.host.is_cleared for victim in swap.victims)):
+            if not (swap.begun or any(map(self.must_go, swap.victims))):
                 for victim in swap.victims:
                     victim.next_level = ""
                 self.dissolve(swap, now)

@@ -2,13 +2,13 @@
 
 Backends that could not be stopped are stopped again; those in standby are demoted when their time has come or
 host memory is short; idle residents are evicted after their ``ttl``, or for a queue of another GPU group that
-lacks host memory.
+lacks host memory. All go that are on a host that is cleared, or on a GPU that is left to other programs.
 """
 
 from __future__ import annotations
 
+from anvil_mux.config.settings import gib
 from anvil_mux.scheduler.events import PAUSED, UNLOADED, Cause
-from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.planner import waiting
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import Slot
@@ -44,13 +44,13 @@ class Upkeep(Swaps):
 
     def may_be_stopped(self, slot: Slot) -> bool:
         """Whether a backend is in standby and no request waits for it as it is."""
-        wanted = self.models[slot.model].queue.tickets and not slot.leaving and not slot.host.is_cleared
+        wanted = self.models[slot.model].queue.tickets and not slot.leaving and not self.must_go(slot)
         return slot.state == "standby" and not slot.coming and not wanted
 
     def _why_stopped(self, slot: Slot) -> Cause:
         if slot.leaving:
             return Cause(slot.leaving)
-        return _why_cleared(slot.host) if slot.host.is_cleared else UNLOADED
+        return self._why_gone(slot) if self.must_go(slot) else UNLOADED
 
     def _demote_due(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
@@ -75,24 +75,37 @@ class Upkeep(Swaps):
             return False
         return self.fits(slot) and self.memory.has_room(slot)
 
-    def clear_host(self, now: float) -> None:
-        """Have all go that is on the host, or on its way there, if it was drained; standby is stopped, too.
+    def clear(self, now: float) -> None:
+        """Have all go that may not stay where it is, or is on its way there; what it keeps there, too.
 
-        While anvil-mux is paused, so are all hosts.
+        Such are the backends on a host that was drained (while anvil-mux is paused, all are), and on a GPU
+        that is left to other programs.
         """
-        host = self.host
-        if not host.is_cleared:
+        if not self.host.is_cleared and self.config.yield_above is None:
             return
-        cause = _why_cleared(host)
-        slots = [slot for slot in self.slots.values() if not slot.backend.url]
+        slots = [slot for slot in self.slots.values() if not slot.backend.url and self.must_go(slot)]
         for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
-            self.give_up(slot, now, cause)  # that makes victims ready which only drained
+            self.give_up(slot, now, self._why_gone(slot))  # makes victims ready which only drained
         for slot in slots:
             if slot.state == "ready":
-                self.begin_eviction(slot, now, cause)
-            if slot.state in ("draining", "standby"):
+                if not slot.host.is_cleared:
+                    slot.made_way = FOREVER
+                self.begin_eviction(slot, now, self._why_gone(slot))
+            if slot.host.is_cleared:
+                if slot.state in ("draining", "standby"):
+                    slot.next_level = "stop"
+                self.hasten(slot, now)
+            elif slot.state == "standby" and slot.residual:
                 slot.next_level = "stop"
-            self.hasten(slot, now)
+
+    def _why_gone(self, slot: Slot) -> Cause:
+        """Why a backend may not stay where it is."""
+        if slot.host.pause.is_on:
+            return PAUSED
+        if slot.host.is_drained:
+            return Cause("host_drained", host=slot.host.name)
+        gpu = self.left_gpu(slot)
+        return Cause("others_hold", detail=f"{gib(self.placement.others[gpu])} of GPU {gpu}")
 
     def give_up_surplus(self, now: float) -> None:
         """Give up backends here of models of which more are resident or coming than may be."""
@@ -115,7 +128,3 @@ class Upkeep(Swaps):
                 self.begin_eviction(slot, now, cause, severs=severs)
                 return True
         return bool(idle)
-
-
-def _why_cleared(host: HostRecord) -> Cause:
-    return PAUSED if host.pause.is_on else Cause("host_drained", host=host.name)

@@ -442,6 +442,8 @@ class NewsReader:
                 held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
                 others = {id: n for id, n in held.items() if n > 0}
                 self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
+                if self._mux.overview.leaves_gpus():  # who plays does not want to wait 10 s
+                    self._host.watch_gpus()
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):

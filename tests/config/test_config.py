@@ -140,7 +140,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            routing: lmetric,
            host_memory: 64GiB, preload: yes, hooks: {url: "http://x"},
            allowed_hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert,
-           tls_key: /key, when_paused: wait, capture: 50, home_after: 8, any_of: {any: [a]}, read_ahead: no}
+           tls_key: /key, when_paused: wait, capture: 50, home_after: 8,
+           yield: {when_others_hold: 4GiB}, any_of: {any: [a]}, read_ahead: no}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
@@ -158,6 +159,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert found.key_file == "/keys"
     assert (found.tls_cert, found.tls_key) == ("/cert", "/key")
     assert (found.when_paused, found.capture) == ("wait", 50)
+    assert found.yield_above == 4 << 30
     assert (found.read_ahead, found.backends[0].read_ahead) == (False, False)
     assert (found.home_after, found.any_of["any"].models) == (8, ("a",))
     assert not {key for key, origin in found.origins.items() if origin == "default"}

@@ -66,10 +66,12 @@ class LoneGroup:
         )
         self.give_up, self.fail_all = self.group.abandoned, self.group.fail_all
         self.sever_all, self.retired = self.group.sever_all, self.group.retire
-        self.memory_seen = self.group.memory_seen
 
     def __repr__(self) -> str:
         return repr(self.group)
+
+    def memory_seen(self, held: Mapping[str, int], now: float = 0.0) -> bool:
+        return self.group.memory_seen(held, now)
 
     @property
     def queues(self) -> dict[str, ModelQueue]:
