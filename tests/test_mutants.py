@@ -163,11 +163,11 @@ MUTANTS = {
     ),
     "nobody is demoted while its time goes by": (
         "upkeep",
-        "return demotions + [",
-        "return [",
+        "return demotions + returns + [",
+        "return returns + [",
     ),
     "a preload may evict who has had work": (
-        "preloads",
+        "upkeep",
         'if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):',
         "if failed:",
     ),

@@ -22,11 +22,11 @@ from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.slot import LOADING
-from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.status import (
     GpuState,
     KeptPrompts,
@@ -70,7 +70,7 @@ class Overview:
         self._layout = driver.scheduler.layout
         self._reported, self._prompts = driver.reported, driver.prompts
 
-    def _find(self, model: str) -> tuple[GroupState, Model]:
+    def _find(self, model: str) -> tuple[GpuGroup, Model]:
         """Find a model and the GPU group in which its queue stands, under the lock.
 
         UnknownModel if it was served until a moment ago.
@@ -117,8 +117,8 @@ class Overview:
             best = [name for name, model in ready if model.takes()] + [name for name, _ in ready]
             best = best or [name for name, model in found if model.is_coming]
             for name, model in () if best else found:
-                state = self._layout.of_model[model.name]
-                if wait_estimate(state, model, now).verdict != "refused":
+                group = self._layout.of_model[model.name]
+                if wait_estimate(group, model, now).verdict != "refused":
                     return name
         return best[0] if best else names[0]
 
@@ -166,8 +166,8 @@ class Overview:
         """The state of a model, unless it is gone. Under the lock."""
         if name not in self._layout.models:
             return []
-        (state, model), now = self._find(name), self._clock.now()
-        made = model_state(state, model, now, self._progress(state, model, now))
+        (group, model), now = self._find(name), self._clock.now()
+        made = model_state(group, model, now, self._progress(group, model, now))
         return [self._with_prompts(made) if self._prompts else made]
 
     def _with_prompts(self, model: ModelState) -> ModelState:
@@ -268,8 +268,8 @@ class Overview:
     def wait_estimate(self, model: str) -> WaitEstimate:
         """Say what a request for ``model`` would wait for now."""
         with self._lock:
-            (state, found), now = self._find(model), self._clock.now()
-            estimate = wait_estimate(state, found, now, self._progress(state, found, now))
+            (group, found), now = self._find(model), self._clock.now()
+            estimate = wait_estimate(group, found, now, self._progress(group, found, now))
             waiting, most = self._driver.counts.waiting, self._driver.config.max_queue
             full = no_room_to_wait(found, waiting, most) if estimate.verdict == "waits" else None
             return estimate.refused(full.message) if full else estimate
@@ -280,8 +280,8 @@ class Overview:
         Not more than a guess: what it waits for before its load begins is not in it.
         """
         with self._lock:
-            (state, found), now = self._find(model), self._clock.now()
-            far = self._progress(state, found, now)
+            (group, found), now = self._find(model), self._clock.now()
+            far = self._progress(group, found, now)
             if far and far.seconds_left is not None:
                 return far.seconds_left
             left = [
@@ -294,21 +294,21 @@ class Overview:
     def how_far(self, model: str) -> str:
         """The load or place that a request for ``model`` waits for, in a few words for its client."""
         with self._lock:
-            (state, found), now = self._find(model), self._clock.now()
-            far = self._progress(state, found, now)
+            (group, found), now = self._find(model), self._clock.now()
+            far = self._progress(group, found, now)
             if far:
                 return f"loading {model} {far.words}"
-            left = wait_estimate(state, found, now).seconds
+            left = wait_estimate(group, found, now).seconds
         doing = "waiting for a place at" if found.ready else "waiting to load"
         return f"{doing} {model}" + ("" if left is None else f" about {left:.0f} s left")
 
-    def _progress(self, state: GroupState, model: Model, now: float) -> Progress | None:
+    def _progress(self, group: GpuGroup, model: Model, now: float) -> Progress | None:
         """Say how far the load of ``model`` is, if there is one and none is ready. Under the lock."""
         slot = next((slot for slot in model.slots if slot.state == "loading"), None)
         if slot is None or model.ready:
             return None
         at, said = self._reported.get(slot.name, (now, None))
-        return progress(now - slot.since, expected_load(state, slot), said if at >= slot.since else None)
+        return progress(now - slot.since, expected_load(group, slot), said if at >= slot.since else None)
 
     def report(self, backend: str, said: LogProgress) -> None:
         """Note what the log of a backend says of its load."""

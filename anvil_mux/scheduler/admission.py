@@ -16,7 +16,6 @@ from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.overdue import Bound, bound, too_late
 from anvil_mux.scheduler.planner import could_spill
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.refusals import not_resident, of_crashes, refusal
 from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.slot import Slot
@@ -52,7 +51,7 @@ class Admission(GroupState):
         slot = self.route(model, ready, ticket, now) if model.replicas else ready[0]
         if slot is None:
             self.fail(ticket, nobody_takes(model.name), now)
-            return complete(self, model, now)
+            return self.complete(model, now)
         if not ticket.resent:
             model.demand.arrived(now)
         if not slot.holders:
@@ -62,7 +61,7 @@ class Admission(GroupState):
         self.lease(model, slot, ticket, now)
         if model.replicas is None:
             return False
-        completes = complete(self, model, now)
+        completes = self.complete(model, now)
         return completes or (ticket.takes_lease and self._may_spill(model, now))
 
     def _may_spill(self, model: Model, now: float) -> bool:
@@ -93,6 +92,17 @@ class Admission(GroupState):
             size, waited = len(slot.holders), now - ticket.since
             cause = Cause("routed", detail=ticket.choice.why) if ticket.choice else None
             self.emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, cause))
+
+    def complete(self, model: Model, now: float) -> bool:
+        """Preload the stages that a model in use lacks; whether there are any."""
+        found = model.replicas.lacking(now) if model.replicas else []
+        any_lacking = False
+        for each in self.groups_of(model) if found else ():
+            if lacking := [slot for slot in found if slot.name in each.slots and slot not in each.preloads]:
+                each.preloads += lacking
+                each.changed()
+                any_lacking = True
+        return any_lacking
 
     def take_back(self, idle: Slot, now: float) -> None:
         """Send requests anew that wait behind others, and would be better off at ``idle``."""
@@ -192,7 +202,7 @@ class Admission(GroupState):
             return  # its host was drained: it goes next
         if queue.tickets:
             model.demand.admitted(len(queue), now - queue.first.since)
-            complete(self, model, now)
+            self.complete(model, now)
         if queue.limited:
             for ticket in [ticket for ticket in queue if not ticket.takes_lease]:
                 queue.leave(ticket)

@@ -268,7 +268,7 @@ class GroupFacts(Upkeep):
         """Other processes hold so many bytes, by GPU; whether that is news.
 
         It is not believed while a backend is loaded or evicted: its processes may be taken for others. GPUs
-        of which they hold much are left to them: all there goes (upkeep.py), and returns later (preloads.py).
+        of which they hold much are left to them: all there goes, and returns later (upkeep.py).
         """
         moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in self.slots.values())
         if moving or held == self.placement.others:

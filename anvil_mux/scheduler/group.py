@@ -17,7 +17,7 @@ It is one object in six layers, each a module that builds on those before it:
 
 The next step is looked for in this order: swaps under way go on, upkeep is done, the oldest overdue queue
 gets its swap, a queue of higher priority takes over the drain for a lower one, the policy is asked, a load
-that no request waits for any more is cancelled for a queue, and a preload is begun (preloads.py). Which
+that no request waits for any more is cancelled for a queue, and a preload is begun. Which
 backends could be loaded, and whom they evict, planner.py says; what the policy is shown, snapshot.py. The
 policy proposes, the group disposes: an overdue queue waits for no policy, and the GPUs that it needs go to no
 younger queue meanwhile.
@@ -35,7 +35,7 @@ Invariants:
     loaded instead on GPUs that nobody holds, where it is served no later. A queue of higher priority takes a
     drain over, but not that for an overdue queue. One begun is finished, unless its load is cancelled: when
     it is unloaded by hand (requests that wait for it fail), or when nobody waits for it any more and another
-    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (preloads.py),
+    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (upkeep.py),
     which makes way for a queue. If a target that nobody waits for any more does not fit although its victims
     have left, no others go for it: the swap ends. Requests that wait behind others at a busy replica count as
     waiting for another replica, if no queue waits for its GPUs; so do those in the queue of a resident model
@@ -70,7 +70,6 @@ from anvil_mux.scheduler.facts import GroupFacts
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, takeover, victims, waiting
 from anvil_mux.scheduler.policies import FOREVER, Decision, Spill, Stay, Unload
-from anvil_mux.scheduler.preloads import home_moments, next_home, next_preload
 from anvil_mux.scheduler.refusals import lack_of_memory
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.snapshot import Contest, ask, contests, snapshot
@@ -136,7 +135,7 @@ class GpuGroup(GroupFacts):
                 self.evict_idle(now)
                 or self._begin_swap(models, now)
                 or self._cancel_unwanted(models, now)
-                or self._begin_preload(models, now)
+                or (not (models or self.swaps) and self.begin_preload(now))
             ):
                 return self._wait(self._next_moment(models, now), now)
 
@@ -150,8 +149,7 @@ class GpuGroup(GroupFacts):
     def _next_moment(self, models: list[Model], now: float) -> float:
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
         moments = [model.queue.overdue_at for model in models]
-        moments += self.upkeep_moments()
-        moments += home_moments(self, now)
+        moments += self.upkeep_moments(now)
         for slot in self.stayers if models or self.preloads else ():
             moments.append(slot.stays_until)
         for swap in self.swaps:
@@ -241,20 +239,6 @@ class GpuGroup(GroupFacts):
         if swap.preload and swap.cause.kind != "home":
             return False
         return not (slot.pinned or self.models[slot.model].queue.tickets)
-
-    def _begin_preload(self, models: list[Model], now: float) -> bool:
-        """Begin the next preload, if nothing else is to be done."""
-        if models or self.swaps:
-            return False
-        found = next_preload(self, now) or next_home(self, now)
-        if found is None:
-            return False
-        for victim in found.victims:
-            severs = Cause("evicted", found.target.model)
-            self.begin_eviction(victim, now, found.cause, severs=severs)
-        if not found.victims:
-            self.begin(found.target, [], now, found.cause, preload=True)
-        return True
 
     # The policy
 

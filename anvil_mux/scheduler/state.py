@@ -171,7 +171,7 @@ class GroupState:
     sleepers: list[Slot] = field(default_factory=list)
     """The backends that may be in standby."""
     homes: list[Slot] = field(default_factory=list)
-    """The backends that come back when nothing else is wanted (preloads.py)."""
+    """The backends that come back when nothing else is wanted (upkeep.py)."""
     patient: bool = False
     """Whether some backend has a drain_timeout of its own."""
     routed: list[Model] = field(default_factory=list)
