@@ -30,7 +30,6 @@ from anvil_mux.config.keys import Key
 from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
-from anvil_mux.multiplexer.lease import EngineRun, Granted
 from anvil_mux.scheduler.costs import Cost, Costs, Footprint, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
@@ -40,6 +39,22 @@ from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, L
 from anvil_mux.scheduler.waits import LogProgress
 
 log = logging.getLogger(__name__)
+
+
+class EngineRun:
+    """One run of an engine, since it was ready. Compared by identity: the next at its address is another."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+
+
+class Granted(NamedTuple):
+    """The object of a lease, as it was when it was granted."""
+
+    backend: Backend
+    run: EngineRun
 
 
 class Job(NamedTuple):

@@ -16,8 +16,8 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import UnknownModel
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
-from anvil_mux.multiplexer.driver import SchedulerDriver, address_of
-from anvil_mux.multiplexer.lease import EngineRun, Lease
+from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, address_of
+from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import FOREVER

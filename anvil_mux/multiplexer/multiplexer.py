@@ -30,9 +30,9 @@ from anvil_mux.errors import (
 )
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.multiplexer.circuits import Circuits
-from anvil_mux.multiplexer.driver import SchedulerDriver, cut
+from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, cut
 from anvil_mux.multiplexer.facts import Facts
-from anvil_mux.multiplexer.lease import EngineRun, Lease
+from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost, Footprint
@@ -40,7 +40,7 @@ from anvil_mux.scheduler.events import Cause, Event, Severance
 from anvil_mux.scheduler.hosts import PAUSED
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.refusals import no_room_to_wait
-from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
+from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket
 
 TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""
@@ -130,11 +130,11 @@ class Multiplexer:
         ticket = Ticket(0, model, 0.0, work=work, sender=key, crashes=crashes)
         ticket.request, ticket.never_swaps, ticket.resent = request, never_swaps, resent
         self._ask_for(ticket, tend, key=key, staged=staged)
-        lease = Lease(self, ticket)
+        lease = Lease(self._driver, ticket)
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
         if ticket.prefill and ticket.prefill.backend:
-            lease.prefill = Lease(self, ticket.prefill)
+            lease.prefill = Lease(self._driver, ticket.prefill)
         return lease
 
     def load(self, model: str, tend: Tend | None = None) -> None:
@@ -266,24 +266,6 @@ class Multiplexer:
             else:
                 ticket.wake.set()
         return bool(found)
-
-    def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None:
-        """A lease ended; see Lease.release."""
-        with self._lock:
-            effects = self.scheduler.released(ticket, self._clock.now(), usage, whole=whole)
-            if effects is NOTHING:
-                return
-            jobs = self._driver.noted(effects)
-        self._driver.carry_out(effects, jobs)
-
-    def keep_alive(self, ticket: Ticket, seconds: float) -> None:
-        """See Lease.keep_alive."""
-        self._driver.apply(partial(self.scheduler.keep_alive_asked, ticket, seconds))
-
-    def first_byte(self, ticket: Ticket) -> bool:
-        """See Lease.first_byte."""
-        with self._lock:
-            return self.scheduler.first_byte(ticket, self._clock.now())
 
     # Its life
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from anvil_mux.config.config import EITHER, Backend, Config
 from anvil_mux.config.settings import AUTO
@@ -39,8 +39,6 @@ from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.replicas import Replicas
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.steps import Ticket
-
-_Ticket = TypeVar("_Ticket", bound=Hashable)
 
 
 class ModelSettings(NamedTuple):
@@ -86,24 +84,24 @@ def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
     )
 
 
-class FairQueue(Generic[_Ticket]):
+class FairQueue:
     """The tickets that wait, in the order in which they are to be taken: one of each sender, in rounds."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, dict[_Ticket, None]] = {}
+        self._waiting: dict[Hashable, dict[Ticket, None]] = {}
         """Sender -> tickets, the oldest first; the senders in the order of their turns."""
 
-    def join(self, sender: Hashable, ticket: _Ticket) -> None:
+    def join(self, sender: Hashable, ticket: Ticket) -> None:
         self._waiting.setdefault(sender, {})[ticket] = None
 
-    def leave(self, sender: Hashable, ticket: _Ticket) -> None:
+    def leave(self, sender: Hashable, ticket: Ticket) -> None:
         """Take a ticket out, if it is there; no turn changes."""
         tickets = self._waiting.get(sender, {})
         tickets.pop(ticket, None)
         if not tickets:
             self._waiting.pop(sender, None)
 
-    def take(self, fits: Callable[[_Ticket], bool]) -> _Ticket | None:
+    def take(self, fits: Callable[[Ticket], bool]) -> Ticket | None:
         """Take out the next ticket that ``fits``; its sender's next turn comes after all others'."""
         found = (
             (sender, each) for sender, tickets in self._waiting.items() for each in tickets if fits(each)
@@ -136,7 +134,7 @@ class ModelQueue:
         """The time that the load of its model was expected to take when it began."""
         self.left = -math.inf
         """When a backend of a limited model last ceased to be ready: no request waited for a load before."""
-        self._turns = FairQueue[Ticket]() if limited else None
+        self._turns = FairQueue() if limited else None
 
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self.tickets)
@@ -197,7 +195,7 @@ class ModelQueue:
         if self.tickets:
             self.bound = min(self.bound, most)
         if limited != self.limited:
-            self._turns = FairQueue[Ticket]() if limited else None
+            self._turns = FairQueue() if limited else None
             for ticket in self.tickets:
                 self.join(ticket)
 
