@@ -13,7 +13,6 @@ from functools import partial
 
 from anvil_mux.clock import Latch
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.errors import UnknownModel
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
 from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, address_of
@@ -179,26 +178,7 @@ class Facts:
         unless somebody asks for it before; True: that is now. Whoever has just read the last byte of an
         answer holds its lease for a moment longer.
         """
-
-        def fact(now: float) -> Effects:
-            self._must_be_served(model)
-            return self._scheduler.unload_asked(model, now, when_idle=when_idle)
-
-        return self._apply(fact) is not NOTHING
-
-    def pin(self, model: str, pinned: bool) -> None:
-        """Whether ``model``, once it is resident, is kept from being evicted for others."""
-
-        def fact(now: float) -> Effects:
-            self._must_be_served(model)
-            return self._scheduler.pinned(model, now, pinned)
-
-        self._apply(fact)
-
-    def _must_be_served(self, model: str) -> None:
-        """UnknownModel if it was served until a moment ago. Under the lock."""
-        if model not in self._scheduler.layout.models:
-            raise UnknownModel(model, self._driver.served)
+        return self._tell(self._scheduler.unload_asked, model, when_idle=when_idle) is not NOTHING
 
     def hear(self, reports: Mapping[str, Sequence[Report]]) -> None:
         """Take the reports of all other anvil-mux on the replicas that are shared with them."""

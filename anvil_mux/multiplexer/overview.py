@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.errors import UnknownModel
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver
 from anvil_mux.multiplexer.lease import Lease
@@ -70,16 +69,6 @@ class Overview:
         self._layout = driver.scheduler.layout
         self._reported, self._prompts = driver.reported, driver.prompts
 
-    def _find(self, model: str) -> tuple[GpuGroup, Model]:
-        """Find a model and the GPU group in which its queue stands, under the lock.
-
-        UnknownModel if it was served until a moment ago.
-        """
-        try:
-            return self._layout.of_model[model], self._layout.models[model]
-        except KeyError:
-            raise UnknownModel(model, self._layout.served) from None
-
     def wall(self, moment: float) -> float:
         """The Unix time of a moment of events and of the status."""
         return self._clock.wall(moment)
@@ -99,7 +88,7 @@ class Overview:
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:
-            return bool(self._find(model)[1].ready)
+            return bool(self._layout.find(model)[1].ready)
 
     def choose(self, names: Sequence[str]) -> str:
         """The one of several names, in order of preference, whose model is to serve a request that comes now.
@@ -158,7 +147,7 @@ class Overview:
     def model(self, name: str) -> ModelState:
         """The picture of one model; UnknownModel if it is not served any more."""
         with self._lock:
-            self._find(name)
+            self._layout.find(name)
             [state] = self._model_states(name)
         return state
 
@@ -166,7 +155,7 @@ class Overview:
         """The state of a model, unless it is gone. Under the lock."""
         if name not in self._layout.models:
             return []
-        (group, model), now = self._find(name), self._clock.now()
+        (group, model), now = self._layout.find(name), self._clock.now()
         made = model_state(group, model, now, self._progress(group, model, now))
         return [self._with_prompts(made) if self._prompts else made]
 
@@ -260,7 +249,7 @@ class Overview:
     ) -> dict[str, list[dict[str, Any]]]:
         """Stage -> what would be made of each replica of ``model``; empty where it has but one backend."""
         with self._lock:
-            found = self._find(model)[1]
+            found = self._layout.find(model)[1]
             if found.replicas is None:
                 return {}
             return found.replicas.explain(found.ready, work, self._clock.now(), staged=staged)
@@ -268,7 +257,7 @@ class Overview:
     def wait_estimate(self, model: str) -> WaitEstimate:
         """Say what a request for ``model`` would wait for now."""
         with self._lock:
-            (group, found), now = self._find(model), self._clock.now()
+            (group, found), now = self._layout.find(model), self._clock.now()
             estimate = wait_estimate(group, found, now, self._progress(group, found, now))
             waiting, most = self._driver.counts.waiting, self._driver.config.max_queue
             full = no_room_to_wait(found, waiting, most) if estimate.verdict == "waits" else None
@@ -280,7 +269,7 @@ class Overview:
         Not more than a guess: what it waits for before its load begins is not in it.
         """
         with self._lock:
-            (group, found), now = self._find(model), self._clock.now()
+            (group, found), now = self._layout.find(model), self._clock.now()
             far = self._progress(group, found, now)
             if far and far.seconds_left is not None:
                 return far.seconds_left
@@ -294,7 +283,7 @@ class Overview:
     def how_far(self, model: str) -> str:
         """The load or place that a request for ``model`` waits for, in a few words for its client."""
         with self._lock:
-            (group, found), now = self._find(model), self._clock.now()
+            (group, found), now = self._layout.find(model), self._clock.now()
             far = self._progress(group, found, now)
             if far:
                 return f"loading {model} {far.words}"
@@ -356,7 +345,7 @@ class Overview:
 
     def bytes_per_token(self, model: str) -> float:
         """The bytes of a prompt for each token, as was learned; of a model with several backends."""
-        _, found = self._find(model)
+        _, found = self._layout.find(model)
         return found.bytes_per_token
 
     def costs(self) -> list[Cost]:

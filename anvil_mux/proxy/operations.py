@@ -98,11 +98,11 @@ class Operations:
         return found
 
     def pin(self, asked: Asked, reply: Reply, record: Served) -> None:
-        self._mux.facts.pin(_named(asked, reply, record), True)
+        self._mux.tell(self._mux.scheduler.pinned, _named(asked, reply, record), pinned=True)
         reply.whole(200, [JSON], DONE)
 
     def unpin(self, asked: Asked, reply: Reply, record: Served) -> None:
-        self._mux.facts.pin(_named(asked, reply, record), False)
+        self._mux.tell(self._mux.scheduler.pinned, _named(asked, reply, record), pinned=False)
         reply.whole(200, [JSON], DONE)
 
     def under_way(self, asked: Asked) -> Answer:

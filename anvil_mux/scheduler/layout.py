@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.errors import UnknownModel
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Costs, Footprints
@@ -124,6 +125,13 @@ class Layout:
     def served(self) -> Set[str]:
         """The models that backends of the configuration serve."""
         return self._common.settings.models.keys()
+
+    def find(self, model: str) -> tuple[GpuGroup, Model]:
+        """The GPU group in which a model's queue stands, and the model; UnknownModel if there is none."""
+        try:
+            return self.of_model[model], self.models[model]
+        except KeyError:
+            raise UnknownModel(model, self.served) from None
 
     def slot(self, backend: str) -> Slot | None:
         """The slot of a backend, also of one that is leaving; None if there is none of that name."""

@@ -320,15 +320,16 @@ class Scheduler:
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:
         """The model is to be unloaded; ``when_idle``: once nobody uses it, unless it is asked for before.
 
-        NOTHING if there is nothing to be done now.
+        NOTHING if there is nothing to be done now; UnknownModel if it was served until a moment ago.
         """
-        group, found = self.layout.of_model[model], self.layout.models[model]
+        group, found = self.layout.find(model)
         is_now = group.unload_when_idle(found, now) if when_idle else group.unload(found, now)
         return self._settling.settle(self.layout.groups_of[model], now) if is_now else NOTHING
 
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
-        """Whether a model, once it is resident, is kept from being evicted for others."""
-        self.layout.of_model[model].pin(self.layout.models[model], now, pinned=pinned)
+        """Whether a model, once it is resident, is kept from being evicted for others; or UnknownModel."""
+        group, found = self.layout.find(model)
+        group.pin(found, now, pinned=pinned)
         return self._settling.settle(self.layout.groups_of[model], now)
 
     def refused(self, error: MuxError, now: float) -> Effects:
