@@ -362,6 +362,9 @@ def _value(config: Config, key: str) -> Any:
             return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
         case "any_of":
             return {name: each.to_json() for name, each in config.any_of.items()}
+        case "yield":
+            least = config.yield_above
+            return None if least is None else {"when_others_hold": "any" if least == 1 else least}
     return getattr(config, key)
 
 

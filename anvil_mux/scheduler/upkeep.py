@@ -128,7 +128,7 @@ class Upkeep(Swaps):
                 if slot.state in ("draining", "standby"):
                     slot.next_level = "stop"
                 self.hasten(slot, now)
-            elif slot.state == "standby" and slot.residual:
+            elif slot.state == "standby" and any(slot.residual.values()):
                 slot.next_level = "stop"
 
     def _why_gone(self, slot: Slot) -> Cause:

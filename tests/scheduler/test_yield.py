@@ -55,7 +55,7 @@ def test_what_is_in_standby_gives_up_the_memory_that_it_keeps_there():
     fleet.take(fleet.core.adopted("s", 0.0, FoundBackend("sleep", {"0": 1})))
     assert fleet.take(fleet.core.memory_seen({"0": 4}, 1.0)) == ["demote s"]
     frozen = Fleet(sleeper, gpus=TWO, yield_above=4)
-    frozen.take(frozen.core.adopted("s", 0.0, FoundBackend("sleep", {})))
+    frozen.take(frozen.core.adopted("s", 0.0, FoundBackend("sleep", {"0": 0})))
     assert frozen.take(frozen.core.memory_seen({"0": 4}, 1.0)) == []
 
 
