@@ -49,6 +49,13 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     command = programs.add_parser("llama-swap", help=about, description=f"{about}.")
     command.add_argument("file", metavar="FILE", help="llama-swap's config.yaml")
     command.set_defaults(translate=_llama_swap)
+    about = "Make a compose file of the presets of llama.cpp's router"
+    command = programs.add_parser("llamacpp", help=about, description=f"{about}.")
+    command.add_argument("file", metavar="FILE", help="the file of --models-preset")
+    command.add_argument(
+        "--program", metavar="PATH", default="", help="path of llama-server, if it is not on PATH"
+    )
+    command.set_defaults(translate=_llamacpp)
     _add_ollama(programs)
     parser.epilog = "anvil-mux import llama-swap config.yaml > compose.yaml; docs/migrating.md has every key."
 
@@ -88,6 +95,12 @@ def _llama_swap(given: argparse.Namespace) -> Written:
     from anvil_mux.importing import llama_swap
 
     return llama_swap.translate(interpolate.read(Path(given.file)), gpus=_gpus_here())
+
+
+def _llamacpp(given: argparse.Namespace) -> Written:
+    from anvil_mux.importing import llamacpp_presets
+
+    return llamacpp_presets.translate(Path(given.file), program=given.program, gpus=_gpus_here())
 
 
 def _ollama(given: argparse.Namespace) -> Written:
