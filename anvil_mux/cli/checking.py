@@ -360,6 +360,9 @@ def _value(config: Config, key: str) -> Any:
             _, at, place = address.rpartition("@")  # before it may stand a password
             store = f"{scheme}://***@{place}" if at else config.routing_store
             return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
+        case "yield":
+            least = config.yield_above
+            return None if least is None else {"when_others_hold": "any" if least == 1 else least}
         case "any_of":
             return {name: each.to_json() for name, each in config.any_of.items()}
     return getattr(config, key)
