@@ -17,7 +17,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
@@ -41,6 +42,7 @@ _PLAIN, _PARTS, _SPLIT = re.compile(_NUMBER), re.compile(rf"(?:(?:{_NUMBER}){_UN
 
 _T = TypeVar("_T")
 _D = TypeVar("_D")
+_I = TypeVar("_I")
 
 _mistakes: dict[str, str] = {}
 
@@ -169,6 +171,12 @@ class Clock:
     def wall(self, moment: float) -> float:
         """The Unix time of a moment of this clock."""
         return time.time() - (self.now() - moment)
+
+
+def side_by_side(do: Callable[[_I], _T], items: Sequence[_I]) -> list[_T]:
+    """Call a function for each item, each in a thread of its own, since it may take long."""
+    with ThreadPoolExecutor(len(items) or 1) as pool:
+        return list(pool.map(do, items))
 
 
 class Worker:

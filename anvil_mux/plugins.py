@@ -11,12 +11,14 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from anvil_mux.config import settings
-from anvil_mux.config.composefile import Compose, run_compose
-from anvil_mux.config.config import DEFAULT_ROUTING, ROUTING_NAME, Config, Gpu, Judge, Machine, default_of
+from anvil_mux.config.compose import Compose, run_compose
+from anvil_mux.config.config import Config, Judge
 from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic
+from anvil_mux.config.kinds import meant, nearest
 from anvil_mux.config.loading import ConfigReader
+from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.problems import Problems
+from anvil_mux.config.values import ROUTING_NAME
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.eviction import build_eviction
@@ -51,32 +53,34 @@ def load(
         judge=judge,
         hosts=hosts,
     )
-    for key, build in (("policy", build_policy), ("eviction", build_eviction)):
-        if key in reader.values:
-            try:
-                build(reader.values[key], reader.values[f"{key}_settings"])
-            except (ValueError, TypeError) as error:
-                reader.problems.of_setting(key, as_diagnostic(error))
-    _check_routing(reader)
-    return reader.config()
+    config = reader.config
+    chosen = {
+        "policy": (build_policy, config.policy, config.policy_settings),
+        "eviction": (build_eviction, config.eviction, config.eviction_settings),
+    }
+    for key, (build, name, settings) in chosen.items():
+        try:
+            build(name, settings)
+        except (ValueError, TypeError) as error:
+            reader.problems.of_setting(key, as_diagnostic(error))
+    _check_routing(config, reader.services, reader.problems)
+    return reader.checked()
 
 
-def _check_routing(reader: ConfigReader) -> None:
-    problems, own = reader.problems, reader.values.get("routing_policies", {})
+def _check_routing(config: Config, services: Mapping[str, str], problems: Problems) -> None:
     shipped = {name: pipeline.build(name) for name in pipeline.shipped()}
-    policies = {**shipped, **{name: _own(problems, name, each, shipped) for name, each in own.items()}}
-    default = reader.values.get("routing", DEFAULT_ROUTING)
-    if default not in policies:
-        problems.of_setting("routing", _no_policy(default, policies))
-    used = dict.fromkeys(backend.routing or default for backend in reader.backends)
+    own = {name: _own(problems, name, each, shipped) for name, each in config.routing_policies.items()}
+    policies = {**shipped, **own}
+    if config.routing not in policies:
+        problems.of_setting("routing", _no_policy(config.routing, policies))
+    used = dict.fromkeys(backend.routing for backend in config.backends)
     for name in [name for name in used if name in policies and policies[name].mode == "full"]:
-        if reader.values.get("routing_mode", default_of(Config, "routing_mode")) != "full":
+        if config.routing_mode != "full":
             problems.of_setting("routing", _asks_for_full(name, shipped))
     models: dict[str, tuple[str, str]] = {}
-    for backend in reader.backends:
-        service = ("services", reader.services[backend.name])
-        name = backend.routing or default
-        if backend.routing and name not in policies:
+    for backend in config.backends:
+        service, name = ("services", services[backend.name]), backend.routing
+        if backend.has_own("routing") and name not in policies:
             problems.add((*service, "x-anvil", "routing"), _no_policy(name, policies))
         first, other = models.setdefault(backend.model, (backend.name, name))
         if other != name:
@@ -101,8 +105,8 @@ def _own(problems: Problems, name: str, written: object, shipped: Container[str]
 
 
 def _no_policy(name: str, policies: Mapping[str, Routing]) -> Diagnostic:
-    text = f"no policy {name}; {settings.nearest(name, policies)}"
-    return Diagnostic(text, value=settings.meant(name, policies))
+    text = f"no policy {name}; {nearest(name, policies)}"
+    return Diagnostic(text, value=meant(name, policies))
 
 
 def _asks_for_full(policy: str, shipped: Container[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 MOST = 16 << 20
@@ -40,6 +40,19 @@ def write_whole(file: Path, text: str, mode: int = 0o666, *, is_durable: bool = 
             os.close(folder)
 
 
+def once(say: Callable[[str], object]) -> Callable[[str], None]:
+    """Hand on to ``say`` only the first of all texts: that a file still cannot be written is no news."""
+    is_said = False
+
+    def say_first(text: str) -> None:
+        nonlocal is_said
+        if not is_said:
+            is_said = True
+            say(text)
+
+    return say_first
+
+
 def open_regular(file: str | os.PathLike[str], how: int = os.O_RDONLY) -> int:
     """Open a file that others may have put there; OSError where it is a pipe, or a device."""
     opened = os.open(file, how | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -59,6 +72,14 @@ def read_bytes(file: str | os.PathLike[str], most: int = MOST) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(file))
     return content
+
+
+def text_of(file: Path) -> str:
+    """The text of a file of the kernel; "" where it is not there, or may not be read."""
+    try:
+        return file.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def read_text(file: str | os.PathLike[str], encoding: str = "utf-8", errors: str = "strict") -> str:

@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.proxy.dispatch import Patience
+from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.operations import Keep
-from anvil_mux.proxy.relay import Relay
-from anvil_mux.proxy.server import Server
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy.server import Server, listen
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed
@@ -376,6 +377,7 @@ class Rig:
         tls: ssl.SSLContext | None = None,
         mechanism: Mechanism | None = None,
         keep_pause: Keep = lambda pause: True,
+        only_local_hosts: bool = True,
         **settings: object,
     ) -> None:
         self.engine = FakeEngine()
@@ -403,6 +405,7 @@ class Rig:
         self.mux.start()
         self.feed = Feed()
         self.logs: dict[str, list[str]] = {}
+        listener = listen("127.0.0.1", 0)
         self.handler = Handler(
             self.config,
             self.mux,
@@ -415,9 +418,10 @@ class Rig:
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
             keys=keys,
             keep_pause=keep_pause,
+            only_local_hosts=only_local_hosts,
         )
         self.server = Server(
-            ("127.0.0.1", 0),
+            listener,
             self.handler,
             self.mux,
             max_connections=max_connections,
@@ -425,7 +429,7 @@ class Rig:
             tls=tls,
             client_timeout=self.config.client_timeout,
         )
-        self.address: tuple[str, int] = self.server.server_address[:2]  # type: ignore[assignment]
+        self.address = self.server.address
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
         self.clients: list[RawClient] = []
@@ -439,7 +443,7 @@ class Rig:
             client.leave()
         self.feed.close()
         self.server.shutdown()
-        self.server.server_close()
+        self.server.close()
         self.engine.close()
         self.other.close()
         self.mechanism.gate.set()

@@ -31,7 +31,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from anvil_mux.lab.checker import check
-from anvil_mux.scheduler.causes import ADOPTED
+from anvil_mux.scheduler.events import ADOPTED
 from anvil_mux.telemetry import eventlog
 from tests.accounting import (
     FOREVER,

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from anvil_mux import errors
 from anvil_mux.cli import main as cli
-from anvil_mux.config import settings as values
-from anvil_mux.config import table
-from anvil_mux.config.config import Backend, Config
-from anvil_mux.host import control, engine
-from anvil_mux.host.ways import SLEEPS, WAYS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.config.settings import Setting, describe, plain
+from anvil_mux.host import engines
+from anvil_mux.host.levels import LEVELS, SLEEPS
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.scheduler import causes, events, eviction, policies
+from anvil_mux.scheduler import events, eviction, policies
 from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import metrics
 
@@ -65,30 +64,30 @@ def settings() -> Iterable[str]:
         "",
         "### x-anvil at the top level",
         "",
-        *_settings(table.SETTINGS),
+        *_settings(SETTINGS),
         "",
         "### x-anvil on a service",
         "",
-        *_settings(table.SERVICE_SETTINGS),
+        *_settings(SERVICE_SETTINGS),
         "",
     ]
 
 
-def _settings(rows_of: dict[str, values.Setting]) -> list[str]:
-    rows = table.describe(rows_of)
+def _settings(rows_of: dict[str, Setting]) -> list[str]:
+    rows = describe(rows_of)
     return _table(("key", "value", "default", "meaning"), ((f"`{k}`", _cell(t), d, m) for k, t, d, m in rows))
 
 
 def choices() -> Iterable[str]:
     yield from ("## Policies", "", *_registry(policies.POLICIES), "")
     yield from ("## Evictions", "", *_registry(eviction.EVICTIONS), "")
-    rows = [(f"`{name}`", _first_sentence(way)) for name, way in WAYS.items()]
+    rows = [(f"`{name}`", _first_sentence(way)) for name, way in LEVELS.items()]
     yield from ("## Standby levels", "", *_table(("name", "what it does"), rows), "")
-    engines = [
+    rows = [
         (f"`{name}`", str(made.port), f"`{made.health}`", _sleeps(name))
-        for name, made in engine.ENGINES.items()
+        for name, made in engines.ENGINES.items()
     ]
-    yield from ("## Engines", "", *_table(("name", "port", "readiness", "sleeps by"), engines), "")
+    yield from ("## Engines", "", *_table(("name", "port", "readiness", "sleeps by"), rows), "")
 
 
 def steps() -> Iterable[str]:
@@ -109,11 +108,11 @@ def _arguments(step: Callable[..., object]) -> str:
 
 
 def _default(value: object) -> str:
-    return values.plain(value) or '""'
+    return plain(value) or '""'
 
 
 def _sleeps(name: str) -> str:
-    found = control.CONTROLS.get(name)
+    found = engines.ENGINES[name].sleeps
     ways = [f"`{way}`" for way, made in SLEEPS.items() if found and made.level in found.levels]
     return ", ".join(ways)
 
@@ -131,7 +130,7 @@ def routes() -> Iterable[str]:
 
 def kinds() -> Iterable[str]:
     rows = [(f"`{kind}`", meaning) for kind, meaning in events.KINDS.items()]
-    reasons = [(f"`{kind}`", text) for kind, text in causes.SENTENCES.items()]
+    reasons = [(f"`{kind}`", text) for kind, text in events.SENTENCES.items()]
     return [
         "## Events",
         "",
@@ -171,7 +170,7 @@ def _registry(registry: dict[str, type]) -> list[str]:
 
 def _fields(cls: type) -> str:
     docs = _field_docs(cls)
-    return "; ".join(f"`{f.name}` ({values.plain(f.default)}): {docs[f.name]}" for f in fields(cls))
+    return "; ".join(f"`{f.name}` ({plain(f.default)}): {docs[f.name]}" for f in fields(cls))
 
 
 def _field_docs(cls: type) -> dict[str, str]:

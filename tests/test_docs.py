@@ -14,7 +14,7 @@ import pytest
 
 from anvil_mux import plugins
 from anvil_mux.cli import main
-from anvil_mux.scheduler import events
+from anvil_mux.scheduler import slot
 from tests import reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ def test_each_error_is_in_the_page_on_troubleshooting() -> None:
 def test_the_diagram_is_the_transition_table() -> None:
     [diagram] = re.findall(r"```mermaid\n(stateDiagram.*?)```", (ROOT / "docs/design.md").read_text(), re.S)
     drawn = re.findall(r"^ *(\w+) --> (\w+): (\w+)$", diagram, re.M)
-    assert {(start, what): end for start, end, what in drawn} == events.TRANSITIONS
+    assert {(start, what): end for start, end, what in drawn} == slot.TRANSITIONS
 
 
 WITH_EXAMPLES = """

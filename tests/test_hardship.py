@@ -7,13 +7,14 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Outcome
 from anvil_mux.lab.simulate import Arrival, _Simulation
-from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.slot import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Load
 from tests.lab.facts import Death, Unloading
@@ -39,7 +40,7 @@ class World(_Simulation):
     def _carry_out(self, effects, now):
         super()._carry_out(effects, now)
         for group in self._scheduler.layout.groups:
-            for gpu, capacity in group.state.placement.capacity.items():
+            for gpu, capacity in group.placement.capacity.items():
                 here = [slot for slot in group.slots.values() if gpu in slot.occupies]
                 whole = any(
                     slot.whole and slot.state in HOLDING for slot in here
@@ -95,13 +96,13 @@ class Troubled:
         if isinstance(step, Load):
             if self.trouble and luck < 0.07:
                 return Outcome(3.0, LoadError("no") if luck < 0.05 else BackendError("no"))
-            cold = step.how == "stop" or luck < 0.15
-            return Outcome(6.0 if cold else 0.5, how="stop" if cold else step.how)
+            cold = step.level == "stop" or luck < 0.15
+            return Outcome(6.0 if cold else 0.5, how="stop" if cold else step.level)
         if isinstance(step, Cancel):
             return Outcome(luck * 4.0, BackendError("no") if self.trouble and luck < 0.05 else None)
         if self.trouble and luck < 0.12:
             return Outcome(2.0, BackendError("no"))
-        to = step.to if isinstance(step, Demote) else step.how
+        to = step.to if isinstance(step, Demote) else step.level
         if to == "stop" or luck < 0.2:
             return Outcome(1.0, how="stop")
         gpus, vram = self._vram.get(step.backend, ((), 0))
@@ -135,4 +136,4 @@ def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone
             event for event in world.log if event.cause == Cause("error", detail="waited_too_long")
         ], seed
         for group in world._scheduler.layout.groups:
-            assert not group.state.swaps, seed
+            assert not group.swaps, seed

@@ -158,7 +158,7 @@ HOT = {
     "protocol.http1": {"Request", "Response"},
     "multiplexer.multiplexer": {"Ticket"},
     "scheduler.admission": {"Event"},
-    "scheduler.group": {"Event"},
+    "scheduler.facts": {"Event"},
     "scheduler.snapshot": {"Resident", "Queue"},
 }
 """Made for each request: by name a head takes 0.26 us longer (of 0.75), a ticket 0.05 (of 0.13), the events

@@ -33,37 +33,37 @@ MUTANTS = {
         "",
     ),
     "leases are granted while their backend drains": (
-        "group",
+        "admission",
         "        ready = model.ready\n",
         '        ready = [s for s in model.slots if s.state in ("ready", "draining")]\n',
     ),
     "leases are counted, not identified": (
-        "group",
+        "scheduler/facts",
         "        if slot is None or ticket not in slot.holders:\n            return False\n",
         "        if slot is None or not slot.holders:\n            return False\n"
         "        ticket = ticket if ticket in slot.holders else next(iter(slot.holders))\n",
     ),
     "only the first of a queue is admitted": (
         "admission",
-        "                self.lease(model, model.ready[0], ticket, now)\n"
-        "        self._state.settled += queue.tickets\n        queue.clear()\n",
-        "                self.lease(model, model.ready[0], ticket, now)\n            break\n"
-        "        self._state.settled += list(queue)[:1]\n"
+        "            self._lease_or_fail(model, ticket, model.ready, now)\n"
+        "        self.woken += queue.tickets\n        queue.clear()\n",
+        "            self._lease_or_fail(model, ticket, model.ready, now)\n            break\n"
+        "        self.woken += list(queue)[:1]\n"
         "        queue.tickets.pop(next(iter(queue), None), None)\n",
     ),
     "a place that becomes free is left free": (
-        "group",
-        "            self.admission.fill_places(model, now)\n",
-        "            pass\n",
+        "scheduler/facts",
+        "            self.fill_places(model, now)\n        if replicas and",
+        "            pass\n        if replicas and",
     ),
     "those who wait for a place are taken as they came": (
-        "queue",
+        "scheduler/model",
         "            del self.tickets[ticket]\n        return ticket",
         "            ticket = self.first\n            del self.tickets[ticket]\n        return ticket",
     ),
     "a request that gets a place is not woken": (
         "scheduler",
-        "return self._settling.collected(group) if state.settled or state.taken_back else NOTHING",
+        "return self._settling.collected(group) if group.woken or group.cut else NOTHING",
         "return NOTHING",
     ),
     "a cancel is lost": (
@@ -93,23 +93,23 @@ MUTANTS = {
     ),
     "a queue that ended is offered twice": (
         "settling",
-        "        state.settled = []\n",
-        "        state.settled = state.settled[:]\n",
+        "        group.woken = []\n",
+        "        group.woken = group.woken[:]\n",
     ),
     "only the group of a fact is asked where host memory is shared": (
         "settling",
-        "if memory.changes != self._memory_changes.get(name, 0):",
-        "if False:",
+        "            if memory.is_changed:",
+        "            if False:",
     ),
     "a load that nobody waits for any more is finished all the same": (
-        "decider",
+        "group",
         "or self._cancel_unwanted(models, now)",
         "",
     ),
     "a load that was cancelled counts as failed": (
         "scheduler/facts",
-        '        self._moves.enter(slot, "cancelled", now)\n',
-        '        self._moves.enter(slot, "cancelled", now)\n        slot.note_load_failed(now, "", ())\n',
+        '        self.enter(slot, "cancelled", now)\n',
+        '        self.enter(slot, "cancelled", now)\n        slot.note_load_failed(now, "", ())\n',
     ),
     "who waits for a place waits for a load": (
         "planner",
@@ -117,7 +117,7 @@ MUTANTS = {
         "model]",
     ),
     "a swap for nobody is not reprieved": (
-        "group_swaps",
+        "scheduler/swaps",
         "if target and not (swap.begun or swap.preload or self._is_wanted(target)):\n",
         "if False:\n",
     ),
@@ -127,18 +127,18 @@ MUTANTS = {
         "return decision if",
     ),
     "a replica that was evicted keeps its requests in the in-flight tracker": (
-        "moves",
+        "scheduler/swaps",
         "            model.replicas.in_flight.forget(slot.name)\n",
         "            pass\n",
     ),
     "a drain has no end": (
-        "group_swaps",
+        "scheduler/swaps",
         "if now >= victim.drain_until or not (victim.holders or",
         "if not (victim.holders or",
     ),
     "a load does not wait for sleepers that yield": (
-        "group_swaps",
-        "if self._state.memory.has_room(target):",
+        "scheduler/swaps",
+        "if self.memory.has_room(target):",
         "if True:",
     ),
     "a sleeper that cannot be stopped counts as gone": (
@@ -147,13 +147,13 @@ MUTANTS = {
         "return 0",
     ),
     "a victim does not wait for those that make way": (
-        "group_swaps",
-        " or self._state.memory.makes_way(victim, now))",
+        "scheduler/swaps",
+        " or self.memory.makes_way(victim, now))",
         ")",
     ),
     "a sleeper that could not be stopped is left alone": (
         "upkeep",
-        "if may_be_stopped(self._state, slot):",
+        "if self.may_be_stopped(slot):",
         "if False:",
     ),
     "the most valuable sleeper yields": (
@@ -163,16 +163,16 @@ MUTANTS = {
     ),
     "nobody is demoted while its time goes by": (
         "upkeep",
-        "return demotions + [",
-        "return [",
+        "return demotions + returns + [",
+        "return returns + [",
     ),
     "a preload may evict who has had work": (
-        "preloads",
+        "upkeep",
         'if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):',
         "if failed:",
     ),
     "the moment of an overdue queue is forgotten": (
-        "decider",
+        "group",
         "moments = [model.queue.overdue_at for model in models]",
         "moments = []",
     ),
@@ -192,12 +192,12 @@ MUTANTS = {
         "return most",
     ),
     "the GPUs of an overdue queue are not kept for it": (
-        "decider",
+        "group",
         "                busy.update(slot.holds)\n",
         "                pass\n",
     ),
     "a model's own max_wait is ignored": (
-        "model",
+        "scheduler/model",
         "waits = [config.max_wait if each.max_wait is None else each.max_wait for each in backends]",
         "waits = [config.max_wait]",
     ),
@@ -208,29 +208,29 @@ MUTANTS = {
     ),
     "the moment at which an idle model goes is forgotten": (
         "upkeep",
-        " + [slot.idle_until for slot in self._state.idlers]",
+        " + [slot.idle_until for slot in self.idlers]",
         "",
     ),
     "a release does not set the timer of a ttl": (
-        "group",
+        "scheduler/facts",
         'slot.state == "draining" or slot.ttl is not None or comes_back',
         'slot.state == "draining" or comes_back',
     ),
     "the drain timeout of a backend does not count": (
-        "group_swaps",
-        "seconds = self._state.drain_timeout(victim)",
-        "seconds = self._state.timeouts.drain_timeout",
+        "scheduler/swaps",
+        "seconds = victim.backend.drain_timeout",
+        "seconds = self.config.drain_timeout",
     ),
     "backends are evicted beside a drain without a bound": (
-        "group_swaps",
+        "scheduler/swaps",
         "        if any(victim.is_endless for victim in resident):\n",
         "        if False:\n",
     ),
     "a min_residency holds overdue queues as well": (
-        "decider",
-        "            if found := plan(state, model, busy, now):\n                self._swaps.begin(",
-        "            if found := plan(state, model, busy, now, state.staying(now)):\n"
-        "                self._swaps.begin(",
+        "group",
+        "            if found := plan(self, model, busy, now):\n                self.begin(",
+        "            if found := plan(self, model, busy, now, self.staying(now)):\n"
+        "                self.begin(",
     ),
     "a min_residency is counted from the last use": (
         "slot",
@@ -238,7 +238,7 @@ MUTANTS = {
         "return self.used + self.backend.min_residency",
     ),
     "the moment at which a min_residency ends is forgotten": (
-        "decider",
+        "group",
         "moments.append(slot.stays_until)",
         "pass",
     ),
@@ -254,17 +254,17 @@ MUTANTS = {
     ),
     "plans are kept though another queue has begun": (
         "admission",
-        "            self._state.changed()\n            found =",
-        "            found =",
+        "            self.changed()\n            most, load",
+        "            most, load",
     ),
     "a cost includes the drain": (
-        "group_swaps",
+        "scheduler/swaps",
         "swap.emptied = now",
         "swap.emptied = victim.since",
     ),
     "nothing is learned from a swap": (
         "scheduler/facts",
-        "        self._swaps.learn(slot, way, seconds)\n",
+        "        self.learn(slot, way, seconds)\n",
         "",
     ),
     "costs are learned without their direction": (
@@ -294,7 +294,7 @@ HOST_MUTANTS = {
     "a queue is offered to two groups at once": (
         "planner",
         "if model.queues_in(state.name) and not model.is_coming]",
-        "if model.name not in coming(state.swaps)]",
+        "if model.name not in state.coming]",
     ),
     "what is on a lost host is leased": (
         "slot",
@@ -303,12 +303,12 @@ HOST_MUTANTS = {
     ),
     "what is found on a host that is back is left as it was": (
         "scheduler",
-        "(group.facts, group.facts.host_freed(now))",
-        "(group.facts, [])",
+        "(group, group.host_freed(now))",
+        "(group, [])",
     ),
     "more backends of a model are loaded than may be": (
-        "residents",
-        "return most is None or len(_counted(model, slot)) < most",
+        "scheduler/model",
+        "return most is None or len(self._counted(slot)) < most",
         "return True",
     ),
 }

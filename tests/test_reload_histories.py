@@ -6,7 +6,8 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
@@ -824,7 +825,7 @@ def test_the_lines_of_removed_models_end_in_the_order_in_which_their_models_stoo
 def test_a_routing_policy_may_go_with_the_replica_that_named_it():
     own = {"mine": {"selector": "round_robin"}}
     pair = (one("m-1", "0", model="m", routing="mine"), one("m-2", "1", model="m", routing="mine"))
-    without = with_backends(replace(pair[1], routing=None))
+    without = with_backends(replace(pair[1], routing="least_delay"))
     trace = [Arrival(0.0, "m", 10.0), Reload(1.0, without), Arrival(2.0, "m", 1.0)]
     config = with_backends(*pair, routing_policies=own)
     assert story(trace, config, resident=["m-1", "m-2"])[-3:] == [
@@ -933,19 +934,19 @@ def audit(layout):
         assert layout.on_host(host) == sorted(here, key=BY_NAME)
         names = {slot.name for group in here for slot in group.slots.values() if slot.backend.host == host}
         assert layout.memories[host]._slots.keys() == names
-    assert layout.models.keys() == {name for group in groups for name in group.state.models}
+    assert layout.models.keys() == {name for group in groups for name in group.models}
     for name, model in layout.models.items():
-        own = sorted([group for group in groups if name in group.state.models], key=BY_NAME)
+        own = sorted([group for group in groups if name in group.models], key=BY_NAME)
         assert layout.groups_of[name] == own
-        assert all(group.state.models[name] is model for group in own)
-        assert all(group.state.states_of(model) == [each.state for each in own] for group in own)
+        assert all(group.models[name] is model for group in own)
+        assert all(group.groups_of(model) == own for group in own)
         assert sorted(slot.name for slot in model.slots) == sorted(
-            slot.name for group in own for slot in group.state.own(model)
+            slot.name for group in own for slot in group.own(model)
         )
         assert layout.of_model[name] in own
         assert model.queue_group == (layout.of_model[name].name if len(own) > 1 else "")
         assert (name in layout.spread) == (len(own) > 1)
-        assert model.slots == [slot for group in groups for slot in group.state.own_slots.get(name, ())]
+        assert model.slots == [slot for group in groups for slot in group.own_slots.get(name, ())]
         assert model.ready == [slot for slot in model.slots if slot.model == name and slot.serves]
         own = [slot for slot in model.slots if slot.model == name]
         assert model.active == dict.fromkeys(s for s in own if s.coming or s.state != "stopped")
@@ -955,8 +956,8 @@ def audit(layout):
             assert model.replicas._by_name == {slot.name: slot for slot in model.slots}
         audit_settings(layout, model)
     for group in groups:
-        audit_state(layout, group.state)
-    assert layout.touched.keys() <= {group.state for group in groups}
+        audit_state(layout, group)
+    assert layout.touched.keys() <= {*groups}
     assert all(host.pause is layout.pause for host in layout.hosts.values())
     assert layout.pause.waits == (layout.config.when_paused == "wait")
 
@@ -983,7 +984,6 @@ def audit_state(layout, state):
     assert state.idlers == [slot for slot in slots if slot.ttl is not None]
     assert state.sleepers == [slot for slot in slots if slot.backend.evict_to != ("stop",)]
     assert state.homes == [slot for slot in slots if slot.backend.home]
-    assert state.patient == any(slot.backend.drain_timeout is not None for slot in slots)
     assert state.routed == [model for model in state.models.values() if model.replicas]
     assert state.bounded == [model for model in state.models.values() if model.bounded]
     assert all(slot.holds.keys() == set(slot.backend.gpu_names) for slot in slots)
@@ -1009,7 +1009,7 @@ def test_one_setting_of_one_backend_is_known_to_its_gpu_group_until_it_is_gone(s
     fleet = Fleet(A, B)
     retold(fleet, 1.0, replace(A, **said), B)
     retold(fleet, 2.0, A, B)
-    assert fleet.core.layout.slot("a").backend == A
+    assert fleet.core.layout.slot("a").backend == fleet.core.layout.config.completed(A)
 
 
 @pytest.mark.parametrize("by", [{"home": True, "home_after": 5.0}, {"home": True}])

@@ -17,23 +17,22 @@ from tests.test_layers import MODULES, forgetting, imported, nodes, ours, packag
 __all__ = ["forgetting"]
 
 TOUCHES = """
-    adapters adopt checkpoint compose container containers control deaths docker driver drm
-    endpoint freed gpu load_logs meminfo news nvml page_cache process
-    project prompt_cache prompt_files read_ahead reading rights runtime served starter swap ways weights
+    adopt container containers cuda_checkpoint cuda_driver docker_api drm engine_client freed gpu levels
+    load_logs meminfo nvml processes project prompts read_ahead reading rights runtime starter weights
 """
 """The modules of host/ that read NVML, /sys and /proc, or move services and memory: none is used outside."""
 
 ALLOWED = {
     "multiplexer": {"host.seam", "host.hosts"},
     "telemetry": {"host.seam"},
-    "proxy": {"host.seam", "host.engine", "host.external"},
-    "cluster": {"host.seam", "host.local", "host.engine_client", "host.check"},
-    "serve": {"host.seam", "host.local", "host.hosts", "host.external"},
-    "lab": {"host.seam", "host.local", "host.check", "host.byhand", "host.engine"},
-    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.external"},
+    "proxy": {"host.seam", "host.engines", "host.hosts"},
+    "cluster": {"host.seam", "host.local", "host.engines", "host.check"},
+    "serve": {"host.seam", "host.local", "host.hosts"},
+    "lab": {"host.seam", "host.local", "host.check", "host.byhand", "host.engines"},
+    "cli": {"host.seam", "host.local", "host.engines", "host.check"},
 }
-"""Package -> the modules of host/ that it may use. ``engine`` has what differs between engines;
-``local`` opens the host, ``elsewhere`` asks servers that are on none, and ``check`` and ``byhand`` are for
+"""Package -> the modules of host/ that it may use. ``engines`` has what differs between engines;
+``local`` opens the host, ``hosts`` asks servers that are on none, and ``check`` and ``byhand`` are for
 commands on the same machine."""
 
 OUTSIDE = sorted(module for module in MODULES if package(module) != "host")

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.scheduler.events import KINDS, TRANSITIONS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.scheduler.events import KINDS
+from anvil_mux.scheduler.slot import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 

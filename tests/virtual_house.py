@@ -24,16 +24,16 @@ import requests
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ClientGone, MuxError
-from anvil_mux.host import control
-from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host import engines
+from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.engine_client import EngineClient
-from anvil_mux.host.swap import Swapper
+from anvil_mux.host.levels import Swapper
 from anvil_mux.lab.checker import check
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from tests.baton import BatonClock
-from tests.host.test_checkpoint import Driven
+from tests.host.test_cuda_checkpoint import Driven
 from tests.sleepy_engine import CONTEXT, GIB, House, Ledger, SleepyEngine
 
 LONG = 10_000.0
@@ -293,7 +293,7 @@ class World:
         self.swapper = Swapper(self.house, probe=probe, now=now, sleep=sleep, checkpointer=self.checkpointer)
         self.mux = Multiplexer(config, self.swapper, log=self.log.append, clock=self.clock)
         monkeypatch.setattr(EngineClient, "ask", lambda client, *asked: self.house.ask(client, *asked))
-        monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=now, sleep=sleep))
+        monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=now, sleep=sleep))
 
     def play(self, main: Callable[[], object]) -> World:
         """Afterwards no invariant is broken, and everything that runs is known."""
@@ -316,7 +316,7 @@ class World:
         for result in self.results:
             assert result.over is not None, f"nobody answered {result}"
             assert result.leased is not None or isinstance(result.error, MuxError), result
-        slots = {slot.name: slot for slot in self.mux._scheduler.layout.slots}
+        slots = {slot.name: slot for slot in self.mux.scheduler.layout.slots}
         for name, slot in slots.items():
             assert self.runs(name) is (slot.state != "stopped"), (name, slot)
             assert not slot.holders, (name, slot)
@@ -424,7 +424,7 @@ class World:
         with self.mux.lease(result.model, tend) as lease:
             engine = self.house.at("http://{}:{}".format(*lease.address))
             if engine is None or engine.unreachable:
-                self.mux.facts.unreachable(lease)
+                self.mux.facts.doubts.raised_by(lease)
                 return False
             result.leased = self.clock.now()
             works = engine.works() and engine.model == (lease.backend.served_model or lease.backend.model)

@@ -18,7 +18,8 @@ from anvil_mux.errors import ConfigError
 
 if TYPE_CHECKING:
     from anvil_mux.cluster.cluster import Cluster
-    from anvil_mux.config.config import Config, Gpu, Machine
+    from anvil_mux.config.config import Config
+    from anvil_mux.config.machines import Gpu, Machine
     from anvil_mux.lab.workload import ClientGroups
     from anvil_mux.serve.remote import RunningMux
 
@@ -129,9 +130,9 @@ def read_port(text: str) -> int:
 
 
 def read_size(text: str) -> int:
-    from anvil_mux.config import settings
+    from anvil_mux.config.kinds import SIZE
 
-    return int(read_value(settings.SIZE.read, text))
+    return int(read_value(SIZE.read, text))
 
 
 def read_sizes(text: str) -> tuple[int, ...]:
@@ -184,11 +185,11 @@ def configuration(
 ) -> Config:
     """Load the configuration; ``here``: it has to work on this machine; ``hosts``: those of the cluster."""
     from anvil_mux import plugins
-    from anvil_mux.config import composefile
+    from anvil_mux.config import compose
     from anvil_mux.host import check
 
     return plugins.load(
-        files or composefile.find_files(Path.cwd(), os.environ),
+        files or compose.find_files(Path.cwd(), os.environ),
         present=gpus_present(),
         overrides=overrides,
         judge=check.why_not_checkpoint if here else None,
@@ -198,7 +199,7 @@ def configuration(
 
 def gpus_present() -> dict[str, Gpu]:
     """The GPUs of this machine, by each name that a file may have for them."""
-    from anvil_mux.config.config import Gpu
+    from anvil_mux.config.machines import Gpu
     from anvil_mux.host import check
 
     present: dict[str, Gpu] = {}
@@ -212,7 +213,7 @@ def reached(given: argparse.Namespace) -> Cluster | None:
     """The cluster that the command line names, reached; None if it names none."""
     if not given.cluster:
         return None
-    from anvil_mux.cluster.reach import reach
+    from anvil_mux.cluster.cluster import reach
 
     return reach(given.cluster, say, insecure=given.insecure_cluster)
 
@@ -244,7 +245,7 @@ def events(given: argparse.Namespace) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 def address(given: argparse.Namespace) -> str:
     """The address: as given, of the one that serves the file at hand, by that file, or the default."""
-    from anvil_mux.config.composefile import find_files
+    from anvil_mux.config.compose import find_files
     from anvil_mux.serve import remote
 
     url, files_given = given.url or os.environ.get("ANVIL_URL"), getattr(given, "files", ())
@@ -275,16 +276,16 @@ def _running() -> list[RunningMux]:
 
 def _configured_url(files: Sequence[str]) -> str | None:
     """The address in the compose files, of which nothing else is read, right or wrong."""
-    from anvil_mux.config import interpolate, overlay
-    from anvil_mux.config.composefile import find_files
-    from anvil_mux.config.table import SETTINGS
+    from anvil_mux.config import compose, interpolate
+    from anvil_mux.config.compose import find_files
+    from anvil_mux.config.config import SETTINGS
 
     try:
         paths = [Path(file) for file in files] or find_files(Path.cwd(), os.environ)
         documents = [interpolate.read(path) for path in paths]
-        layers = overlay.Layers(documents, interpolate.environment(paths[0].parent, os.environ))
+        layers = compose.Layers(documents, interpolate.environment(paths[0].parent, os.environ))
         listen = os.environ.get("ANVIL_LISTEN")
-        said = listen or overlay.origins(layers.of_all())["listen"].filled("listen")
+        said = listen or compose.origins(layers.of_all())["listen"].filled("listen")
         host, port = SETTINGS["listen"].kind.read(said)
     except (ConfigError, ValueError, KeyError, TypeError):
         if files and not Path(files[0]).exists():

@@ -28,7 +28,7 @@ from anvil_mux.cli.output import (
     say,
 )
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.config.settings import gib, seconds_or_none
+from anvil_mux.config.kinds import gib, seconds_or_none
 from anvil_mux.errors import MuxError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _any_of(config: Config) -> dict[str, Any]:
 
 def _columns(config: Config) -> Columns[Backend]:
     """The columns of the backends: those that all have, and those that any of these needs."""
-    from anvil_mux.config.config import LOCAL
+    from anvil_mux.config.machines import LOCAL
 
     several_hosts = any(backend.host for backend in config.backends)
     always: Columns[Backend] = {
@@ -141,8 +141,8 @@ def _columns(config: Config) -> Columns[Backend]:
         "presets": lambda backend: ",".join(preset.name for preset in backend.presets),
         "prompt_cache": lambda b: "" if b.prompt_cache is None else gib(b.prompt_cache),
         "max_queue": lambda backend: str(backend.max_queue or ""),
-        "drain": lambda b: "" if b.drain_timeout is None else seconds_or_none(b.drain_timeout),
-        "home": lambda backend: _home(config, backend),
+        "drain": lambda b: seconds_or_none(b.drain_timeout) if b.has_own("drain_timeout") else "",
+        "home": lambda backend: f"after {backend.home_after:g} s" if backend.home else "",
         "url": lambda backend: backend.url,
         "fallback": _fallback,
     }
@@ -156,16 +156,11 @@ def _vram(backend: Backend) -> str:
 
 
 def _port(config: Config, backend: Backend) -> str:
-    from anvil_mux.host.engine import listen_port
+    from anvil_mux.host.engines import listen_port
 
     if backend.url:
         return ""
     return "free" if config.runtime == "process" and not backend.port else str(listen_port(backend))
-
-
-def _home(config: Config, backend: Backend) -> str:
-    seconds = config.home_after if backend.home_after is None else backend.home_after
-    return f"after {seconds:g} s" if backend.home else ""
 
 
 def _fallback(backend: Backend) -> str:
@@ -233,17 +228,16 @@ def _lacking_on(seen: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def steered_by_all(config: Config, seen: Sequence[Mapping[str, Any]]) -> list[str]:
     """A warning for each host on which whoever reaches an engine may steer it."""
-    from anvil_mux.config import service
+    from anvil_mux.config.caveats import is_steered_by_all, steered_at
 
     found: list[str] = []
     for host in seen:
         names = [
             each.name
             for each in config.backends
-            if each.host == host["host"]
-            and service.is_steered_by_all(each.engine, dict(each.service.environment))
+            if each.host == host["host"] and is_steered_by_all(each.engine, dict(each.service.environment))
         ]
-        if names and (said := service.steered_at(host.get("address", ""))):
+        if names and (said := steered_at(host.get("address", ""))):
             remedy = "let a firewall admit anvil-mux's machine alone"
             text = f"host {host['host']}: {', '.join(names)}: {said}; {remedy}"
             found.append(Diagnostic(text, page="cluster.md#security"))
@@ -252,7 +246,7 @@ def steered_by_all(config: Config, seen: Sequence[Mapping[str, Any]]) -> list[st
 
 def vram_to_declare(config: Config, known: Known) -> Iterator[str]:
     """Yield a hint for each backend that shares its GPUs, was measured, and has no ``vram`` or too little."""
-    from anvil_mux.scheduler.footprint import to_declare
+    from anvil_mux.scheduler.costs import to_declare
 
     held = {each.backend: each for each in known.footprints if each.held}
     users = Counter(gpu for backend in config.backends for gpu in backend.gpu_names)
@@ -311,7 +305,8 @@ def add_config(command: argparse.ArgumentParser) -> None:
 
 
 def show_config(given: argparse.Namespace) -> int:
-    from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, describe
+    from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
+    from anvil_mux.config.settings import describe
 
     if given.docs:
         _print_docs("x-anvil at the top level", describe(SETTINGS))
@@ -360,8 +355,14 @@ def _value(config: Config, key: str) -> Any:
             _, at, place = address.rpartition("@")  # before it may stand a password
             store = f"{scheme}://***@{place}" if at else config.routing_store
             return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
+        case "yield":
+            least = config.yield_above
+            return None if least is None else {"when_others_hold": "any" if least == 1 else least}
         case "any_of":
             return {name: each.to_json() for name, each in config.any_of.items()}
+        case "yield":
+            least = config.yield_above
+            return None if least is None else {"when_others_hold": "any" if least == 1 else least}
     return getattr(config, key)
 
 
@@ -374,13 +375,18 @@ def _gpus(config: Config, host: str) -> dict[str, dict[str, int]]:
 
 
 def _print_schema() -> int:
-    from anvil_mux.config.schema import compose_schema
+    from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
+    from anvil_mux.config.settings import compose_schema
     from anvil_mux.routing import pipeline
     from anvil_mux.scheduler.eviction import EVICTIONS
     from anvil_mux.scheduler.policies import POLICIES
 
     print_json(
-        compose_schema({"policy": [*POLICIES], "eviction": [*EVICTIONS], "routing": [*pipeline.shipped()]})
+        compose_schema(
+            SETTINGS,
+            SERVICE_SETTINGS,
+            {"policy": [*POLICIES], "eviction": [*EVICTIONS], "routing": [*pipeline.shipped()]},
+        )
     )
     return 0
 
@@ -389,15 +395,15 @@ def _print_routing(given: argparse.Namespace) -> int:
     """The policies that are shipped, and those of the compose file if there is one."""
     import yaml
 
-    from anvil_mux.config.composefile import FILE_NAMES
-    from anvil_mux.config.config import DEFAULT_ROUTING
+    from anvil_mux.config.compose import FILE_NAMES
+    from anvil_mux.config.values import DEFAULT_ROUTING
     from anvil_mux.routing import pipeline
 
     found = given.files or any((place / name).is_file() for place in _here_and_above() for name in FILE_NAMES)
     config = configuration(given.files) if found else None
     own = config.routing_policies if config else {}
     default = config.routing if config else DEFAULT_ROUTING
-    models = {b.model: b.routing or default for b in config.backends} if config else {}
+    models = {b.model: b.routing for b in config.backends} if config else {}
     if given.json:
         print_json({"default": default, "models": models, "policies": {**pipeline.shipped(), **own}})
         return 0

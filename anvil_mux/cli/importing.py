@@ -49,6 +49,13 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     command = programs.add_parser("llama-swap", help=about, description=f"{about}.")
     command.add_argument("file", metavar="FILE", help="llama-swap's config.yaml")
     command.set_defaults(translate=_llama_swap)
+    about = "Make a compose file of the presets of llama.cpp's router"
+    command = programs.add_parser("llamacpp", help=about, description=f"{about}.")
+    command.add_argument("file", metavar="FILE", help="the file of --models-preset")
+    command.add_argument(
+        "--program", metavar="PATH", default="", help="path of llama-server, if it is not on PATH"
+    )
+    command.set_defaults(translate=_llamacpp)
     _add_ollama(programs)
     parser.epilog = "anvil-mux import llama-swap config.yaml > compose.yaml; docs/migrating.md has every key."
 
@@ -90,6 +97,12 @@ def _llama_swap(given: argparse.Namespace) -> Written:
     return llama_swap.translate(interpolate.read(Path(given.file)), gpus=_gpus_here())
 
 
+def _llamacpp(given: argparse.Namespace) -> Written:
+    from anvil_mux.importing import llamacpp_presets
+
+    return llamacpp_presets.translate(Path(given.file), program=given.program, gpus=_gpus_here())
+
+
 def _ollama(given: argparse.Namespace) -> Written:
     from anvil_mux.importing import ollama_store
 
@@ -113,10 +126,10 @@ SERVICES: Columns[Row] = {
 
 def suggest(given: argparse.Namespace) -> int:
     """Say what anvil-mux would make of compose files that know nothing of it."""
-    from anvil_mux.config import composefile, interpolate
+    from anvil_mux.config import compose, interpolate
     from anvil_mux.importing import suggested
 
-    files = [Path(file) for file in given.files] or [*composefile.find_files(Path.cwd(), os.environ)]
+    files = [Path(file) for file in given.files] or [*compose.find_files(Path.cwd(), os.environ)]
     documents = [interpolate.read(file) for file in files]
     made = suggested.Suggestion(documents, os.environ, _gpus_here())
     found = any("x-anvil" in each for each in made.written.services.values())
@@ -159,7 +172,7 @@ def _nothing(made: Suggestion) -> str:
 def _checked(made: Suggestion, files: Sequence[Path]) -> tuple[list[str], Sequence[str]]:
     """Return what check says of the files with the suggestion in them: problems and warnings."""
     from anvil_mux import plugins
-    from anvil_mux.config.composefile import compose_config, run_compose
+    from anvil_mux.config.compose import compose_config, run_compose
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / OVERRIDE

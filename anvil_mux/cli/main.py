@@ -399,7 +399,7 @@ COMMANDS: dict[str, tuple[str, Command, Sequence[Add]]] = {
     "why": (
         "Explain what a request for a model would wait for now, and how long",
         screen.why,
-        [add_model, add_address, screen.add_why],
+        [screen.add_why, add_address],
     ),
     "events": ("Show recent events and their reasons", screen.events, [screen.add_events]),
     "load": ("Load a model and wait until it is ready", operating.load, [add_model, add_address]),

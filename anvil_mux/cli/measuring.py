@@ -266,7 +266,7 @@ def _report(given: argparse.Namespace, replay: Replay, config: Config | None, fi
 
 def _draw(path: str, runs: Iterable[LiveRun], config: Config | None) -> None:
     """Draw the first run at each server; without a configuration only the times to the first token."""
-    from anvil_mux.config.config import DEFAULT_ROUTING
+    from anvil_mux.config.values import DEFAULT_ROUTING
     from anvil_mux.lab import plot, report
 
     first = [run for run in runs if run.repeat == 0]

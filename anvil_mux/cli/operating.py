@@ -38,7 +38,7 @@ from anvil_mux.cli.output import (
     say,
     time_of_day,
 )
-from anvil_mux.config.settings import gib, read_seconds
+from anvil_mux.config.kinds import gib, read_seconds
 from anvil_mux.errors import BackendError, BadRequest, ConfigError, MuxError, printable
 
 Listed = Mapping[str, Any]

@@ -28,9 +28,8 @@ from anvil_mux.cli.output import (
     tabled,
     time_of_day,
 )
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib, span
 from anvil_mux.scheduler.hosts import LOCAL
-from anvil_mux.scheduler.progress import span
 
 LAST = 8
 """How many events the screen shows."""
@@ -52,6 +51,13 @@ StatusJson = Mapping[str, Any]
 
 
 def add_why(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default="",
+        help="the model's name; without one, every model that somebody waits for",
+    )
     command.add_argument(
         "--explain", action="store_true", help="also show which replica would get it, and why not the others"
     )
@@ -118,9 +124,23 @@ def top(given: argparse.Namespace) -> int:
 
 
 def why(given: argparse.Namespace) -> int:
-    query = {"model": given.model, "tokens": str(given.tokens or 0)}
     explained = bool(given.explain or given.tokens)
-    return answer(given, ask(given, "GET", "/why", query=query), lambda found: _print_why(found, explained))
+    if given.model:
+        return answer(given, _ask_why(given, given.model), lambda found: _print_why(found, explained))
+    models = ask(given, "GET", "/healthz", accept=(200, 503))["models"]
+    found = [_ask_why(given, name) for name, model in models.items() if model["waiting"]]
+    return answer(given, found, lambda found: _print_all(found, explained))
+
+
+def _ask_why(given: argparse.Namespace, model: str) -> Any:
+    return ask(given, "GET", "/why", query={"model": model, "tokens": str(given.tokens or 0)})
+
+
+def _print_all(found: Sequence[Mapping[str, Any]], explained: bool) -> None:
+    for each in found:
+        _print_why(each, explained)
+    if not found:
+        print("Nobody waits for a model.")
 
 
 def _print_why(found: Mapping[str, Any], explained: bool) -> None:

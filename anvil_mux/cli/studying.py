@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=(),
         metavar="NAME[,NAME]",
         help="generated traffic for models a and b: single, balanced, bursty, dominant, interleave, mixed, "
-        "two-clients, clients, or all",
+        "two-clients, clients, or all (the default without --trace and --log)",
     )
     add_clients(command)
     add(
@@ -220,7 +220,8 @@ def run(given: argparse.Namespace) -> int:
     if given.engine_profile:
         batching = batching._replace(slower_each=engines.fitted(given.engine_profile).slower_each)
     batching = batching._replace(**given.batching)
-    cases = [*study.profiles(given.profile, given.seeds, config, called, clients(given))]
+    names = given.profile or (() if given.trace or given.log else study.choose_profiles("all"))
+    cases = [*study.profiles(names, given.seeds, config, called, clients(given))]
     cases += [study.trace(name, config, called) for name in given.trace]
     runs = []
     if given.log:
@@ -228,6 +229,7 @@ def run(given: argparse.Namespace) -> int:
         runs.append(log.run(checked=given.check))
         if given.policy or not given.check:
             cases.append(log.case(batching))
+    _say_what_is_asked(cases, given.files)
     cases = [replace(case, batching=batching, known_costs=given.known_costs) for case in cases]
     if given.eviction:
         cases = [each for case in cases for each in study.under_evictions(case, given.eviction)]
@@ -246,9 +248,15 @@ def run(given: argparse.Namespace) -> int:
     return _blame(runs)
 
 
+def _say_what_is_asked(cases: Iterable[study.Case], files: Sequence[str]) -> None:
+    """Say which models of compose files traffic asks for, and what is not of the files."""
+    found = {case.workload.name: case.workload.load_seconds for case in cases} if files else {}
+    for name, loads in found.items():
+        models, of = ", ".join(loads), ", ".join(files)
+        say(f"{name} asks for {models}, with the GPUs and settings of {of}; how long loads take is its own")
+
+
 def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
-    if not (given.profile or given.trace or given.log):
-        given.refuse("say what to run: --profile NAME, --trace FILE or --log EVENTS")
     if given.check and not given.log:
         given.refuse("--check is for what --log names; simulations are always checked")
     if given.model and not given.files:
@@ -267,7 +275,7 @@ def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]
 
 
 def _simulate_routing(given: argparse.Namespace) -> int:
-    from anvil_mux.config.config import DEFAULT_ROUTING
+    from anvil_mux.config.values import DEFAULT_ROUTING
     from anvil_mux.lab import contest, plot, report
 
     if given.profile or given.log or given.check or given.eviction or not given.trace:

@@ -1,6 +1,7 @@
 """Hosts on other machines: the same ``LocalHost`` there, behind an agent, and here what speaks with it.
 
-``agent.Agent`` is what runs on a host, ``messages`` what crosses, ``remote.RemoteHost`` the agent's host as
-the multiplexer sees it. Ray (an extra) carries the messages, in a child process (``driver``), and is known to
-``membership`` alone. Imported by serve and cli only.
+``agent.Agent`` is what runs on a host, ``frames`` what crosses, ``remote.RemoteHost`` the agent's host as the
+multiplexer sees it, ``cluster.Cluster`` all of them. Calls leave through a child process (``channel``): one
+that Ray (an extra) reaches the agents by (``links``, and ``ray_link``, which alone knows Ray), or each a host
+that is simulated. Imported by serve and cli only.
 """

@@ -21,7 +21,7 @@ class HostActor:
         threading.Thread(target=end_with, args=(raylet,), name="raylet", daemon=True).start()
         self._agent = Agent(name, get_node_ip_address())
 
-    # Bytes alone are returned: whoever asks takes nothing else (membership.py).
+    # Bytes alone are returned: whoever asks takes nothing else (ray_link.py).
 
     def hello(self) -> bytes:
         """Return what the agent tells of itself, its version of anvil-mux among it."""

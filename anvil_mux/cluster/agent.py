@@ -1,9 +1,12 @@
 """The agent of a host: ``LocalHost`` there, for an anvil-mux on another machine, whoever carries the calls.
 
 It takes what the methods below name: configurations and names, never commands or paths. Only the anvil-mux
-that has claimed the host may change anything (ownership.py). Whatever may take long is a step: it is begun,
-goes on whether or not anybody is there to ask for it, and its result is asked for (running_steps.py). State,
-logs and what the owner has learned of this host stay on the host.
+that has claimed the host may change anything (ownership.py). State, logs and what the owner has learned of
+this host stay on the host.
+
+Whatever may take long is a step (``RunningSteps``): it is begun, goes on whatever becomes of who began it,
+and its result is asked for. What came of it is kept until the owner is another, so that nothing is lost where
+an answer did not arrive; of steps that are over the last ``MOST_KEPT`` are kept.
 """
 
 from __future__ import annotations
@@ -17,14 +20,21 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import anvil_mux
-from anvil_mux.cluster import frames, messages
-from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import (
+    AgentAnswer,
+    AgentCall,
+    NotConfigured,
+    Owner,
+    StepState,
+    UnknownStep,
+)
 from anvil_mux.cluster.ownership import Ownership
-from anvil_mux.cluster.running_steps import RunningStep, RunningSteps
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
@@ -44,6 +54,8 @@ LONGEST_WAIT = 60.0
 """Seconds that one call may wait for a result or for news."""
 MOST_WAITING = 32
 """How many calls may wait for the end of a step: half of those that are carried out at once."""
+MOST_KEPT = 1000
+"""How many steps that are over are kept."""
 MOST_REMEMBERED = 4 << 20
 
 RAYS = {
@@ -96,8 +108,6 @@ class Agent:
         self._described = described
         self._ownership = Ownership(name, self._folder)
         self._steps = RunningSteps(self._changed)
-        self._waiting = 0
-        """How many calls wait for the end of a step."""
         self._host: Host | None = None
         self._config: HostConfig | None = None
         self._is_new_owner = False
@@ -125,14 +135,14 @@ class Agent:
         }
 
     def call(self, text: str | bytes) -> str:
-        """Carry out the call that crossed, and return its answer; see messages.py. Errors are answers."""
+        """Carry out the call that crossed, and return its answer; see frames.py. Errors are answers."""
         try:
-            value = self._perform(messages.read_call(text))
-            return messages.write(AgentAnswer(self.instance, value))
+            value = self._perform(frames.read(AgentCall, text))
+            return frames.dump(AgentAnswer(self.instance, value))
         except Exception as error:
             if not isinstance(error, MuxError):
                 log.exception("a mistake in a call")
-            return messages.write(AgentAnswer(self.instance, error=messages.plain_error(error)))
+            return frames.dump(AgentAnswer(self.instance, error=frames.plain_error(error)))
 
     def close(self) -> None:
         """Free what it holds; engines and steps run on."""
@@ -285,15 +295,101 @@ class Agent:
     def _result(self, owner: Owner, number: int, timeout: float) -> StepState:
         with self._changed:
             self._ownership.check(owner)
-            if self._waiting >= MOST_WAITING:
-                return self._steps.result(owner, number, 0.0)._replace(was_awaited=False)
-            self._waiting += 1
-            try:
-                state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
-            finally:
-                self._waiting -= 1
+            state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
             self._ownership.check(owner)
             return state
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A step; what came of it is guarded by the lock of the ``RunningSteps``."""
+
+    owner: Owner
+    backend: str
+    """The backend's name."""
+    run: Callable[[], object]
+    cancel: Callable[[], None]
+    """Called where nobody waits for it any more."""
+    is_done: bool = False
+    value: object = None
+    error: Exception | None = None
+
+
+class RunningSteps:
+    """All steps of one agent; its methods are called under the lock of ``changed``, which ``begin`` frees."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._steps: dict[tuple[int, str, int], RunningStep] = {}  # epoch, id, number
+        self.waiting = 0
+        """How many calls wait for the end of a step."""
+
+    def begin(self, number: int, step: RunningStep) -> None:
+        """Begin a step in a thread of its own; once only, however often it is asked for."""
+        key = (*step.owner[:2], number)
+        if key in self._steps:
+            return
+        if any(
+            other.backend == step.backend and other.owner[:2] != step.owner[:2] for other in self._under_way()
+        ):
+            raise BackendError(f"{step.backend}: a step of the owner before is still under way")
+        self._steps[key] = step
+        self._forget()
+        thread = threading.Thread(target=self._perform, args=(step,), name=f"begun-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._end(step, error=BackendError(f"no thread can be started: {error}"))
+
+    def result(self, owner: Owner, number: int, timeout: float) -> StepState:
+        """Wait so long for a step's end, unless many calls do; raise its error.
+
+        UnknownStep if it was never begun here.
+        """
+        step = self._steps.get((*owner[:2], number))
+        if step is None:
+            raise UnknownStep(f"step {number} is not known here")
+        is_awaited = self.waiting < MOST_WAITING
+        if is_awaited:
+            self.waiting += 1
+            try:
+                self._changed.wait_for(lambda: step.is_done, timeout)
+            finally:
+                self.waiting -= 1
+        if step.error:
+            raise step.error.copy() if isinstance(step.error, MuxError) else step.error
+        return StepState(step.is_done, step.value, is_awaited)
+
+    def settle(self, timeout: float) -> bool:
+        """Cancel the loads under way, and wait so long for the end of all steps; return whether all ended."""
+        for step in self._under_way():
+            step.cancel()
+        return self._changed.wait_for(lambda: not self._under_way(), timeout)
+
+    def forget_all(self) -> None:
+        """Forget what came of steps, since their owner is another now; those under way go on."""
+        self._steps = {key: step for key, step in self._steps.items() if not step.is_done}
+
+    def _under_way(self) -> list[RunningStep]:
+        return [each for each in self._steps.values() if not each.is_done]
+
+    def _forget(self) -> None:
+        over = [key for key, step in self._steps.items() if step.is_done]
+        for key in over[: max(len(over) - MOST_KEPT, 0)]:
+            del self._steps[key]
+
+    def _perform(self, step: RunningStep) -> None:
+        value, failed = None, None
+        try:
+            value = step.run()
+        except Exception as error:
+            failed = error
+        with self._changed:
+            self._end(step, value, failed)
+
+    def _end(self, step: RunningStep, value: object = None, error: Exception | None = None) -> None:
+        step.is_done, step.value, step.error = True, value, error
+        self._changed.notify_all()
 
 
 def local_host(

@@ -21,8 +21,7 @@ from queue import SimpleQueue
 from typing import BinaryIO, Protocol
 
 from anvil_mux.cluster import frames
-from anvil_mux.cluster.frames import AnswerFrame, CallFrame, read_frame, write_frame
-from anvil_mux.cluster.links import Node
+from anvil_mux.cluster.frames import AnswerFrame, CallFrame, Node, read_frame, write_frame
 from anvil_mux.errors import BackendError, MuxError
 
 ENDED = "the process that talks to the cluster has ended, and is restarted"
@@ -200,8 +199,7 @@ class ChildControl:
         return channel.pid if channel and channel.ended is None else 0
 
     def nodes(self) -> list[Node]:
-        told = frames.parse(self.call("", "nodes", "", 5.0), is_foreign=True)
-        found: list[Node] = frames.of(list[Node], told)
+        found = frames.read(list[Node], self.call("", "nodes", "", 5.0), is_foreign=True)
         return [each for each in found if each.is_alive]
 
     def call(self, host: str, method: str, text: str, timeout: float) -> str:

@@ -1,33 +1,86 @@
-"""The cluster as one anvil-mux has it: which hosts there are, and that they are its own.
+"""The cluster as one anvil-mux has it: how it is reached, which hosts there are, and that they are its own.
 
-``Cluster`` reaches the control, finds the hosts and claims them, each with an epoch that is higher than any
+``Cluster`` finds the hosts by way of a control and claims them, each with an epoch that is higher than any
 that its agent has seen. An anvil-mux that finds a higher one on a host of its own was taken over: it ends.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from anvil_mux.clock import Clock
-from anvil_mux.cluster.channel import ClusterControl
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import Claimed, Fenced, Owner
+from anvil_mux.clock import Clock, side_by_side
+from anvil_mux.cluster.channel import AgentSilent, ChildControl, ClusterControl
+from anvil_mux.cluster.frames import Claimed, Fenced, Node, Owner
 from anvil_mux.cluster.remote import LIMIT_SECONDS, RemoteHost
-from anvil_mux.config.config import Gpu, Machine
+from anvil_mux.cluster.simulated import RETURN_SECONDS, SimulatedHosts
+from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.seam import HostConfig, Inventory
-from anvil_mux.state import write_whole
+from anvil_mux.state import state_folder, write_whole
+
+AGENT_SECONDS = 15.0
+"""How long the agents of hosts may take to start when the cluster is reached; later ones are tried again."""
+LOG_SIZE = 1 << 20
+"""Bytes of the log of Ray after which another one is begun; the one before is kept."""
+LOCAL = "local"
+"""The cluster of simulated hosts."""
 
 T = TypeVar("T")
+
+
+class CannotReach(MuxError):
+    """The cluster cannot be reached, or may not be used as it is; the message says what to do."""
+
+
+def reach(address: str, say: Callable[[str], object], *, insecure: bool = False) -> Cluster:
+    """Reach a cluster, and look which hosts it has; CannotReach.
+
+    ``address``: HEAD:PORT, or ``local``, of which ``say`` is told what can be tried. ``insecure``: whether it
+    may do without a token.
+    """
+    control: ChildControl | SimulatedHosts
+    if address == LOCAL:
+        control = SimulatedHosts(Path(state_folder("simulated-hosts", os.environ)))
+    elif importlib.util.find_spec("ray") is None:
+        raise CannotReach("--cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)")
+    else:
+        words = [sys.executable, "-m", "anvil_mux.cluster.ray_link", address]
+        control = ChildControl([*words, *(["--insecure"] if insecure else [])], log=_log_of_ray())
+    cluster = Cluster(control)
+    try:
+        control.open()
+        cluster.refresh(AGENT_SECONDS)
+    except AgentSilent as error:
+        cluster.close()
+        raise CannotReach(f"the cluster at {address} cannot be used: {error.message}") from None
+    if isinstance(control, SimulatedHosts):
+        for name, pid in control.pids().items():
+            later = f"{RETURN_SECONDS:g} s later"
+            say(f"host {name} is process {pid}: `kill {pid}` is a power failure, and it returns {later}")
+    return cluster
+
+
+def _log_of_ray() -> Path | None:
+    """Return the file for what Ray itself prints; None where there can be none."""
+    file = state_folder("cluster", os.environ) / "ray.log"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with file.open("ab") as log:
+            is_full = log.tell() > LOG_SIZE
+        if is_full:
+            os.replace(file, file.with_suffix(".log.1"))
+    except OSError:
+        return None
+    return file
 
 
 class Cluster:
@@ -43,7 +96,7 @@ class Cluster:
         self.hosts: Mapping[str, RemoteHost] = {}
         """All hosts that were ever seen or named; also those that are not there."""
         self.nodes: Mapping[str, Node] = {}
-        """The hosts that were in the cluster when it was last looked at, and may be used."""
+        """The hosts that are ``here``, as the cluster knows them."""
         self.problems: Mapping[str, str] = {}
         """Host -> why it cannot be used."""
 
@@ -56,11 +109,21 @@ class Cluster:
                 self.hosts = {**self.hosts, name: made}
             return self.hosts[name]
 
-    def look(self, limit: float = LIMIT_SECONDS) -> bool:
+    def here(self) -> list[RemoteHost]:
+        """The hosts that were in the cluster when it was last looked at, and may be used."""
+        return [self.hosts[name] for name in self.nodes]
+
+    def refresh(self, limit: float = LIMIT_SECONDS) -> bool:
         """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent.
 
         ``limit``: how long the agents of new ones may take to start.
         """
+
+        def learn(host: RemoteHost) -> str:
+            host.hello(limit)
+            host.fetch_inventory()
+            return ""
+
         before = self.machines()
         nodes = {node.name: node for node in sorted(self.control.nodes())}
         problems = {name: node.problem for name, node in nodes.items() if node.problem}
@@ -68,7 +131,8 @@ class Cluster:
         new = [self.host(name) for name, node in usable.items() if node != self.nodes.get(name)]
         for host in new:
             host.node = usable[host.name]
-        problems |= {name: why for name, why in side_by_side(partial(_look_at, limit), new).items() if why}
+        learned = on_each(learn, new, lambda error: error.message)
+        problems |= {name: why for name, why in learned.items() if why}
         self.nodes = {name: node for name, node in usable.items() if name not in problems}
         self.problems = problems
         return self.machines() != before
@@ -85,21 +149,19 @@ class Cluster:
         """Report each host, with what is ``missing`` there; ``part``: of the configuration, by host."""
 
         def missing(host: RemoteHost) -> list[str]:
-            try:
-                host.hello()  # the first one may have had to wait for the agent to start
-                return host.lacks(part(host.name))
-            except MuxError as error:
-                return [error.message]
+            host.hello()  # the first one may have had to wait for the agent to start
+            return host.lacks(part(host.name))
 
-        here = [self.hosts[name] for name in self.nodes]
-        found = side_by_side(missing, here)
-        told: list[dict[str, Any]] = [
+        found = on_each(missing, self.here(), lambda error: [error.message])
+        here: list[dict[str, Any]] = [
             {"host": each.name, "state": "here", **each.report(), "missing": found[each.name]}
-            for each in here
+            for each in self.here()
         ]
-        for name, problem in self.problems.items():
-            told.append({"host": name, "state": "unusable", "missing": [problem]})
-        return told
+        unusable = [
+            {"host": name, "state": "unusable", "missing": [problem]}
+            for name, problem in self.problems.items()
+        ]
+        return here + unusable
 
     def claim(self, folder: Path, name: str, *, takeover: bool) -> None:
         """Claim all hosts that are there; Claimed if another anvil-mux has one, and none is kept then."""
@@ -107,7 +169,7 @@ class Cluster:
         self._takeover = takeover
         for host in self.hosts.values():
             host.owner, host.takeover = self._owner, takeover
-        for host in [self.hosts[each] for each in self.nodes]:
+        for host in self.here():
             try:
                 host.claim()
             except (Claimed, Fenced):
@@ -118,18 +180,11 @@ class Cluster:
 
     def recall(self) -> dict[str, str]:
         """Return the texts that the hosts keep for their owner, by name."""
-
-        def recall(host: RemoteHost) -> str:
-            try:
-                return host.recall()
-            except MuxError:
-                return ""
-
-        return side_by_side(recall, [self.hosts[each] for each in self.nodes])
+        return on_each(RemoteHost.recall, self.here(), lambda error: "")
 
     def release(self) -> None:
         """Let another anvil-mux have the hosts, as far as they can be told."""
-        side_by_side(_release, [self.hosts[each] for each in self.nodes])
+        on_each(RemoteHost.release, self.here(), lambda error: None)
 
     def close(self) -> None:
         """End all calls, and what was started to make them; agents and engines run on."""
@@ -163,26 +218,15 @@ def owner_id(folder: Path) -> str:
         ) from None
 
 
-def side_by_side(do: Callable[[RemoteHost], T], hosts: Iterable[RemoteHost]) -> dict[str, T]:
-    """Do something on each host, side by side; return what it says, by the host's name."""
-    hosts = list(hosts)
-    with ThreadPoolExecutor(len(hosts) or 1) as pool:
-        return dict(zip([host.name for host in hosts], pool.map(do, hosts), strict=True))
+def on_each(
+    do: Callable[[RemoteHost], T], hosts: Sequence[RemoteHost], failed: Callable[[MuxError], T]
+) -> dict[str, T]:
+    """Do something on each host, side by side; return what it says, or ``failed``, by the host's name."""
 
+    def attempt(host: RemoteHost) -> T:
+        try:
+            return do(host)
+        except MuxError as error:
+            return failed(error)
 
-def _look_at(limit: float, host: RemoteHost) -> str:
-    """Learn what a host has; why it cannot be used, or ""."""
-    try:
-        host.hello(limit)
-        host.look()
-    except MuxError as error:
-        return error.message
-    return ""
-
-
-def _release(host: RemoteHost) -> str:
-    try:
-        host.release()
-    except MuxError as error:
-        return error.message
-    return ""
+    return dict(zip([host.name for host in hosts], side_by_side(attempt, hosts), strict=True))

@@ -1,6 +1,9 @@
 """Calls to the agents of hosts: each is answered once and in its time, whatever becomes of the host.
 
-Nothing here knows Ray: ``membership`` brings the cluster, and tests another. Calls do not wait in threads:
+Host "" is the cluster: ``nodes`` lists its hosts. A host has ``hello``, and ``call`` with a text; its answers
+are texts, which nobody reads here.
+
+Nothing here knows Ray: ``ray_link`` brings the cluster, and tests another. Calls do not wait in threads:
 their results come from the cluster's own threads, their time limits from one thread for all. Only what opens
 a host has a thread, since placing an actor may take long.
 """
@@ -11,10 +14,9 @@ import heapq
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Protocol
 
-from anvil_mux.cluster.frames import LONGEST_ANSWER, AnswerFrame, dump, write_frame
+from anvil_mux.cluster.frames import LONGEST_ANSWER, AnswerPipe, CallFrame, Node, dump
 
 RETRY_SECONDS = 5.0
 """Until an agent that could not be started is tried again."""
@@ -39,7 +41,7 @@ class AgentGone(AgentAway):
 class FarAgent(Protocol):
     """The agent of a host, as a cluster reaches it."""
 
-    def ask(self, method: str, args: tuple[object, ...], then: Callable[[str | Exception], None]) -> None:
+    def ask(self, call: CallFrame, then: Callable[[str | Exception], None]) -> None:
         """Begin a call; ``then`` is called with the text that it returned, or with what went wrong."""
 
 
@@ -53,12 +55,11 @@ class FarHosts(Protocol):
         """Return the agent of a host, started if it did not run. May take long; Refused if it cannot be."""
 
 
-class Calls:
+class Calls(AnswerPipe):
     """The calls under way: each is answered with its result, or told that its time has passed."""
 
     def __init__(self, output: BinaryIO) -> None:
-        self._output = output
-        self._writing = threading.Lock()
+        super().__init__(output)
         self._changed = threading.Condition()
         self._open: dict[int, str] = {}
         """The number of a call, and what is answered if it takes too long."""
@@ -85,11 +86,6 @@ class Calls:
         if len(text) > LONGEST_ANSWER:
             ok, text = False, "its answer is too long"
         self.write(number, ok, text)
-
-    def write(self, number: int, ok: bool, text: str) -> None:
-        """Write a frame; where nobody reads it, whoever reads our input sees that."""
-        with self._writing, suppress(OSError):
-            write_frame(self._output, AnswerFrame(number, ok, text))
 
     def expire(self, on_late: Callable[[], None]) -> None:
         """Answer for ever those calls whose time has passed."""
@@ -149,25 +145,6 @@ class SilenceWatch:
             return self._changed.wait_for(lambda: not self._suspects, self._ping_seconds)
 
 
-class Node(NamedTuple):
-    """A machine of the cluster that wants to be a host."""
-
-    name: str
-    address: str = ""
-    labels: tuple[tuple[str, str], ...] = ()
-    problem: str = ""
-    """Why it cannot be used, and what to do; ends a sentence."""
-    is_alive: bool = True
-
-
-class HostCall(NamedTuple):
-    """A call on its way to a host."""
-
-    number: int
-    method: str
-    args: tuple[object, ...] = ()
-
-
 class Link:
     """One host: its agent is opened by the first call and kept until it is gone."""
 
@@ -180,11 +157,11 @@ class Link:
         self.problem = ""
         """Why the agent could not be opened; "" if it could, or has not been tried."""
         self._agent: FarAgent | None = None
-        self._waiting: list[HostCall] = []
+        self._waiting: list[CallFrame] = []
         self._is_opening = False
         self._retry_at = 0.0
 
-    def call(self, call: HostCall) -> None:
+    def call(self, call: CallFrame) -> None:
         """Begin a call."""
         opens, problem = False, ""
         with self._lock:
@@ -206,7 +183,7 @@ class Link:
         with self._lock:
             agent = self._agent
         if agent is not None:
-            self._ask(agent, HostCall(PING, "hello"))
+            self._ask(agent, CallFrame(PING, self._name, "hello", "", 0.0))
 
     def _open(self) -> None:
         agent, problem = None, ""
@@ -224,13 +201,13 @@ class Link:
             elif self._calls.is_open(call.number):
                 self._ask(agent, call)
 
-    def _ask(self, agent: FarAgent, call: HostCall) -> None:
+    def _ask(self, agent: FarAgent, call: CallFrame) -> None:
         try:
-            agent.ask(call.method, call.args, lambda value: self._ended(agent, call, value))
+            agent.ask(call, lambda value: self._ended(agent, call, value))
         except Exception as error:
             self._ended(agent, call, error)
 
-    def _ended(self, agent: FarAgent, call: HostCall, value: str | Exception) -> None:
+    def _ended(self, agent: FarAgent, call: CallFrame, value: str | Exception) -> None:
         """Take a result, in a thread of the cluster's: nothing here waits."""
         if isinstance(value, AgentGone):
             with self._lock:
@@ -252,23 +229,21 @@ class Carrier:
         self._watch = watch
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
-        self._asked_nodes: list[int] = []
+        self._waiting_for_nodes: list[int] = []
 
-    def begin(self, number: int, host: str, method: str, text: str, timeout: float) -> None:
-        """Begin a call; host "" is the cluster."""
-        who = f"the agent of {host}" if host else "the head of the cluster"
-        self._calls.begin(number, timeout, f"{who} did not answer in {timeout:g} s")
-        match host, method:
+    def begin(self, call: CallFrame) -> None:
+        """Begin a call."""
+        who = f"the agent of {call.host}" if call.host else "the head of the cluster"
+        self._calls.begin(call.number, call.timeout, f"{who} did not answer in {call.timeout:g} s")
+        match call.host, call.method:
             case "", "nodes":
-                self._begin_nodes(number)
-            case "", _:
-                self._calls.end(number, False, f"the cluster has no method {method}")
-            case _, "hello":
-                self._link(host).call(HostCall(number, "hello"))
-            case _, "call":
-                self._link(host).call(HostCall(number, "call", (text.encode(),)))
-            case _:
-                self._calls.end(number, False, f"a host has no method {method}")
+                self._begin_nodes(call.number)
+            case "", method:
+                self._calls.end(call.number, False, f"the cluster has no method {method}")
+            case host, "hello" | "call":
+                self._link(host).call(call)
+            case _, method:
+                self._calls.end(call.number, False, f"a host has no method {method}")
 
     def _link(self, host: str) -> Link:
         with self._lock:
@@ -277,8 +252,8 @@ class Carrier:
     def _begin_nodes(self, number: int) -> None:
         """Ask the head in a thread; who asks meanwhile waits for the same answer."""
         with self._lock:
-            self._asked_nodes.append(number)
-            if len(self._asked_nodes) > 1:
+            self._waiting_for_nodes.append(number)
+            if len(self._waiting_for_nodes) > 1:
                 return
         threading.Thread(target=self._tell_nodes, name="nodes", daemon=True).start()
 
@@ -288,8 +263,8 @@ class Carrier:
         except Exception as error:
             ok, text = False, str(error)
         with self._lock:
-            asked, self._asked_nodes = self._asked_nodes, []
-        for number in asked:
+            waiting, self._waiting_for_nodes = self._waiting_for_nodes, []
+        for number in waiting:
             self._calls.end(number, ok, text)
 
     def _with_problem(self, node: Node) -> Node:

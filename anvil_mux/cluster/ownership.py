@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from anvil_mux.cluster.messages import Claimed, Fenced, Owner
+from anvil_mux.cluster.frames import Claimed, Fenced, Owner
 from anvil_mux.errors import BackendError
 from anvil_mux.state import write_whole
 

@@ -22,13 +22,20 @@ from urllib.parse import urlsplit
 
 from anvil_mux import __version__
 from anvil_mux.clock import Clock
-from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import AgentSilent, ClusterControl
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState, UnknownStep
+from anvil_mux.cluster.frames import (
+    AgentAnswer,
+    AgentCall,
+    Node,
+    NotConfigured,
+    Owner,
+    StepState,
+    UnknownStep,
+)
 from anvil_mux.config.config import WAYS, Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
-from anvil_mux.host import engine_client
+from anvil_mux.host import engines
 from anvil_mux.host.seam import (
     LOG_LINES,
     Awake,
@@ -56,7 +63,7 @@ AGAIN_SECONDS = 0.5
 MOST_GPUS = 64
 """How many GPUs a host may say it has: each choice among them is a backend."""
 GPU_ID = re.compile(r"[A-Za-z0-9:._-]+")
-SAID = {"version": "anvil-mux", "python": "Python", "ray": "Ray"}
+FACTS = {"version": "anvil-mux", "python": "Python", "ray": "Ray"}
 """The facts about an agent that people are told."""
 
 
@@ -88,7 +95,7 @@ class RemoteHost:
         self._instance = ""
         """The run of the agent that was claimed and configured; "": none."""
         self._wanted: HostConfig | None = None
-        self._given: HostConfig | None = None
+        self._in_effect: HostConfig | None = None
         """The configuration that this run of the agent has."""
         self._losses = 0
         """How often the host was given up: steps begun before end."""
@@ -105,21 +112,21 @@ class RemoteHost:
     def hello(self, limit: float = LIMIT_SECONDS) -> dict[str, str]:
         """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
         begun = self._clock.now()
-        said = frames.parse(self._control.call(self.name, "hello", "", limit), is_foreign=True)
-        found: dict[str, str] = frames.of(dict[str, str], said)
+        said = self._control.call(self.name, "hello", "", limit)
+        found: dict[str, str] = frames.read(dict[str, str], said, is_foreign=True)
         self.round_trip_seconds = self._clock.now() - begun
         if (version := found.get("version")) != __version__:
             raise OtherVersion(
                 f"host {self.name} has anvil-mux {version}, and this is {__version__}: install the same on "
                 "both, then restart Ray there"
             )
-        self.versions = {SAID[name]: text for name, text in found.items() if name in SAID}
+        self.versions = {FACTS[name]: text for name, text in found.items() if name in FACTS}
         return found
 
     def claim(self) -> None:
         """Make the host ours; Claimed if another anvil-mux has it, Fenced if one has taken it from us."""
         if not self._is_ours:  # greater than whoever had it before; from then on nobody may be greater
-            seen = frames.of(int, frames.parse(self.hello().get("epoch", "0"), is_foreign=True))
+            seen = frames.read(int, self.hello().get("epoch", "0"), is_foreign=True)
             self.owner = self.owner._replace(epoch=max(self.owner.epoch, seen + 1))
         self._call(None, "claim", self.owner.name, self.takeover)
         self._is_ours = True
@@ -135,15 +142,15 @@ class RemoteHost:
         # Whoever had it before, ourselves too, may have steps under way: what is begun beside them is lost.
         if not self._call(bool, "settle", SETTLE_SECONDS, timeout=SETTLE_SECONDS + LIMIT_SECONDS):
             raise AgentSilent(f"steps that were begun on host {self.name} are still under way")
-        found = self.look()
+        found = self.fetch_inventory()
         with self._lock:
-            self._inventory, self._given = found, None
+            self._inventory, self._in_effect = found, None
             self._instance = instance
         with suppress(ConfigError):  # loads say so
             self._configure()
         return True
 
-    def look(self) -> Inventory:
+    def fetch_inventory(self) -> Inventory:
         """Return the inventory as it is now; AgentSilent, or BackendError if it cannot be true."""
         found: Inventory = self._call(Inventory, "inventory")
         ids = {gpu.id for gpu in found.gpus if GPU_ID.fullmatch(gpu.id) and (gpu.total or 0) >= 0}
@@ -273,7 +280,7 @@ class RemoteHost:
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
         url = self._urls.get(backend.name)
-        return engine_client.answers(backend, url, limit) if url else False
+        return engines.answers(backend, url, limit) if url else False
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:
@@ -351,20 +358,22 @@ class RemoteHost:
         return _value(kind, answer)
 
     def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:
-        sent = messages.write(AgentCall(self.owner, method, args))
-        return messages.read_answer(self._control.call(self.name, "call", sent, timeout))
+        sent = frames.dump(AgentCall(self.owner, method, args))
+        answer = self._control.call(self.name, "call", sent, timeout)
+        found: AgentAnswer = frames.read(AgentAnswer, answer, is_foreign=True)
+        return found
 
     def _configure(self) -> None:
         with self._lock:
             wanted = self._wanted
-            if wanted is None or wanted == self._given:
+            if wanted is None or wanted == self._in_effect:
                 return
         try:
             self._ask(None, "reconfigure", wanted, timeout=LONG_SECONDS)
         except ConfigError as error:
             raise ConfigError([f"host {self.name}: {problem}" for problem in error.problems]) from None
         with self._lock:
-            self._given = wanted
+            self._in_effect = wanted
 
     def _step(self, kind: Any, method: str, *args: object, patience: float | None = None) -> Any:
         """Have a step performed, and return how it ended; BackendError once the host is given up.
@@ -403,5 +412,5 @@ class RemoteHost:
 
 def _value(kind: Any, answer: AgentAnswer) -> Any:
     if answer.error:
-        raise messages.error_of(answer.error)
+        raise frames.error_of(answer.error)
     return frames.of(kind, answer.value)

@@ -1,7 +1,18 @@
 """Compose files with ``x-anvil`` -> one frozen ``Config``, with all problems at once; what changed between
 two.
 
-``config`` and ``table`` have the dataclasses and the settings, ``loading`` reads the files, ``backends``
-their services, ``candidates`` says where these may run, ``change`` compares.
+What is read: ``config`` has the records, whose fields are the settings (``settings`` says what a row of
+them has); ``kinds`` reads values and gives their JSON Schema, ``values`` and ``machines`` have the larger
+ones.
+
+How: ``loading`` tells the whole story. ``interpolate`` reads a file, ``compose`` has the Compose program
+take several together, ``reading`` reads ``x-anvil``, ``problems`` collects what is wrong (each a
+``diagnostic``). ``backends`` makes a backend of each service and place: ``service`` and ``devices`` know
+what a compose service says, ``abilities`` what its engine can do, ``caveats`` what to warn of, ``profile``
+how fast it is, ``placement`` where it may run, and ``composing`` describes it anew there. ``checks`` looks
+at all together.
+
+Beside that, ``change`` compares two configurations, and ``keys`` reads API keys.
+
 Needs none of the packages that it configures: ``anvil_mux.plugins`` knows the policies, and has ``load``.
 """

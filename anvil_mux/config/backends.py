@@ -1,98 +1,111 @@
 """The services of compose files -> backends: what each says of its engine, and each place where it may run.
 
 A scaled service is one backend for each of its containers, one with a choice of hosts or GPUs one for each
-candidate (candidates.py). Guesses about the engine come from service.py.
+candidate (placement.py). Guesses about the engine come from service.py.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config import composing, external, interpolate, prompt_cache, service, settings
-from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
+from anvil_mux.config import abilities, caveats, composing, devices, interpolate, service
+from anvil_mux.config.compose import Content
 from anvil_mux.config.composing import ComposedFiles, Place
-from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
+from anvil_mux.config.config import (
+    LABEL,
+    SERVICE_NAME,
+    SERVICE_SETTINGS,
+    WAYS,
+    Backend,
+    Config,
+    Judge,
+    Service,
+    inherited,
+)
 from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic, as_yaml
-from anvil_mux.config.misplaced import unknown_key
-from anvil_mux.config.presets import Loras, find_adapters
+from anvil_mux.config.kinds import TEXT, read_seconds
+from anvil_mux.config.machines import ALL, WantedHosts
+from anvil_mux.config.placement import HostChoice, Need, Places, as_name
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
-from anvil_mux.config.reading import take
-from anvil_mux.config.table import SERVICE_SETTINGS
+from anvil_mux.config.reading import take, unknown_key
+from anvil_mux.config.settings import filled
+from anvil_mux.config.values import URL_EXAMPLE, Loras
 
 Description = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The things that hold for all services of the files."""
-
-    folder: Path
-    """The folder of the first file."""
-    variables: Mapping[str, str]
-    project: str
-    process: bool
-    """Whether services are local processes."""
-    plain: bool
-    """Whether the files were read without the Compose program."""
-    preload: bool
-    read_ahead: bool
-    judge: Judge | None
+NEED_URL = ("api_key_env", "ca_file")
+"""Settings of servers elsewhere alone."""
+ELSEWHERE = "elsewhere"
+"""The digest of every service elsewhere: what Compose would make of it does not matter."""
 
 
 class BackendReader:
-    """Reads services into backends; what is wrong with one hides nothing of another."""
+    """Reads services into backends; what is wrong with one hides nothing of another.
+
+    ``whole``: the configuration without backends. ``folder``: that of the first file.
+    """
 
     def __init__(
-        self, problems: Problems, places: Places, composed: ComposedFiles, around: Surroundings
+        self,
+        problems: Problems,
+        places: Places,
+        content: Content,
+        whole: Config,
+        *,
+        folder: Path,
+        variables: Mapping[str, str],
+        judge: Judge | None,
     ) -> None:
-        self._problems = problems
-        self._places = places
-        self._composed = composed
-        self._around = around
+        self.problems = problems
+        self.places = places
+        self.folder = folder
+        self.variables = variables
+        self.judge = judge
+        self.project = whole.project
+        self.process = whole.runtime == "process"
+        """Whether services are local processes."""
+        self.plain = content.plain
+        """Whether the files were read without the Compose program."""
+        self.composed = ComposedFiles(content, folder)
         self.ports: dict[str, set[int]] = {}
         """Backend -> the ports of its host that it takes."""
         self.services: dict[str, str] = {}
         """Backend -> the service of the files that it is made of."""
         self.loras: dict[str, frozenset[str]] = {}
         """Service -> the LoRA adapters that its settings name, and not its command alone."""
-        self._most: dict[str, int] = {}
+        self.most: dict[str, int] = {}
         """Service that has a choice -> how many of its backends are resident at once."""
-        self._silent: list[str] = []
+        self.silent: list[str] = []
         """The services that say nothing of the GPUs that they need."""
-        self._anew: dict[tuple[str, Place], tuple[Description, Service]] = {}
 
     def read(self, services: Mapping[str, Any]) -> list[Backend]:
         """The backends of the services, in their order."""
         backends: list[Backend] = []
         ours = False
         for name, described in services.items():
-            key = ("services", name)
             try:
                 said = service.labels(described, LABEL)
                 if not said and "x-anvil" not in described:
                     continue
                 ours = True
-                self._check_keys(name, described)
-                given = take(self._problems, SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
-                given |= take(self._problems, SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
-                made = list(self._backends(name, described, settings.filled(SERVICE_SETTINGS, given)))
+                made = list(_ServiceReader(self, name, described).backends(said))
                 self.services |= dict.fromkeys([backend.name for backend in made], name)
                 backends += made
             except ValueError as error:
                 ours = True
-                self._problems.of_part(key, error)
+                self.problems.of_part(("services", name), error)
         self._warn_of_silent()
         if not ours:
-            self._problems.add(
+            self.problems.add(
                 ("services",),
                 "none serves a model; add `x-anvil: {}` to each service that does (`anvil-mux check "
                 "--suggest` says to which, and what else)",
@@ -102,384 +115,25 @@ class BackendReader:
 
     def _warn_of_silent(self) -> None:
         """Warn once of all services that take every GPU because they name none."""
-        if self._silent:
-            says = "says nothing of GPUs: it" if len(self._silent) == 1 else "say nothing of GPUs: each"
-            self._problems.warn(
-                ("services", self._silent[0]),
-                f"{', '.join(self._silent)} {says} needs all of its machine; name those that it needs, or "
+        if self.silent:
+            says = "says nothing of GPUs: it" if len(self.silent) == 1 else "say nothing of GPUs: each"
+            self.problems.warn(
+                ("services", self.silent[0]),
+                f"{', '.join(self.silent)} {says} needs all of its machine; name those that it needs, or "
                 "none ([]) if it computes on the CPU",
                 "x-anvil: {gpus: all}",
             )
 
     def _bounded(self, backends: list[Backend]) -> list[Backend]:
         """The backends with ``most``, which is a model's, or a stage's: what its services have together."""
-        choosing = {_role(backend) for backend in backends if self.services[backend.name] in self._most}
+        choosing = {_role(backend) for backend in backends if self.services[backend.name] in self.most}
         if not choosing:
             return backends
         each = Counter((_role(backend), self.services[backend.name]) for backend in backends)
         most: Counter[tuple[str, str]] = Counter()
         for (role, name), count in each.items():
-            most[role] += self._most.get(name, count)
+            most[role] += self.most.get(name, count)
         return [replace(b, most=most[_role(b)]) if _role(b) in choosing else b for b in backends]
-
-    # One service
-
-    def _backends(self, name: str, described: Description, given: dict[str, Any]) -> Iterator[Backend]:
-        _check_service(name, described)
-        if given.get("url"):
-            yield self._external(name, described, given)
-            return
-        for key in [key for key in external.NEED_URL if key in given]:
-            self._problems.add(
-                ("services", name, "x-anvil", key), "needs url beside it", f"url: {external.EXAMPLE}"
-            )
-        if self._around.plain and "env_file" in described:
-            self._problems.add(("services", name, "env_file"), interpolate.NEED_COMPOSE)
-        hosts, count, most = (given.pop(key, None) for key in ("host", "gpu_count", "most"))
-        engine = self._fill_in(name, described, given)
-        variables = service.environment(described, self._around.variables)
-        used = given.pop("gpus", None)
-        self._check_choice(name, described, hosts=hosts, count=count, most=most, used=used)
-        given.setdefault("preload", self._around.preload)
-        given.setdefault("read_ahead", self._around.read_ahead)
-        given.setdefault("evict_to", service.lightest_levels(described, variables, engine))
-        if "profile" in given:
-            given["profile"] = self._profile(name, given["profile"])
-        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != given["model"])
-        self._name_adapters(name, described, variables, given)
-        template = Backend(name, service=self._service(described, variables), **given)
-        if self._around.process and not template.service.command:
-            text = "needs a `command`, since runtime is process"
-            self._problems.add(("services", name), text, "command: llama-server --port $$PORT ...")
-        if isinstance(used, list) or service.copies(described) > 1:
-            yield from self._replicas(template, described, variables, used)
-            return
-        others = service.others_gpus(described, variables)
-        if others and hosts is None and not self._places.used_here(name, others):
-            others = None  # the file has other names for what is there
-        need = count or (used if used is not None else others or self._reserved(described, variables))
-        vendors = others.vendors if others else ()
-        candidates = self._places.candidates(name, hosts, need, template.vram, vendors)
-        self._silent += [name for each in candidates[:1] if need == service.ALL_THERE_ARE and each.gpus]
-        if hosts is not None or count is not None or most is not None or len(candidates) > 1:
-            self._most[name] = most or 1
-        if most is not None and hosts is None and not isinstance(need, int):
-            self._problems.add(
-                ("services", name, "x-anvil", "most"),
-                "has nothing to choose among: name hosts, or say with gpu_count how many GPUs it needs",
-                "gpu_count: 1",
-            )
-        as_written = partial(self._is_as_written, described, count=count, need=need)
-        yield from self._placed(template, described, variables, candidates, as_written)
-
-    def _reserved(self, described: Description, variables: Mapping[str, str]) -> Need:
-        """The GPUs that a service says it needs, to Compose or by its environment."""
-        counted = service.counted_gpus(described, variables)
-        return counted or service.gpus(described, variables) or self._unsaid(variables)
-
-    def _unsaid(self, variables: Mapping[str, str]) -> str | tuple[str, ...]:
-        """The GPUs that a service needs which names none: a container has none then, and a process all."""
-        return service.ALL_THERE_ARE if self._around.process and not service.hides_gpus(variables) else ()
-
-    def _check_keys(self, name: str, described: Description) -> None:
-        """Complain of misspelt keys, where Compose was not asked."""
-        for key, value in described.items() if self._around.plain else ():
-            if wrong := unknown_key(key, value):
-                self._problems.add(("services", name, key), wrong)
-
-    def _external(self, name: str, described: Description, given: dict[str, Any]) -> Backend:
-        """The backend of a service that somebody else runs."""
-        key, variables = ("services", name, "x-anvil"), service.environment(described, self._around.variables)
-        said = {*(described.get("x-anvil") or ()), *service.labels(described, LABEL)}
-        for setting in sorted(external.OF_ENGINES & said):
-            self._problems.add((*key, setting), "says nothing about a server elsewhere (url): leave it out")
-            for filled in (setting, *SERVICE_SETTINGS[setting].fields_of(setting)):
-                given.pop(filled, None)
-        if service.copies(described) > 1:
-            raise ValueError("is scaled, and its url names one server")
-        secret = ""
-        if named := given.get("api_key_env"):
-            try:
-                secret = external.key_of(named, {**self._around.variables, **variables})
-            except ValueError as error:
-                self._problems.add((*key, "api_key_env"), as_diagnostic(error))
-        if file := given.get("ca_file"):
-            given["ca_file"] = os.path.abspath(self._around.folder / file)
-            try:
-                external.trust(given["ca_file"])
-            except OSError as error:
-                self._problems.add((*key, "ca_file"), f"{given['ca_file']} cannot be used: {error}")
-        model = given.pop("model", settings.TEXT.read(name))
-        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != model)
-        compose = not self._around.process
-        self._warn(
-            name,
-            external.caveats(given["url"], key=secret, compose=compose, profiles=service.profiles(described)),
-        )
-        self.ports[name] = set()
-        made = Service(profiles=service.profiles(described), key=secret, digest=external.DIGEST)
-        return Backend(name, model, service=made, **given)
-
-    def _check_choice(
-        self,
-        name: str,
-        described: Description,
-        *,
-        hosts: WantedHosts | None,
-        count: int | None,
-        most: int | None,
-        used: object,
-    ) -> None:
-        key = ("services", name, "x-anvil")
-        if count is not None and used is not None:
-            self._problems.add(
-                (*key, "gpu_count"), "and gpus are both given: gpus names them, gpu_count takes any so many"
-            )
-        scaled = isinstance(used, list) or service.copies(described) > 1
-        for setting, value in (("hosts", hosts), ("gpu_count", count), ("most", most)):
-            if scaled and value is not None:
-                raise ValueError(f"is scaled, and has x-anvil.{setting}: say with most how many are loaded")
-
-    def _fill_in(self, name: str, described: Description, given: dict[str, Any]) -> str:
-        """Fill in settings that are not given by what the service says; return its engine."""
-        model = given.setdefault("model", settings.TEXT.read(name))
-        engine = given.setdefault("engine", service.engine(described))
-        names = service.served_model(described, engine)
-        if names and model not in names:
-            given.setdefault("served_model", names[0])
-        if grace := described.get("stop_grace_period"):
-            given.setdefault("stop_timeout", _grace(grace))
-        if "port" not in given:
-            listens = service.commanded_port if self._around.process else service.listens_on
-            given["port"] = listens(described)
-        return str(engine)
-
-    def _name_adapters(
-        self, name: str, described: Description, variables: dict[str, str], given: dict[str, Any]
-    ) -> None:
-        """Make names of the LoRA adapters that are wanted, and of those that the engine's command has."""
-        wanted: Loras | None = given.pop("loras", None)
-        found = find_adapters(given["engine"], service.argv(described), variables, wanted)
-        for path, text in found.problems:
-            self._problems.add(("services", name, "x-anvil", "loras", *path), text)
-        self._warn(name, iter(found.caveats))
-        if wanted:
-            self.loras[name] = frozenset([adapter for adapter, _ in wanted])
-        given["presets"] = (*given.get("presets", ()), *found.presets)
-        given["set"] = tuple((dict(found.put) | dict(given.get("set", ()))).items())
-        given["loras"] = found.to_load
-
-    def _check_levels(
-        self, name: str, backend: Backend, described: Description, variables: dict[str, str]
-    ) -> None:
-        levels = backend.evict_to
-        key = ("services", name, "x-anvil", "evict_to")
-        if list(levels) != sorted(levels, key=WAYS.index):
-            down = ", ".join(sorted(levels, key=WAYS.index))
-            self._problems.add(
-                key, f"goes from the lightest standby level down: write [{down}]", f"evict_to: [{down}]"
-            )
-        for way in levels:
-            why = service.cannot_evict_to(described, variables, backend.engine, way)
-            if way == "sleep-2" and backend.loras:
-                why = why or service.NO_DEEP_SLEEP
-            if way == "checkpoint" and self._around.judge and not backend.host:
-                why = why or self._around.judge(backend.gpus, backend.checkpoint_anyway) or ""
-            if why:
-                found = as_diagnostic(why)
-                self._problems.add(key, f"{way} cannot work: {why}", found.write)
-
-    def _profile(self, name: str, file: str) -> Profile | None:
-        """The profile in a file, whose path begins at the folder of the first compose file."""
-        path = self._around.folder / file
-        try:
-            return read(state.read_text(path))
-        except OSError as error:
-            text = f"{path} cannot be read: {error.strerror}"
-        except ValueError as error:
-            text = f"{path}: {error}"
-        self._problems.add(("services", name, "x-anvil", "profile"), text)
-        return None
-
-    def _service(self, described: Description, variables: dict[str, str]) -> Service:
-        folder = service.word(described, "working_dir")
-        if folder is not None and self._around.process:
-            folder = os.path.abspath(self._around.folder / folder)
-        return Service(
-            image=service.word(described, "image"),
-            command=service.argv(described),
-            environment=tuple(sorted(variables.items())),
-            working_dir=folder,
-            profiles=service.profiles(described),
-            user=service.word(described, "user") or "",
-            gpus_by=service.gpus_by(described),
-            mounts=self._mounts(described),
-            digest=service.digest(described, LABEL),
-        )
-
-    def _mounts(self, described: Description) -> prompt_cache.Mounts:
-        folder = str(self._around.folder)
-        if self._around.process:
-            return prompt_cache.mounts_of_process(folder)
-        return prompt_cache.mounts(described, folder)
-
-    def _check_prompt_cache(self, name: str, backend: Backend) -> None:
-        if backend.prompt_cache is None:
-            return
-        if why := prompt_cache.problem(backend):
-            self._problems.add(("services", name, "x-anvil", "prompt_cache"), why)
-        else:
-            self._warn(name, prompt_cache.caveats(backend.service))
-
-    def _note(self, name: str, backend: Backend, described: Description, variables: dict[str, str]) -> None:
-        """Note the caveats of a service, as it is described for its first backend, and check its levels."""
-        self._check_levels(name, backend, described, variables)
-        self._check_prompt_cache(name, backend)
-        if self._around.process:
-            caveats = service.process_caveats(described, backend.port)
-        else:
-            caveats = service.caveats(described, backend.engine, backend.port, backend.gpus)
-        self._warn(name, caveats)
-
-    def _warn(self, name: str, caveats: Iterator[str]) -> None:
-        for text in caveats:
-            self._problems.of_service(name, text)
-
-    def _ports(self, described: Description, port: int | None, *, fixed: bool) -> set[int]:
-        """The ports of its host that a service takes; ``fixed``: those that it publishes are as written."""
-        if self._around.process:
-            return {port} if port else set()
-        found = {each.outside for each in service.published(described) if each.outside} if fixed else set()
-        return {*found, *({port} if port and described.get("network_mode") == "host" else ())}
-
-    # Scaled services
-
-    def _replicas(
-        self,
-        template: Backend,
-        described: Description,
-        variables: dict[str, str],
-        used: str | tuple[str, ...] | list[tuple[str, ...]] | None,
-    ) -> Iterator[Backend]:
-        """The containers of a scaled service, each a backend."""
-        name, scale = template.name, service.copies(described)
-        if not isinstance(used, list):
-            others = service.others_gpus(described, variables)
-            given = self._places.used_here(name, others) if others else ()
-            reserved = service.gpus(described, variables) or self._unsaid(variables)
-            reserved = used if used is not None else given or reserved
-            vendors = others.vendors if given and others else ()
-            each_gpus, gpus = None, self._places.used_here(name, reserved, vendors)
-            if reserved == service.ALL_THERE_ARE and gpus:
-                self._silent.append(name)
-        else:
-            if not self._around.process:
-                self._problems.add(
-                    ("services", name, "x-anvil", "gpus"),
-                    "differ between replicas, and Compose gives all containers of a service the same GPUs: "
-                    "write a service for each, each with the same x-anvil: {model: ...}",
-                )
-            each_gpus = [self._places.used_here(name, each) for each in used]
-            if len(each_gpus) != scale:
-                raise ValueError(f"has {scale} replicas, and gpus for {len(each_gpus)}")
-            gpus = each_gpus[0]
-        self._note(name, replace(template, gpus=gpus), described, variables)
-        ports = self._ports(described, template.port, fixed=True)
-        for number in range(1, scale + 1):
-            made = replace(template.service, name=name, number=number, scale=scale)
-            if each_gpus:
-                gpus = each_gpus[number - 1]
-                made = _seeing(made, gpus)
-            self.ports[f"{name}-{number}"] = ports
-            yield replace(template, name=f"{name}-{number}", gpus=gpus, service=made)
-
-    # Services with a choice
-
-    def _placed(
-        self,
-        template: Backend,
-        described: Description,
-        variables: dict[str, str],
-        candidates: Sequence[HostChoice],
-        as_written: Callable[[HostChoice], bool],
-    ) -> Iterator[Backend]:
-        """A backend for each candidate."""
-        name = template.name
-        ports = {fixed: self._ports(described, template.port, fixed=fixed) for fixed in (True, False)}
-        for number, candidate in enumerate(candidates):
-            backend = replace(template, name=candidate.name, host=candidate.host, gpus=candidate.gpus)
-            shown = described
-            if self._around.process and not as_written(candidate):
-                backend = replace(backend, service=self._process_of(template.service, candidate))
-            elif not as_written(candidate):
-                made, needed = self._described_anew(template, described, variables, candidate)
-                backend = replace(backend, service=needed)
-                self._compose(backend, made)
-                shown = composing.at(composing.HERE, made)
-            self.ports[backend.name] = ports[shown is described or candidate.alone]
-            if number == 0:
-                self._note(name, backend, shown, variables)
-            yield backend
-        if not self._around.process and any(candidate.host for candidate in candidates):
-            for key, text in composing.cannot_leave(described, template.port):
-                self._problems.add(("services", name, key), text)
-            self._warn(name, composing.caveats(described, self._image(name, described)))
-
-    def _is_as_written(
-        self, described: Description, candidate: HostChoice, *, count: int | None, need: Need
-    ) -> bool:
-        """Whether the service, as it is written, has the candidate's GPUs and no others."""
-        if candidate.host or not candidate.alone:
-            return False
-        if not isinstance(need, int):
-            return True
-        if self._around.process:
-            return count is None and candidate.gpus == tuple(map(str, range(need)))
-        if others := service.others_gpus(described, {}):
-            return self._places.used_here(candidate.name, others) == candidate.gpus
-        reserved = service.reserved(described)
-        return reserved in (None, candidate.gpus) or (
-            reserved == service.ALL and candidate.gpus == self._places.all_here
-        )
-
-    def _process_of(self, made: Service, candidate: HostChoice) -> Service:
-        folder = made.working_dir or os.path.abspath(self._around.folder)
-        made = replace(made, working_dir=folder) if candidate.host else made
-        return _seeing(made, candidate.gpus) if candidate.gpus else made
-
-    def _described_anew(
-        self, template: Backend, described: Description, variables: dict[str, str], candidate: HostChoice
-    ) -> tuple[Description, Service]:
-        """The description for a candidate, and what the runtimes need of it; of one kind on all hosts."""
-        name = template.name
-        files, elsewhere = self._places.files(candidate), bool(candidate.host)
-        place = Place(candidate.gpus, template.port, candidate.alone, elsewhere=elsewhere, files=files)
-        if (name, place) not in self._anew:
-            image = self._image(name, described)
-            made = composing.described_anew(described, place, variables=variables, image=image)
-            needed = self._service({**made, "image": described.get("image")}, made["environment"])
-            # Beside the service of the files, which keeps its name, there is one of another name.
-            own = "" if candidate.host or not candidate.alone else f"{name}.{as_name(candidate.gpus)}"
-            self._anew[name, place] = made, replace(needed, name=own)
-        return self._anew[name, place]
-
-    def _compose(self, backend: Backend, made: Description) -> None:
-        """Write the description into the file of its host, if that is there."""
-        if not backend.host:
-            self._composed.add("", backend.service_name, composing.at(composing.HERE, made))
-        elif address := self._places.address(backend.host):
-            self._composed.add(backend.host, backend.service_name, composing.at(address, made))
-
-    def _image(self, name: str, described: Description) -> str:
-        return str(described.get("image") or f"{self._around.project}-{name}")
-
-
-def _grace(written: Any) -> float:
-    try:
-        return settings.read_seconds(written)
-    except ValueError as error:
-        found = as_diagnostic(error)
-        raise ValueError(Diagnostic(found, value=found.value, key=("stop_grace_period",))) from None
 
 
 def _role(backend: Backend) -> tuple[str, str]:
@@ -487,16 +141,385 @@ def _role(backend: Backend) -> tuple[str, str]:
     return backend.model, backend.infer_type
 
 
+class _ServiceReader:
+    """One service, and what is wrong with it."""
+
+    def __init__(self, files: BackendReader, name: str, described: Description) -> None:
+        self._files = files
+        self._places = files.places
+        self._name = name
+        self._described = described
+
+    @cached_property
+    def _variables(self) -> dict[str, str]:
+        return service.environment(self._described, self._files.variables)
+
+    def _add(self, key: Sequence[str], text: str, write: str = "") -> None:
+        """Add a problem with what stands at a key of the service."""
+        self._files.problems.add(("services", self._name, *key), text, write)
+
+    def _refuse(self, setting: str, text: str, write: str = "", *path: str) -> None:
+        """Add a problem with a setting."""
+        self._add(("x-anvil", setting, *path), text, write)
+
+    def _warn(self, found: Iterable[str]) -> None:
+        for text in found:
+            self._files.problems.of_service(self._name, text)
+
+    def backends(self, labels: Mapping[str, str]) -> Iterator[Backend]:
+        """The backends that it comes to; ``labels``: those that are settings, which ``x-anvil`` overrides."""
+        key, described, problems = ("services", self._name), self._described, self._files.problems
+        for name, value in described.items() if self._files.plain else ():
+            if wrong := unknown_key(name, value):  # where Compose was not asked
+                self._add((name,), wrong)
+        given = take(problems, SERVICE_SETTINGS, labels, (*key, "labels"), LABEL)
+        given |= take(problems, SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
+        self._check_service()
+        values = filled(SERVICE_SETTINGS, given)
+        if values.get("url"):
+            return iter([self._external(values, {*(described.get("x-anvil") or ()), *labels})])
+        for setting in [setting for setting in NEED_URL if setting in values]:
+            self._refuse(setting, "needs url beside it", f"url: {URL_EXAMPLE}")
+        if "home_after" in values and not values.get("home"):
+            home = (*key, "x-anvil", "home_after")
+            problems.warn(home, "has no effect without home: true", "home: true")
+        if self._files.plain and "env_file" in described:
+            self._add(("env_file",), interpolate.NEED_COMPOSE)
+        return self._loaded(values)
+
+    def _check_service(self) -> None:
+        if not SERVICE_NAME.fullmatch(self._name):
+            mended = re.sub(r"[^a-zA-Z0-9._-]+", "-", self._name).strip("._-") or "model"
+            text = "its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any"
+            write = f"{mended}: {{..., x-anvil: {{model: {as_yaml(self._name)}}}}}"
+            raise ValueError(Diagnostic(text, write=write))
+        if service.copies(self._described) > 1 and "container_name" in self._described:
+            raise ValueError("is scaled, so it can have no container_name")
+
+    # A server elsewhere
+
+    def _external(self, values: dict[str, Any], said: set[str]) -> Backend:
+        """The backend of a service that somebody else runs; ``said``: the keys that it has."""
+        for key in sorted(key for key, each in SERVICE_SETTINGS.items() if key in said and each.of_engines):
+            self._refuse(key, "says nothing about a server elsewhere (url): leave it out")
+            for field in (key, *SERVICE_SETTINGS[key].fields_of(key)):
+                values.pop(field, None)
+        if service.copies(self._described) > 1:
+            raise ValueError("is scaled, and its url names one server")
+        secret = ""
+        if named := values.get("api_key_env"):
+            try:
+                secret = _key_of(named, {**self._files.variables, **self._variables})
+            except ValueError as error:
+                self._refuse("api_key_env", as_diagnostic(error))
+        if file := values.get("ca_file"):
+            values["ca_file"] = os.path.abspath(self._files.folder / file)
+            try:
+                ssl.create_default_context(cafile=values["ca_file"])
+            except OSError as error:
+                self._refuse("ca_file", f"{values['ca_file']} cannot be used: {error}")
+        self._take_name(values)
+        profiles, compose = service.profiles(self._described), not self._files.process
+        self._warn(caveats.external_caveats(values["url"], key=secret, compose=compose, profiles=profiles))
+        self._files.ports[self._name] = set()
+        made = Service(profiles=profiles, key=secret, digest=ELSEWHERE)
+        own = {*values, "preload", "read_ahead"}  # nothing of it is loaded
+        return Backend(self._name, service=made, inherits=inherited(own), **values)
+
+    def _take_name(self, values: dict[str, Any]) -> None:
+        model = values.setdefault("model", TEXT.read(self._name))
+        values["aliases"] = tuple(alias for alias in values.get("aliases", ()) if alias != model)
+
+    # An engine
+
+    def _loaded(self, values: dict[str, Any]) -> Iterator[Backend]:
+        """The backends of a service that is loaded."""
+        described = self._described
+        hosts, count, most = (values.pop(key, None) for key in ("host", "gpu_count", "most"))
+        self._fill_in(values)
+        used = values.pop("gpus", None)
+        self._check_choice(hosts=hosts, count=count, most=most, used=used)
+        levels = abilities.lightest_levels(described, self._variables, values["engine"])
+        values.setdefault("evict_to", levels)
+        if "profile" in values:
+            values["profile"] = self._profile(values["profile"])
+        self._name_adapters(values)
+        made = self._service(described, self._variables)
+        template = Backend(self._name, service=made, inherits=inherited(values), **values)
+        if self._files.process and not template.service.command:
+            text = "needs a `command`, since runtime is process"
+            self._add((), text, "command: llama-server --port $$PORT ...")
+        if isinstance(used, list) or service.copies(described) > 1:
+            yield from self._replicas(template, used)
+            return
+        others = devices.others_gpus(described, self._variables)
+        if others and hosts is None and not self._places.used_here(self._name, others):
+            others = None  # the file has other names for what is there
+        need = count or (used if used is not None else others or self._reserved())
+        vendors = others.vendors if others else ()
+        candidates = self._places.candidates(self._name, hosts, need, template.vram, vendors)
+        if need == devices.ALL_THERE_ARE and candidates and candidates[0].gpus:
+            self._files.silent.append(self._name)
+        if hosts is not None or count is not None or most is not None or len(candidates) > 1:
+            self._files.most[self._name] = most or 1
+        if most is not None and hosts is None and not isinstance(need, int):
+            self._refuse(
+                "most",
+                "has nothing to choose among: name hosts, or say with gpu_count how many GPUs it needs",
+                "gpu_count: 1",
+            )
+        yield from self._placed(template, candidates, counted=count is not None, need=need)
+
+    def _reserved(self) -> Need:
+        """The GPUs that a service says it needs, to Compose or by its environment."""
+        counted = devices.counted_gpus(self._described, self._variables)
+        return counted or devices.gpus(self._described, self._variables) or self._unsaid()
+
+    def _unsaid(self) -> str | tuple[str, ...]:
+        """The GPUs that a service needs which names none: a container has none then, and a process all."""
+        hides = devices.hides_gpus(self._variables)
+        return devices.ALL_THERE_ARE if self._files.process and not hides else ()
+
+    def _check_choice(
+        self, *, hosts: WantedHosts | None, count: int | None, most: int | None, used: object
+    ) -> None:
+        if count is not None and used is not None:
+            text = "and gpus are both given: gpus names them, gpu_count takes any so many"
+            self._refuse("gpu_count", text)
+        scaled = isinstance(used, list) or service.copies(self._described) > 1
+        for setting, value in (("hosts", hosts), ("gpu_count", count), ("most", most)):
+            if scaled and value is not None:
+                raise ValueError(f"is scaled, and has x-anvil.{setting}: say with most how many are loaded")
+
+    def _fill_in(self, values: dict[str, Any]) -> None:
+        """Fill in settings that are not given by what the service says."""
+        described = self._described
+        self._take_name(values)
+        engine = values.setdefault("engine", service.engine(described))
+        names = service.served_model(described, engine)
+        if names and values["model"] not in names:
+            values.setdefault("served_model", names[0])
+        if grace := described.get("stop_grace_period"):
+            values.setdefault("stop_timeout", _grace(grace))
+        if "port" not in values:
+            listens = service.commanded_port if self._files.process else service.listens_on
+            values["port"] = listens(described)
+
+    def _name_adapters(self, values: dict[str, Any]) -> None:
+        """Make names of the LoRA adapters that are wanted, and of those that the engine's command has."""
+        wanted: Loras | None = values.pop("loras", None)
+        words = service.argv(self._described)
+        found = abilities.find_adapters(values["engine"], words, self._variables, wanted)
+        for path, text in found.problems:
+            self._refuse("loras", text, "", *path)
+        self._warn(found.caveats)
+        if wanted:
+            self._files.loras[self._name] = frozenset([adapter for adapter, _ in wanted])
+        values["presets"] = (*values.get("presets", ()), *found.presets)
+        values["set"] = tuple((dict(found.put) | dict(values.get("set", ()))).items())
+        values["loras"] = found.to_load
+
+    def _profile(self, file: str) -> Profile | None:
+        """The profile in a file, whose path begins at the folder of the first compose file."""
+        path = self._files.folder / file
+        try:
+            return read(state.read_text(path))
+        except OSError as error:
+            text = f"{path} cannot be read: {error.strerror}"
+        except ValueError as error:
+            text = f"{path}: {error}"
+        self._refuse("profile", text)
+        return None
+
+    def _service(self, described: Description, variables: dict[str, str]) -> Service:
+        """The part that the runtimes need, of the service as it is written or as it is described anew."""
+        folder = service.word(described, "working_dir")
+        root = str(self._files.folder)
+        if self._files.process:
+            folder = os.path.abspath(self._files.folder / folder) if folder is not None else None
+            mounts = service.mounts_of_process(root)
+        else:
+            mounts = service.mounts(described, root)
+        return Service(
+            image=service.word(described, "image"),
+            command=service.argv(described),
+            environment=tuple(sorted(variables.items())),
+            working_dir=folder,
+            profiles=service.profiles(described),
+            user=service.word(described, "user") or "",
+            gpus_by=devices.gpus_by(described),
+            mounts=mounts,
+            digest=service.digest(described, LABEL),
+        )
+
+    def _note(self, backend: Backend, described: Description) -> None:
+        """Note what its first backend cannot do, and the caveats of how that one is described."""
+        self._check_levels(backend, described)
+        if backend.prompt_cache is not None:
+            if why := abilities.cannot_keep_prompts(backend):
+                self._refuse("prompt_cache", why)
+            else:
+                self._warn(abilities.prompt_caveats(backend.service))
+        if self._files.process:
+            self._warn(caveats.process_caveats(described, backend.port))
+        else:
+            self._warn(caveats.caveats(described, backend.engine, backend.port, backend.gpus))
+
+    def _check_levels(self, backend: Backend, described: Description) -> None:
+        levels, judge = backend.evict_to, self._files.judge
+        if list(levels) != sorted(levels, key=WAYS.index):
+            down = ", ".join(sorted(levels, key=WAYS.index))
+            text = f"goes from the lightest standby level down: write [{down}]"
+            self._refuse("evict_to", text, f"evict_to: [{down}]")
+        for way in levels:
+            why = abilities.cannot_evict_to(described, self._variables, backend.engine, way)
+            if way == "sleep-2" and backend.loras:
+                why = why or abilities.NO_DEEP_SLEEP
+            if way == "checkpoint" and judge and not backend.host:
+                why = why or judge(backend.gpus, backend.checkpoint_anyway) or ""
+            if why:
+                self._refuse("evict_to", f"{way} cannot work: {why}", as_diagnostic(why).write)
+
+    def _ports(self, port: int | None, *, fixed: bool) -> set[int]:
+        """The ports of its host that a service takes; ``fixed``: those that it publishes are as written."""
+        if self._files.process:
+            return {port} if port else set()
+        published = service.published(self._described) if fixed else ()
+        found = {each.outside for each in published if each.outside}
+        return {*found, *({port} if port and self._described.get("network_mode") == "host" else ())}
+
+    # Scaled
+
+    def _replicas(
+        self, template: Backend, used: str | tuple[str, ...] | list[tuple[str, ...]] | None
+    ) -> Iterator[Backend]:
+        """The containers of a scaled service, each a backend."""
+        name, scale = self._name, service.copies(self._described)
+        if not isinstance(used, list):
+            others = devices.others_gpus(self._described, self._variables)
+            given = self._places.used_here(name, others) if others else ()
+            reserved = devices.gpus(self._described, self._variables) or self._unsaid()
+            reserved = used if used is not None else given or reserved
+            vendors = others.vendors if given and others else ()
+            each_gpus, gpus = None, self._places.used_here(name, reserved, vendors)
+            if reserved == devices.ALL_THERE_ARE and gpus:
+                self._files.silent.append(name)
+        else:
+            if not self._files.process:
+                self._refuse(
+                    "gpus",
+                    "differ between replicas, and Compose gives all containers of a service the same GPUs: "
+                    "write a service for each, each with the same x-anvil: {model: ...}",
+                )
+            each_gpus = [self._places.used_here(name, each) for each in used]
+            if len(each_gpus) != scale:
+                raise ValueError(f"has {scale} replicas, and gpus for {len(each_gpus)}")
+            gpus = each_gpus[0]
+        self._note(replace(template, gpus=gpus), self._described)
+        ports = self._ports(template.port, fixed=True)
+        for number in range(1, scale + 1):
+            made = replace(template.service, name=name, number=number, scale=scale)
+            if each_gpus:
+                gpus = each_gpus[number - 1]
+                made = _seeing(made, gpus)
+            self._files.ports[f"{name}-{number}"] = ports
+            yield replace(template, name=f"{name}-{number}", gpus=gpus, service=made)
+
+    # With a choice
+
+    def _placed(
+        self, template: Backend, candidates: Sequence[HostChoice], *, counted: bool, need: Need
+    ) -> Iterator[Backend]:
+        """A backend for each candidate."""
+        ports = {fixed: self._ports(template.port, fixed=fixed) for fixed in (True, False)}
+        anew: dict[Place, tuple[Description, Service]] = {}
+        for number, candidate in enumerate(candidates):
+            backend = replace(template, name=candidate.name, host=candidate.host, gpus=candidate.gpus)
+            shown, as_written = self._described, self._is_as_written(candidate, counted=counted, need=need)
+            if self._files.process and not as_written:
+                backend = replace(backend, service=self._process_of(template.service, candidate))
+            elif not as_written:
+                place = self._place(candidate, template.port)
+                if place not in anew:  # of one kind on all hosts
+                    anew[place] = self._described_anew(place, candidate)
+                made, needed = anew[place]
+                backend = replace(backend, service=needed)
+                self._compose(backend, made)
+                shown = composing.at(composing.HERE, made)
+            self._files.ports[backend.name] = ports[shown is self._described or candidate.alone]
+            if number == 0:
+                self._note(backend, shown)
+            yield backend
+        if not self._files.process and any(candidate.host for candidate in candidates):
+            for key, text in composing.cannot_leave(self._described, template.port):
+                self._add((key,), text)
+            self._warn(composing.caveats(self._described, self._image))
+
+    def _is_as_written(self, candidate: HostChoice, *, counted: bool, need: Need) -> bool:
+        """Whether the service, as it is written, has the candidate's GPUs and no others."""
+        if candidate.host or not candidate.alone:
+            return False
+        if not isinstance(need, int):
+            return True
+        if self._files.process:
+            return not counted and candidate.gpus == tuple(map(str, range(need)))
+        if others := devices.others_gpus(self._described, {}):
+            return self._places.used_here(candidate.name, others) == candidate.gpus
+        reserved = devices.reserved(self._described)
+        return reserved in (None, candidate.gpus) or (
+            reserved == ALL and candidate.gpus == self._places.all_here
+        )
+
+    def _process_of(self, made: Service, candidate: HostChoice) -> Service:
+        folder = made.working_dir or os.path.abspath(self._files.folder)
+        made = replace(made, working_dir=folder) if candidate.host else made
+        return _seeing(made, candidate.gpus) if candidate.gpus else made
+
+    def _place(self, candidate: HostChoice, port: int | None) -> Place:
+        files, elsewhere = self._places.files(candidate), bool(candidate.host)
+        return Place(candidate.gpus, port, candidate.alone, elsewhere=elsewhere, files=files)
+
+    def _described_anew(self, place: Place, candidate: HostChoice) -> tuple[Description, Service]:
+        """The description for a place, and what the runtimes need of it."""
+        described = self._described
+        made = composing.described_anew(described, place, variables=self._variables, image=self._image)
+        needed = self._service({**made, "image": described.get("image")}, made["environment"])
+        # Beside the service of the files, which keeps its name, there is one of another name.
+        own = "" if candidate.host or not candidate.alone else f"{self._name}.{as_name(candidate.gpus)}"
+        return made, replace(needed, name=own)
+
+    def _compose(self, backend: Backend, made: Description) -> None:
+        """Write the description into the file of its host, if that is there."""
+        if not backend.host:
+            self._files.composed.add("", backend.service_name, composing.at(composing.HERE, made))
+        elif address := self._places.address(backend.host):
+            self._files.composed.add(backend.host, backend.service_name, composing.at(address, made))
+
+    @property
+    def _image(self) -> str:
+        return str(self._described.get("image") or f"{self._files.project}-{self._name}")
+
+
+def _grace(written: Any) -> float:
+    try:
+        return read_seconds(written)
+    except ValueError as error:
+        found = as_diagnostic(error)
+        raise ValueError(Diagnostic(found, value=found.value, key=("stop_grace_period",))) from None
+
+
 def _seeing(made: Service, gpus: Sequence[str]) -> Service:
     """The service as a process that sees these GPUs alone."""
-    variables = {**dict(made.environment), **service.sees_only(gpus)}
+    variables = {**dict(made.environment), **devices.sees_only(gpus)}
     return replace(made, environment=tuple(sorted(variables.items())))
 
 
-def _check_service(name: str, described: Description) -> None:
-    if not SERVICE_NAME.fullmatch(name):
-        mended = re.sub(r"[^a-zA-Z0-9._-]+", "-", name).strip("._-") or "model"
-        text = "its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any"
-        raise ValueError(Diagnostic(text, write=f"{mended}: {{..., x-anvil: {{model: {as_yaml(name)}}}}}"))
-    if service.copies(described) > 1 and "container_name" in described:
-        raise ValueError("is scaled, so it can have no container_name")
+def _key_of(name: str, variables: Mapping[str, str]) -> str:
+    """The key in the variable of that name; ValueError if there is none."""
+    key = variables.get(name, "").strip()
+    if not key:
+        said = f"the variable {name} is not set, here or in .env; it should hold the server's API key"
+        raise ValueError(Diagnostic(said, write=f"{name}=... in .env"))
+    if any(not "!" <= sign <= "~" for sign in key):
+        raise ValueError(f"the variable {name} holds more than a key: space, or what is not ASCII")
+    return key

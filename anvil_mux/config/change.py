@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.settings import fields_of
 
 LIVE = tuple(fields_of(SERVICE_SETTINGS, lambda setting: setting.live))
 """Fields of a backend that may change under its leases."""
@@ -66,7 +67,13 @@ def compare(old: Config, new: Config) -> Change:
     resized = _resized(old, new)
     different = [key for key in SETTINGS if key != "gpus" and _values(old, key) != _values(new, key)]
     effective = within(old, new)
-    own = [f"{name}.{key}" for name in kept for key in LIVE if _differ(before[name], after[name], key)]
+    own = [
+        f"{name}.{key}"
+        for name in kept
+        for key in LIVE
+        if getattr(before[name], key) != getattr(after[name], key)
+        and (before[name].has_own(key) or after[name].has_own(key))
+    ]
     return Change(
         kept=tuple(kept),
         changed=tuple(changed),
@@ -113,13 +120,9 @@ def _resized(old: Described, new: Described) -> set[str]:
 
 
 def _goes_on(before: Backend, after: Backend) -> bool:
-    ours: dict[str, Any] = {name: getattr(after, name) for name in LIVE}
+    ours: dict[str, Any] = {name: getattr(after, name) for name in (*LIVE, "inherits")}
     service = replace(before.service, scale=after.service.scale)
     return replace(before, **ours, service=service) == after and service.digest == after.service.digest
-
-
-def _differ(before: Backend, after: Backend, field: str) -> bool:
-    return bool(getattr(before, field) != getattr(after, field))
 
 
 def _values(config: Config, key: str) -> list[object]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux.config import devices, service
-from anvil_mux.config.composefile import Content
+from anvil_mux.config.compose import Content
 from anvil_mux.config.config import LABEL
 from anvil_mux.config.service import RawService
 
@@ -106,15 +106,15 @@ def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str], file
     ``files``: the device files of GPUs of AMD and Intel; "" where that is not known.
     """
     environment = made["environment"]
-    requests = [*service.gpu_requests(described)]
-    if service.others_gpus(described, {}):
-        if service.reserves_others(described):
+    requests = [*devices.gpu_requests(described)]
+    if devices.others_gpus(described, {}):
+        if devices.reserves_others(described):
             made.pop("gpus", None)
             _reserve(made, described, requests, gpus)
         elif all(files):
             made |= devices.narrowed(made, files)
         return
-    if not service.reserves_gpu(described):
+    if not devices.reserves_gpu(described):
         environment |= {name: ",".join(gpus) for name in VISIBLE if name in environment}
         return
     for name in VISIBLE:
@@ -123,10 +123,10 @@ def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str], file
     if made.get("runtime") == "nvidia":
         made.pop("runtime")
     listed = made.get("devices") or ()
-    if any(map(service.cdi_gpu, listed)):
-        named = [f"{service.CDI}={id}" for id in gpus]
-        made["devices"] = [*(each for each in listed if not service.cdi_gpu(each)), *named]
-    if requests or not any(map(service.cdi_gpu, listed)):
+    if any(map(devices.cdi_gpu, listed)):
+        named = [f"{devices.NVIDIA_CDI}={id}" for id in gpus]
+        made["devices"] = [*(each for each in listed if not devices.cdi_gpu(each)), *named]
+    if requests or not any(map(devices.cdi_gpu, listed)):
         _reserve(made, described, requests, gpus)
 
 
@@ -136,8 +136,8 @@ def _reserve(
     first = requests[0] if requests else {"driver": "nvidia"}
     request = {key: first[key] for key in ("driver", "options") if first.get(key)}
     wanted = dict.fromkeys(each for request in requests for each in request.get("capabilities") or ())
-    request |= {"device_ids": service.device_ids(first, gpus), "capabilities": [*(wanted or ("gpu",))]}
-    others = [device for device in service.reserved_devices(described) if not service.is_gpu(device)]
+    request |= {"device_ids": devices.device_ids(first, gpus), "capabilities": [*(wanted or ("gpu",))]}
+    others = [device for device in devices.reserved_devices(described) if not devices.is_gpu_request(device)]
     deploy = made.get("deploy") or {}
     resources = deploy.get("resources") or {}
     reservations = {**(resources.get("reservations") or {}), "devices": [*others, request]}

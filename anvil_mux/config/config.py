@@ -1,87 +1,90 @@
 """One frozen ``Config`` to which all settings come, with a ``Backend`` for each service that serves a model.
 
 The compose file is the configuration: ``x-anvil`` at its top level and on services, which Compose ignores. A
-service without it (or a label ``anvil.*``, which says the same more weakly) is none of ours. The
-tables in table.py say what may stand there; loading.py reads the files.
+service without it (or a label ``anvil.*``, which says the same more weakly) is none of ours. A field that a
+setting fills is that setting's row (settings.py); loading.py reads the files.
+
+A backend without a setting that the whole has too gets that one where its ``Config`` is made: nobody who
+reads a backend of a configuration has to know that there are two levels.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
 
-from anvil_mux.config import hooks, service
-from anvil_mux.config.any_of import AnyOf
-from anvil_mux.config.presets import Loras, Preset
+from anvil_mux.config import kinds, machines, service
+from anvil_mux.config.kinds import (
+    AUTO,
+    COUNT,
+    FLAG,
+    MEMORY,
+    NAMES,
+    SECONDS,
+    SECONDS_OR_AUTO,
+    TEXT,
+    one_of,
+)
+from anvil_mux.config.machines import HOST_MEMORY, Gpu, gpu_name
 from anvil_mux.config.profile import Profile
-from anvil_mux.config.settings import AUTO
+from anvil_mux.config.settings import Setting, setting, settings_of, table_of
+from anvil_mux.config.values import (
+    ANY_OF,
+    CHOSEN,
+    DEFAULT_ROUTING,
+    FALLBACK,
+    HOOKS,
+    LISTEN,
+    LORAS,
+    ORIGINS,
+    PATHS,
+    PRESETS,
+    PROJECT,
+    ROUTING,
+    SET,
+    STRIP,
+    URL,
+    AnyOf,
+    Hook,
+    Loras,
+    Preset,
+)
 
-DEFAULT_ROUTING = "least_delay"
-"""The routing policy of models that name none."""
-ROUTING_NAME = re.compile(r"[A-Za-z0-9._+-]+")
-"""The pattern for names of routing policies and metrics, which appear in headers."""
 STAGES = ("prefill", "decode")
 INFER_TYPES = ("neutral", *STAGES)
 EITHER = "either"
 """The infer type of a replica that takes whichever stage it is given."""
+ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
+WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
+"""The standby levels, and ``stop``; levels.py performs them."""
+WAY_ALIASES = {"sleep-1": "sleep"}
 MaxWait = float | str
 """The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/overdue.py)."""
+INHERITED: dict[str, Any] = {
+    "drain_timeout": 30.0,
+    "home_after": 300.0,
+    "max_wait": AUTO,
+    "routing": DEFAULT_ROUTING,
+    "preload": False,
+    "read_ahead": True,
+}
+"""The settings that a backend has from its ``Config`` unless it has its own, and their defaults."""
+Inherited = tuple[tuple[str, object], ...]
 
+Judge = Callable[[Sequence[str], bool], str | None]
+"""Says for GPUs, and whether several are allowed, why no service on them can be checkpointed; or None."""
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A device slot, real (as its driver tells) or declared. Memory in bytes; ``vram`` None: unknown."""
+LABEL = "anvil."
+SERVICE_NAME = re.compile(r"[a-zA-Z0-9._-]+")
+"""The pattern for names of services, as in Compose. Files are named after services, so a slash would lead out
+of their folder."""
 
-    id: str
-    vram: int | None = None
-    reserve: int = 0
-    """Bytes that are never given to a backend."""
-    host: str = ""
-    """The host that it is in; "": the one that anvil-mux runs on."""
-    shared: int = 0
-    """Bytes of its memory that are host memory as well."""
-    file: str = ""
-    """The device file by which a container is given it; "" for NVIDIA's, and where that is not known."""
-
-    @property
-    def name(self) -> str:
-        """The name that it has among the GPUs of all hosts."""
-        return gpu_name(self.host, self.id)
-
-
-def gpu_name(host: str, id: str) -> str:
-    """A GPU's name among those of all hosts: its id alone on anvil-mux's own, ``HOST/ID`` elsewhere."""
-    return f"{host}/{id}" if host else id
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A host of the cluster, as it described itself or as the file describes it."""
-
-    gpus: tuple[Gpu, ...] = ()
-    host_memory: int | None = None
-    """Bytes of its memory, of which engines get 9/10 unless the file says how much; None: not known."""
-    address: str = ""
-    """The address at which its engines are reached; "": not known, since it has never been there."""
-    labels: tuple[tuple[str, str], ...] = ()
-
-
-class DeclaredMachine(NamedTuple):
-    """A host as the file describes it; None: as it describes itself."""
-
-    gpus: tuple[Gpu, ...] | None = None
-    host_memory: int | None = None
-    """Bytes of its memory for all engines there."""
-
-
-LOCAL, ANY_HOST = "local", "any"
-"""The names that files give to the host that anvil-mux runs on, and to every host."""
-HOST_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
-"""The pattern for names of hosts, which become parts of compose projects and files."""
-WantedHosts = str | tuple[str, ...] | dict[str, str]
-"""The hosts on which a service may run: ``ANY_HOST``, their names, or the labels that they have."""
+MOMENTS, BODY = kinds.positive(SECONDS), kinds.positive(kinds.SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +110,21 @@ class Service:
     """The key that a server elsewhere asks for, from the variable that ``api_key_env`` names."""
     gpus_by: str = ""
     """The way by which it reserves GPUs: cdi, reservation, or "" where it has none or another way."""
-    mounts: tuple[tuple[str, str], ...] = ()
+    mounts: service.Mounts = ()
     """Paths inside, and the paths on the host that they are; "": in no folder of the host."""
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""
+
+    def on_host(self, path: str) -> str:
+        """The path on the host of a file or folder; "" if it is in no folder that is mounted."""
+        known = dict(self.mounts)
+        wanted = PurePosixPath(self.working_dir or known.pop(service.HERE, "/"), path)
+        around = [(PurePosixPath(inside), outside) for inside, outside in known.items()]
+        covering = [pair for pair in around if pair[0] == wanted or pair[0] in wanted.parents]
+        if not covering:
+            return ""
+        inside, outside = max(covering, key=lambda pair: len(pair[0].parts))
+        return os.path.normpath(os.path.join(outside, wanted.relative_to(inside))) if outside else ""
 
     @property
     def api_key(self) -> str | None:
@@ -126,98 +140,321 @@ class Service:
         return next(filter(None, keys), None)
 
 
+_steers = partial(setting, live=True, logged=True)
+_replaces = partial(setting, live=False, logged=True)
+_unlogged = partial(setting, live=True)
+_of_engines = partial(_steers, of_engines=True)
+_of_the_engine = partial(_replaces, of_engines=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """One compose service that serves a model, or one container of a scaled one."""
 
     name: str
     """The service's name, with the container's number if it is scaled; unique."""
-    model: str
-    gpus: tuple[str, ...] = ()
+    model: str = field(
+        metadata=settings_of(
+            model=Setting(
+                TEXT,
+                "The name that clients use; by default the service's. Services with the same model are "
+                "replicas.",
+                live=False,
+                logged=True,
+            )
+        )
+    )
+    gpus: tuple[str, ...] = field(
+        default=(),
+        metadata=settings_of(
+            gpus=Setting(
+                machines.USED_GPUS,
+                "The GPUs that it needs (all of those listed); by default the ones that the service reserves "
+                "or is given as device files (see gpus.md). A scaled process may have a list for each "
+                "replica.",
+                live=False,
+                logged=True,
+                of_engines=True,
+                page="gpus.md#supported-gpus",
+            ),
+            gpu_count=Setting(
+                COUNT,
+                "How many GPUs of a host it needs, no matter which; instead of `gpus` (see cluster.md).",
+                live=False,
+                logged=True,
+                of_engines=True,
+                fills=None,
+                page="cluster.md#in-the-file",
+            ),
+        ),
+    )
     """Ids of the GPUs that it needs, all of them; empty: it needs none and is never evicted for another."""
-    host: str = ""
+    host: str = _of_the_engine(
+        "",
+        machines.HOSTS,
+        "The hosts on which it may run; by default only the one that anvil-mux runs on (see cluster.md).",
+        key="hosts",
+        fills=("host",),
+        page="cluster.md#in-the-file",
+    )
     """The host that it runs on, as are its GPUs; "": the one that anvil-mux runs on."""
-    vram: int | None = None
+    most: int | None = _of_engines(
+        None,
+        COUNT,
+        "The most copies of it to load at once, where it may run on several hosts or GPUs.",
+        shown="1",
+        page="cluster.md#in-the-file",
+    )
+    """How many backends of its model are resident at once; None: as many as the policy wants."""
+    vram: int | None = _of_the_engine(
+        None,
+        machines.VRAM,
+        "How much memory it needs on each of its GPUs; measured: as much as it held when it was last "
+        "evicted. By default it needs the whole GPU (see sizing.md).",
+        fills=("vram", "vram_measured"),
+        page="gpus.md#what-a-model-needs",
+    )
     """Bytes that it holds on each of its GPUs; None: it needs them whole."""
     vram_measured: bool = False
     """Whether it needs what it held when it last left its GPUs; whole GPUs until that is known."""
-    engine: str = "openai"
-    port: int | None = None
+    engine: str = _replaces(
+        "openai",
+        one_of(*ENGINES),
+        "The inference engine; by default recognized by the image.",
+        page="reference.md#engines",
+    )
+    port: int | None = _of_the_engine(
+        None,
+        kinds.PORT,
+        "The port on which the engine listens; by default the service's, or the engine's usual one.",
+        page="reference.md#engines",
+    )
     """The port that it listens on, in the container (None: the engine's own) or on loopback (None: $PORT)."""
-    served_model: str | None = None
+    served_model: str | None = _replaces(
+        None,
+        TEXT,
+        "The engine's own name for the model; by default taken from its command.",
+        page="reference.md#engines",
+    )
     """The model id that the engine itself reports and expects, if it differs from ``model``."""
-    aliases: tuple[str, ...] = ()
-    pin: bool = False
-    """Whether it is never evicted for another model."""
-    priority: int = 0
-    """The higher, the earlier its queue is served and the later it is evicted."""
-    most: int | None = None
-    """How many backends of its model are resident at once; None: as many as the policy wants."""
-    home: bool = False
-    """Whether it comes back when nothing else is wanted on its GPUs."""
-    home_after: float | None = None
-    """Seconds after which it does; None: ``Config.home_after``."""
-    ttl: float | None = None
+    aliases: tuple[str, ...] = _steers((), NAMES, "Other names for the model.")
+    pin: bool = _of_engines(
+        False, FLAG, "Never evict it for another model.", page="seeing.md#pinning-a-model"
+    )
+    priority: int = _steers(
+        0, kinds.whole_number(-100, 100), "Models with a higher priority are served first and evicted last."
+    )
+    home: bool = _of_engines(
+        False,
+        FLAG,
+        "Load it again whenever its GPUs have been idle for home_after (see staying.md).",
+        page="staying.md#a-home-model-home",
+    )
+    home_after: float = _of_engines(
+        INHERITED["home_after"],
+        SECONDS,
+        "As at the top level, for this model.",
+        shown="",
+        page="staying.md#a-home-model-home",
+    )
+    ttl: float | None = _of_engines(
+        None,
+        SECONDS.then(lambda seconds: seconds or None),
+        "How long it may be idle before it is unloaded; 0, and the default: for ever.",
+        page="policies.md",
+    )
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
-    drain_timeout: float | None = None
-    """Seconds that a swap waits for its requests; infinite: as long as they take; None: ``Config``'s."""
-    min_residency: float = 0.0
-    """Seconds after its load in which it is not evicted for a queue that is not overdue."""
-    max_wait: MaxWait | None = None
-    """The ``Config.max_wait`` of its own queue."""
-    max_queue: int | None = None
+    drain_timeout: float = _of_engines(
+        INHERITED["drain_timeout"],
+        kinds.SECONDS_OR_NONE,
+        "As at the top level, for swaps that evict this model; none: as long as its requests take. The top "
+        "level's applies when somebody unloads it, drains its host or stops anvil-mux (see staying.md).",
+        shown="",
+        page="staying.md#let-answers-finish-drain_timeout",
+    )
+    """Seconds that a swap waits for its requests; infinite: as long as they take."""
+    min_residency: float = _of_engines(
+        0.0,
+        SECONDS,
+        "How long it stays loaded at least, unless another queue is overdue.",
+        page="policies.md",
+    )
+    max_wait: MaxWait = _steers(
+        INHERITED["max_wait"],
+        SECONDS_OR_AUTO,
+        "As at the top level, for this model.",
+        shown="",
+        page="policies.md",
+    )
+    max_queue: int | None = _steers(
+        None,
+        COUNT,
+        "The most requests that may wait for this model; the top level's limit applies as well.",
+        page="staying.md",
+    )
     """The most requests that may wait for its model; None: only ``Config.max_queue`` bounds them."""
-    routing: str | None = None
-    """The policy by which its model's replicas are chosen; None: ``Config.routing``."""
-    kv_tokens: int | None = None
-    """How many tokens its engine's cache holds; None: not known."""
-    infer_type: str = "neutral"
-    """The stage that it serves of its model's requests, prefill or decode; either: any of them."""
-    node: str = ""
-    failure_domain: str = ""
-    """The machine, and the group of services, with which it fails; empty: nothing but itself."""
-    profile: Profile | None = None
-    """How fast it was measured to be."""
-    load_timeout: float = 600.0
-    stop_timeout: float = 10.0
+    routing: str = _of_engines(
+        INHERITED["routing"],
+        TEXT,
+        "The routing policy of its model; the same on all replicas.",
+        shown="",
+        page="routing.md",
+    )
+    kv_tokens: int | None = _of_engines(
+        None,
+        COUNT,
+        "How many tokens the engine's KV cache holds, for routing among replicas.",
+        page="routing.md#what-is-known-of-a-replica",
+    )
+    infer_type: str = _of_the_engine(
+        "neutral",
+        one_of(*INFER_TYPES, EITHER),
+        "The stage that it serves, where prefill and decode are apart (see routing.md).",
+        page="routing.md#prefill-and-decode-apart",
+    )
+    node: str = _of_engines(
+        "",
+        TEXT,
+        "The machine that it is on, for the routing filter failover.",
+        page="routing.md#failure-domains",
+    )
+    failure_domain: str = _of_engines(
+        "",
+        TEXT,
+        "The replicas that fail together with it, for the routing filter failover.",
+        page="routing.md#failure-domains",
+    )
+    profile: Profile | None = _of_engines(
+        None,
+        TEXT.called("file"),
+        "A file in which `anvil-mux profile` wrote how fast it is.",
+        page="routing.md#what-is-known-of-a-replica",
+    )
+    load_timeout: float = _of_engines(600.0, MOMENTS, "How long a load may take.")
+    stop_timeout: float = _of_engines(
+        10.0, SECONDS, "How long it may take to stop before it is killed; by default stop_grace_period."
+    )
     """Seconds between the signal to stop and SIGKILL."""
-    evict_to: tuple[str, ...] = ("stop",)
-    """The standby levels, from the lightest to the deepest: see swap.py and standby.py."""
-    demote_after: float | None = None
-    """Seconds at one standby level after which it is demoted to the next; None: it may stay."""
-    ram: int | None = None
-    """Bytes of host memory that it needs while it runs; None: as measured, if they were."""
-    preload: bool = False
+    evict_to: tuple[str, ...] = _of_the_engine(
+        ("stop",),
+        kinds.some_of(WAYS, WAY_ALIASES),
+        "Its standby levels, the lightest first (sleep-1 is sleep). By default [sleep, stop] where its "
+        "command allows sleep, else [stop] (see standby.md).",
+        shown="",
+        page="standby.md#the-levels",
+    )
+    """The standby levels, from the lightest to the deepest: see levels.py and standby.py."""
+    demote_after: float | None = _of_engines(
+        None,
+        SECONDS,
+        "How long it stays at one standby level before it is demoted to the next; by default for ever.",
+        page="standby.md#the-levels",
+    )
+    ram: int | None = _of_engines(
+        None,
+        MEMORY,
+        "How much host memory it needs while it runs; by default as measured.",
+        page="gpus.md#what-a-model-needs",
+    )
+    preload: bool = _of_engines(INHERITED["preload"], FLAG, "As at the top level, for this model.")
     """Whether it is loaded once at the start, before anybody asks for it."""
-    read_ahead: bool = True
+    read_ahead: bool = _unlogged(
+        INHERITED["read_ahead"],
+        FLAG,
+        "As at the top level, for this model.",
+        of_engines=True,
+        page="swaps.md#read-ahead-while-waiting",
+    )
     """Whether its weights are read into the page cache while requests wait for its load to begin."""
-    strip: tuple[str, ...] = ()
-    """Fields that are left out of the JSON that it is asked."""
-    set: tuple[tuple[str, str], ...] = ()
+    strip: tuple[str, ...] = _unlogged(
+        (), STRIP, "Fields to remove from JSON requests (see clients.md).", page="presets.md#presets"
+    )
+    set: tuple[tuple[str, str], ...] = _unlogged(
+        (),
+        SET,
+        "Fields to set in JSON requests, whatever the client sent (see clients.md).",
+        page="presets.md#presets",
+    )
     """Fields, with their values as JSON, that it is asked with, whatever the client said of them."""
-    presets: tuple[Preset, ...] = ()
+    presets: tuple[Preset, ...] = _unlogged(
+        (),
+        PRESETS,
+        "More names for the model, each with parameters of its own (see presets.md).",
+        page="presets.md#presets",
+    )
     """More names for its model, each with parameters of its own; its LoRA adapters among them."""
-    loras: Loras = ()
+    loras: Loras = setting(
+        (),
+        LORAS,
+        "LoRA adapters that clients can ask for like models (see presets.md); those in vLLM's --lora-modules "
+        "need no entry.",
+        live=False,
+        of_engines=True,
+        page="presets.md#lora-adapters",
+    )
     """The LoRA adapters that its engine is told to load once it runs."""
-    upstream: tuple[str, ...] = ()
+    upstream: tuple[str, ...] = _steers(
+        (),
+        PATHS,
+        "Further paths of the engine that clients may use below /upstream/MODEL; /sdapi/ allows all in it.",
+        page="security.md#what-a-request-can-reach",
+    )
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
-    concurrency: int | None = None
+    concurrency: int | None = _steers(
+        None, COUNT, "The most requests that it runs at once; others queue, and API keys take turns."
+    )
     """How many requests it is given at once; more are queued. None: as many as come."""
-    prompt_cache: int | None = None
-    """Bytes on disk for its prompts, which are kept from its eviction to its next load; None: none are."""
-    checkpoint_anyway: bool = False
-    """Whether it may be checkpointed although it holds several GPUs."""
-    url: str = ""
+    prompt_cache: int | None = _unlogged(
+        None,
+        MEMORY,
+        "How much disk space llama-server's prompts may take, for each replica: they are saved when it is "
+        "evicted, and restored by its next load (see swaps.md).",
+        of_engines=True,
+        page="swaps.md#prompts-that-outlive-a-swap",
+    )
+    checkpoint_anyway: bool = _of_engines(
+        False,
+        FLAG,
+        "Allow checkpoints of an engine on several GPUs; such engines often fail to restore.",
+        page="standby.md#what-a-checkpoint-needs",
+    )
+    url: str = _replaces(
+        "",
+        URL,
+        "The base URL of a server that somebody else runs and that serves this model (see elsewhere.md).",
+        page="elsewhere.md#a-server-elsewhere",
+    )
     """The base URL of the server elsewhere that answers for it; "": it is an engine that we load."""
-    api_key_env: str = ""
-    """The variable that holds the key for that server."""
-    ca_file: str = ""
+    api_key_env: str = _replaces(
+        "",
+        TEXT,
+        "The variable, in the environment or .env, that holds the API key for url.",
+        page="elsewhere.md#a-server-elsewhere",
+    )
+    ca_file: str = _replaces(
+        "",
+        TEXT,
+        "A file of certificates to trust for url; by default the system's.",
+        page="elsewhere.md#a-server-elsewhere",
+    )
     """The absolute path of the file with the certificates that it is trusted by; "": the system's."""
-    fallback: tuple[str, ...] = ()
+    fallback: tuple[str, ...] = _unlogged(
+        (),
+        FALLBACK,
+        "Models that answer when this one cannot, or not within `after` (see elsewhere.md).",
+        fills=("fallback", "fallback_after"),
+        page="elsewhere.md#fallbacks",
+    )
     """The models that answer when this one cannot, the first of them that can."""
     fallback_after: float | None = None
     """Seconds that a request waits before they are tried; None: as long as any request."""
     service: Service = Service()
+    inherits: Inherited = field(default=tuple(INHERITED.items()), repr=False)
+    """The settings, with their values, that it has from its ``Config``, as it has none of its own."""
+
+    def has_own(self, setting: str) -> bool:
+        """Whether it has a setting of its own where it could have that of its configuration."""
+        return (setting, getattr(self, setting)) not in self.inherits
 
     @property
     def gpu_names(self) -> tuple[str, ...]:
@@ -240,85 +477,256 @@ class Backend:
         return (*self.aliases, *[preset.name for preset in self.presets], self.model)
 
 
+def inherited(own: Container[str]) -> Inherited:
+    """The settings that a backend inherits which has these of its own."""
+    return tuple([(name, value) for name, value in INHERITED.items() if name not in own])
+
+
+_rows = table_of(Backend)
+SERVICE_SETTINGS = {key: _rows[key] for key in ("model", "aliases", *_rows)}
+"""The settings in ``x-anvil`` on a service, which fill ``Backend``; names come first."""
+
+_live = partial(setting, live=True)
+_logged = partial(setting, live=True, logged=True)
+_at_start = partial(setting, live=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The whole configuration of one anvil-mux process; moments and durations in seconds."""
 
     backends: tuple[Backend, ...]
-    gpus: tuple[Gpu, ...] = ()
-    project: str = "anvil"
+    _: KW_ONLY
+    host: str = _at_start(
+        "127.0.0.1",
+        LISTEN,
+        "Where clients connect.",
+        key="listen",
+        fills=("host", "port"),
+        shown="127.0.0.1:9292",
+        page="security.md#who-can-reach-it",
+    )
+    port: int = 9292
+    runtime: str = _at_start(
+        "compose",
+        one_of("compose", "process"),
+        "Whether services are containers or local processes.",
+        page="processes.md",
+    )
+    project: str = _at_start(
+        "anvil",
+        PROJECT,
+        "The name of the Compose project; by default the one that Compose gives it.",
+        shown="",
+        logged=True,
+    )
     """The compose project's name; containers are recognised by it."""
-    files: tuple[str, ...] = ()
-    runtime: str = "compose"
-    """The kind of runtime: compose or process."""
-    policy: str = "adaptive"
+    gpus: tuple[Gpu, ...] = _logged(
+        (),
+        machines.GPUS,
+        "The GPUs that may be used, with their memory and how much of it to keep free of models; by default "
+        "all that are found: NVIDIA's by index or UUID, others as amd0 or intel0 (see gpus.md).",
+        page="gpus.md#supported-gpus",
+    )
+    memory_of_hosts: dict[str, int] = _logged(
+        dict,
+        machines.MACHINES,
+        "The GPUs and the memory of other hosts, where they should differ from what the hosts report "
+        "(see cluster.md).",
+        key="machines",
+        fills=("memory_of_hosts",),
+        shown="",
+        page="cluster.md#in-the-file",
+    )
+    """Host -> bytes of its memory for all engines there, where it is bounded."""
+    policy: str = _logged(
+        "adaptive",
+        CHOSEN,
+        "The policy that decides when a swap is worth its cost (see policies.md).",
+        fills=("policy", "policy_settings"),
+        page="policies.md",
+    )
     policy_settings: dict[str, object] = field(default_factory=dict)
-    eviction: str = "cost"
+    eviction: str = _logged(
+        "cost",
+        CHOSEN,
+        "The rule that decides which models are evicted first.",
+        fills=("eviction", "eviction_settings"),
+        page="reference.md#evictions",
+    )
     eviction_settings: dict[str, object] = field(default_factory=dict)
-    routing: str = DEFAULT_ROUTING
+    routing: str = _live(
+        INHERITED["routing"],
+        ROUTING,
+        "How a request is sent to one of a model's replicas (see routing.md).",
+        fills=("routing", "routing_policies", "routing_mode", "routing_store"),
+        later=("routing_mode", "routing_store"),
+        page="routing.md",
+    )
     routing_policies: dict[str, Any] = field(default_factory=dict)
     """The routing policies of the compose file, as they are written."""
     routing_mode: str = "lite"
     """The figures that routing uses. lite: our own counts; full: those of the engines as well."""
     routing_store: str = ""
     """The address of the Redis by which several anvil-mux before the same engines know of each other."""
-    host: str = "127.0.0.1"
-    port: int = 9292
-    drain_timeout: float = 30.0
-    home_after: float = 300.0
-    """Seconds in which nothing else was wanted before a home backend comes back."""
-    queue_timeout: float = 600.0
-    max_wait: MaxWait = AUTO
+    drain_timeout: float = _logged(
+        INHERITED["drain_timeout"],
+        SECONDS,
+        "How long a swap waits for running requests before it severs (aborts) them; 0: not at all.",
+        page="staying.md#let-answers-finish-drain_timeout",
+    )
+    home_after: float = _logged(
+        INHERITED["home_after"],
+        SECONDS,
+        "How long its GPUs must have been idle before a model with `home` is loaded again.",
+        page="staying.md#a-home-model-home",
+    )
+    queue_timeout: float = _logged(600.0, MOMENTS, "The longest time a request waits for its model.")
+    max_wait: MaxWait = _logged(
+        INHERITED["max_wait"],
+        SECONDS_OR_AUTO,
+        "The longest time a policy may hold a queue back before its swap begins. auto: twice the "
+        "time that it takes to load every waiting model once, but at least 60 s (see design.md).",
+        page="policies.md",
+    )
     """The age at which a queue is overdue at the latest: its swap begins whatever the policy says."""
-    max_queue: int = 1000
-    """The most requests that may wait, over all models; more get 503 overloaded."""
-    max_connections: int = 16384
-    upstream_timeout: float = 600.0
-    """The longest silence of an engine, before or within an answer."""
-    client_timeout: float = 60.0
-    """How long a client may take nothing of what waits for it."""
-    loading_grace: float = 5.0
-    """Seconds of silence before the keep-alive lines of a waiting stream begin."""
-    max_body: int = 64 << 20
-    """Bytes of a JSON request body."""
-    max_upload: int = 512 << 20
+    max_queue: int = _logged(
+        1000,
+        COUNT,
+        "The most requests that may wait, over all models; further ones are refused as overloaded.",
+    )
+    max_connections: int = _live(16384, COUNT, "The most client connections at once.")
+    upstream_timeout: float = _at_start(
+        600.0, MOMENTS, "How long an engine may be silent, before or during an answer."
+    )
+    client_timeout: float = _at_start(
+        60.0, MOMENTS, "How long a client may read nothing of its answer before the answer is ended."
+    )
+    loading_grace: float = _live(
+        5.0, SECONDS, "How long a waiting stream is silent before it gets keep-alive lines."
+    )
+    max_body: int = _live(64 << 20, BODY, "The largest JSON request.", shown="64MiB")
+    max_upload: int = _live(512 << 20, BODY, "The largest multipart request (audio, images).", shown="512MiB")
     """Bytes of a multipart request body, spooled to disk."""
-    max_bodies: int | None = None
+    max_bodies: int | None = _live(
+        None,
+        HOST_MEMORY,
+        "The most memory that the bodies of all requests take together, also while they wait; further ones "
+        "are refused as overloaded. At least max_body; by default 1/8 of the memory that anvil-mux can have.",
+    )
     """Bytes of memory for the bodies of all requests together; None: a part of the host's."""
-    default_model: str | None = None
-    any_of: dict[str, AnyOf] = field(default_factory=dict)
-    """Names that stand for several models."""
-    host_memory: int | None = None
+    default_model: str | None = _live(None, TEXT, "The model for requests that name none.")
+    any_of: dict[str, AnyOf] = _live(
+        dict,
+        ANY_OF,
+        "Names that stand for several models, in order of preference; one that is resident serves "
+        "(see staying.md).",
+        shown="",
+        page="staying.md#any-model-that-is-loaded-any_of",
+    )
+    host_memory: int | None = _logged(
+        None,
+        HOST_MEMORY,
+        "How much host memory all engines together may use, in standby too; by default 9/10 of the host's.",
+        page="gpus.md#what-a-model-needs",
+    )
     """Bytes of host memory for all engines, running and in standby; None: all there is."""
-    memory_of_hosts: dict[str, int] = field(default_factory=dict)
-    """The same of other hosts, where it is bounded."""
+    preload: bool = _live(
+        INHERITED["preload"], FLAG, "Load every model once at startup, before the first request."
+    )
+    read_ahead: bool = _live(
+        INHERITED["read_ahead"],
+        FLAG,
+        "Read a model's weights into the page cache while its requests wait for its load to begin "
+        "(see swaps.md).",
+        page="swaps.md#read-ahead-while-waiting",
+    )
+    key_file: str | None = _live(
+        None,
+        TEXT,
+        "A file of API keys, one to a line, beside those in ANVIL_API_KEYS (see security.md).",
+        is_file=True,
+        page="security.md#keys",
+    )
+    """The absolute path of the file with API keys."""
+    tls_cert: str | None = _live(
+        None,
+        TEXT,
+        "A file with the certificate (and its chain) for https; needs tls_key.",
+        is_file=True,
+        page="security.md#tls",
+    )
+    tls_key: str | None = _live(
+        None, TEXT, "A file with the certificate's private key.", is_file=True, page="security.md#tls"
+    )
+    allowed_hosts: tuple[str, ...] = _live(
+        (),
+        NAMES,
+        "Host names that requests may be addressed to, besides this machine's (see security.md).",
+        page="security.md#who-can-reach-it",
+    )
+    cors: tuple[str, ...] = _live(
+        (),
+        ORIGINS,
+        "Web sites (origins) whose pages may use this address (see security.md).",
+        page="security.md#who-can-reach-it",
+    )
+    on_exit: str = _live(
+        "keep",
+        one_of("keep", "stop"),
+        "Whether engines keep running or are stopped at exit.",
+        page="running.md#stopping",
+    )
+    capture: int = _live(
+        0,
+        kinds.whole_number(0, 1000),
+        "How many of the last requests are kept in memory with their bodies, for `anvil-mux requests` "
+        "(see sharing.md).",
+        page="sharing.md#what-was-asked-and-answered",
+    )
+    when_paused: str = _logged(
+        "refuse",
+        one_of("refuse", "wait"),
+        "Whether requests are refused or wait while anvil-mux is paused (see sharing.md).",
+        page="sharing.md#my-gpu-please-pausing",
+    )
+    yield_above: int | None = _logged(
+        None,
+        machines.YIELD,
+        "Leave a GPU to other programs once they hold so much of its memory: models there make way, and come "
+        "back home_after after they have left it (see sharing.md).",
+        key="yield",
+        fills=("yield_above",),
+        shown="",
+        page="sharing.md#games-training-and-comfyui-yield",
+    )
+    """The bytes of a GPU from which it is left to other programs that hold them; None: however many."""
+    hooks: tuple[Hook, ...] = _at_start(
+        (),
+        HOOKS,
+        "Commands to run, or URLs to call, when something happens to a model (see seeing.md).",
+        page="seeing.md#hooks",
+    )
+    files: tuple[str, ...] = ()
     composed: dict[str, str] = field(default_factory=dict)
     """Host -> a compose file for it, of the services that are described anew for a host or a GPU."""
-    preload: bool = False
-    """Whether every backend is loaded once at the start, unless it says otherwise."""
-    read_ahead: bool = True
-    """Whether the weights of backends are read ahead, unless they say otherwise."""
-    key_file: str | None = None
-    """The absolute path of the file with API keys."""
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    """Names by which clients may call it, besides those of this machine."""
-    cors: tuple[str, ...] = ()
-    """Origins of other web sites whose pages may use it."""
-    on_exit: str = "keep"
-    """The fate of running engines at exit: keep or stop."""
-    capture: int = 0
-    """How many requests are kept in memory with what was asked and answered."""
-    when_paused: str = "refuse"
-    """The fate of requests that come during a pause: refuse or wait."""
-    hooks: tuple[hooks.Hook, ...] = ()
     warnings: tuple[str, ...] = ()
     """The warnings of `check`."""
     origins: dict[str, str] = field(default_factory=dict)
     """Key of ``SETTINGS`` -> default, FILE:LINE, the environment variable, or flag."""
     said: dict[str, str] = field(default_factory=dict)
     """Key of ``SETTINGS`` -> a digest of the file that it names; of those that serve reads."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backends", tuple([self.completed(each) for each in self.backends]))
+
+    def completed(self, backend: Backend) -> Backend:
+        """A backend with the settings of the whole that it has none of its own for."""
+        had = [name for name, value in backend.inherits if getattr(backend, name) == value]
+        inherits = tuple([(name, getattr(self, name)) for name in had])
+        return (
+            backend if inherits == backend.inherits else replace(backend, **dict(inherits), inherits=inherits)
+        )
 
     def memory_of(self, host: str) -> int | None:
         """Bytes of a host's memory for all engines there; None: all there is."""
@@ -330,25 +738,12 @@ class Config:
         return {name: each.model for each in self.backends for name in each.names}
 
 
+SETTINGS = table_of(Config)
+"""The settings in ``x-anvil`` at the top level, which fill ``Config``."""
+RENAMED = {"hosts": "allowed_hosts"}
+"""A key of the top level that is another setting's name now -> the name of what it was."""
+
+
 def models_by_name(backends: Iterable[Backend]) -> dict[str, str]:
     """Find the model of each name that stands for a whole model, so of no preset: its own and its aliases."""
     return {name: each.model for each in backends for name in (*each.aliases, each.model)}
-
-
-ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
-WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
-"""The standby levels, and ``stop``; swap.py performs them."""
-WAY_ALIASES = {"sleep-1": "sleep"}
-
-Judge = Callable[[Sequence[str], bool], str | None]
-"""Says for GPUs, and whether several are allowed, why no service on them can be checkpointed; or None."""
-
-LABEL = "anvil."
-SERVICE_NAME = re.compile(r"[a-zA-Z0-9._-]+")
-"""The pattern for names of services, as in Compose. Files are named after services, so a slash would lead out
-of their folder."""
-
-
-def default_of(owner: type, key: str) -> Any:
-    found = next(each.default for each in fields(owner) if each.name == key)
-    return None if found is MISSING else found

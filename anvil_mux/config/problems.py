@@ -1,34 +1,41 @@
 """The problems and warnings of compose files: each names its file, line and key, or its flag or variable.
 
-A problem also names the page of the documentation that says more: that of its setting (table.py), or of its
+A problem also names the page of the documentation that says more: that of its setting (config.py), or of its
 key of Compose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from anvil_mux.config.config import LABEL
+from anvil_mux.config.config import LABEL, SERVICE_SETTINGS, SETTINGS
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic
 from anvil_mux.config.interpolate import Document
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
 
 KeyInFile = tuple[Document, KeyPath]
 
 
 class Problems:
-    """The problems and warnings that were found so far."""
+    """The problems and warnings that were found so far.
 
-    def __init__(self, documents: Sequence[Document]) -> None:
+    ``places``: the key of a setting -> where it stands, if that is known better than by its name.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        places: Mapping[KeyPath, KeyInFile] = MappingProxyType({}),
+        warnings: Iterable[str] = (),
+    ) -> None:
         self._documents = documents
+        self._places = places
         self._found: list[str] = []
-        self.warnings: list[str] = []
+        self.warnings = [*warnings]
         self.origins = dict.fromkeys(SETTINGS, "default")
         """Setting -> what gave its value: a file and line, a variable, "flag" or "default"."""
-        self.places: Mapping[KeyPath, KeyInFile] = {}
-        """The key of a setting -> where it stands, if that is known better than by its name."""
 
     def raise_all(self) -> None:
         """Raise ConfigError with every problem, if there is one."""
@@ -42,10 +49,6 @@ class Problems:
     def warn(self, key: KeyPath, text: str, write: str = "") -> None:
         """Add a warning about what stands at ``key`` in the files."""
         self.warnings.append(self._placed(key, text, write))
-
-    def within(self, key: KeyPath, text: str, *path: str) -> None:
-        """Add a problem with what stands somewhere below ``key``."""
-        self.add((*key, *path), text)
 
     def of_part(self, key: KeyPath, error: ValueError) -> None:
         """Add a problem with a part of what stands at ``key``, which the error names itself."""
@@ -74,21 +77,17 @@ class Problems:
             case _:
                 self.add(whole, text)
 
-    def of_limit(self, key: str, text: str, least: float) -> None:
-        """Add a warning about a time that is too short, which its sentence names."""
-        whole = ("x-anvil", key)
-        self.warnings.append(self._of_whole(whole, text, f"{key}: {least:g}"))
+    def warn_of_setting(self, name: str, text: str, write: str = "") -> None:
+        """Add a warning about a setting of the whole, which its sentence names.
 
-    def of_choice(self, key: str, text: str) -> None:
-        """Add a warning about what a setting brings with it, which its sentence names."""
-        self.warnings.append(self._of_whole(("x-anvil", key), text, ""))
-
-    def _of_whole(self, key: KeyPath, text: str, write: str) -> Diagnostic:
-        """A warning whose text says no line, since others than a file may have given the setting."""
-        place = self.place(key)
-        if not any(key in each.lines for each in self._documents):
-            return Diagnostic(text, write=write, key=key)
-        return Diagnostic(text, said=f"{place}: {text}", write=write, key=key, place=place)
+        It says no line, since others than a file may have given the setting.
+        """
+        key: KeyPath = ("x-anvil", name)
+        found = Diagnostic(text, write=write, key=key)
+        if any(key in each.lines for each in self._documents):
+            place = self.place(key)
+            found = Diagnostic(text, said=f"{place}: {text}", write=write, key=key, place=place)
+        self.warnings.append(found)
 
     def of_variable(self, variable: str, text: str) -> None:
         """Add a problem with a variable of the environment."""
@@ -105,15 +104,11 @@ class Problems:
         documents = self._documents
         if "x-anvil" in key:
             at = key.index("x-anvil") + 1
-            if found := self.places.get(key[: at + 1]):
+            if found := self._places.get(key[: at + 1]):
                 document, setting = found
                 return document.place((*setting, *key[at + 1 :]))
             documents = [each for each in documents if key[:at] in each.lines][-1:] or documents
         return max(reversed(documents), key=lambda document: document.knows(key)).place(key)
-
-    def where(self, key: KeyPath) -> str:
-        """The file, line and key that a key of the merged files comes from."""
-        return f"{self.place(key)}" + (f": {'.'.join(key)}" if key else "")
 
 
 def _elsewhere(found: Diagnostic, origin: str, below: str, key: KeyPath, write: str) -> Diagnostic:

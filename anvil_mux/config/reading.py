@@ -1,24 +1,104 @@
-"""Mappings of settings, read by their table: what cannot be read is a problem that names its key."""
+"""``x-anvil`` read: where it may stand, its keys, and their values from a file, a variable or a flag.
+
+What cannot be read is a problem that names its key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
-from anvil_mux.config import settings
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_diagnostic, as_yaml
-from anvil_mux.config.problems import Problems
-from anvil_mux.config.settings import Setting
-from anvil_mux.config.table import RENAMED, SERVICE_SETTINGS, SETTINGS
+import yaml
 
+from anvil_mux.config import interpolate
+from anvil_mux.config.config import RENAMED, SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_diagnostic, as_yaml
+from anvil_mux.config.interpolate import Document
+from anvil_mux.config.kinds import Problem, Wrong, meant, show, unknown
+from anvil_mux.config.problems import Problems
+from anvil_mux.config.service import KEYS
+from anvil_mux.config.settings import Setting, Table
+
+OURS = "x-anvil"
+VARIABLES = "ANVIL_"
+"""The beginning of the names of our variables."""
+PAGE = "reference.md#settings"
+NEAR = 0.8
+"""How alike a misspelt key and the one that is meant are at least. Compose's other keys are less so."""
 OF_A_SERVICE = "a setting of a service: it goes below services, into the x-anvil of the one that it is for"
 OF_THE_WHOLE = "a setting of the whole: it goes into x-anvil at the top level, beside services"
 
+# Settings
 
-def take(
-    problems: Problems, table: Mapping[str, Setting], given: Any, key: KeyPath, prefix: str = ""
+
+def of_whole(
+    problems: Problems,
+    given: Any,
+    files: Sequence[Document],
+    environ: Mapping[str, str],
+    flags: Mapping[str, object],
 ) -> dict[str, Any]:
+    """Key -> value of ``SETTINGS``: flags win over the environment (``ANVIL_*``), that over the file."""
+    values = take(problems, SETTINGS, given, (OURS,))
+    for key in values:
+        problems.origins[key] = str(problems.place((OURS, key)))
+    for old, new in RENAMED.items():
+        if environ.get(f"{VARIABLES}{old.upper()}"):
+            problems.of_variable(f"{VARIABLES}{old.upper()}", f"is now {VARIABLES}{new.upper()}")
+    _check_variables(problems, files, environ)
+    for key in SETTINGS:
+        variable = f"{VARIABLES}{key.upper()}"
+        if text := environ.get(variable):
+            values |= _given(problems, key, _structure(text), variable)
+    for key, flag in flags.items():
+        values |= _given(problems, key, flag, "flag")
+    return values
+
+
+def _given(problems: Problems, key: str, value: object, origin: str) -> dict[str, Any]:
+    problems.origins[key] = origin
+    values, wrong = _read(key, SETTINGS[key], value)
+    for path, text in wrong:
+        problems.of_setting(key, text, *path)
+    return values
+
+
+def _check_variables(problems: Problems, files: Sequence[Document], environ: Mapping[str, str]) -> None:
+    """Complain of variables that are meant to be ours, and that no file names either."""
+    text = str([document.content for document in files])
+    for name in environ:
+        if name not in text and (near := _misspelt(name)):
+            problems.of_variable(name, f"nobody reads it; did you mean {near}?")
+
+
+def _misspelt(variable: str) -> str:
+    """The variable of ours that this one is meant to be; "" if it is ours, or one of somebody else."""
+    known = [f"{VARIABLES}{name}" for name in (*map(str.upper, SETTINGS), "API_KEYS", "API_KEY", "URL")]
+    is_other = not variable.startswith(VARIABLES) or variable in known
+    return "" if is_other else next(iter(get_close_matches(variable, known, 1, 0.9)), "")
+
+
+def _structure(text: str) -> object:
+    """Read the YAML list or mapping that an environment variable may hold."""
+    if text[0] not in "[{":
+        return text
+    try:
+        return _keyed_by_text(yaml.load(text, interpolate.Loader))
+    except (yaml.YAMLError, RecursionError):
+        return text
+
+
+def _keyed_by_text(value: object) -> object:
+    """The value with each key as it was written: ``0`` is the name of a GPU."""
+    if isinstance(value, dict):
+        return {
+            key if isinstance(key, str) else as_yaml(key): _keyed_by_text(each) for key, each in value.items()
+        }
+    return [_keyed_by_text(each) for each in value] if isinstance(value, list) else value
+
+
+def take(problems: Problems, table: Table, given: Any, key: KeyPath, prefix: str = "") -> dict[str, Any]:
     """Read the settings in ``given`` by ``table``; an empty value counts as none. Key -> value."""
     if given is not None and not isinstance(given, dict):
         problems.add(key, _no_mapping(table, given))
@@ -28,45 +108,127 @@ def take(
         if name not in table:
             problems.add((*key, prefix + name), _unknown(name, table, value))
         elif value is not None:
-            tell = partial(problems.within, (*key, prefix + name))
-            taken |= read(name, table[name], value, tell)
+            values, wrong = _read(name, table[name], value)
+            taken |= values
+            for path, text in wrong:
+                problems.add((*key, prefix + name, *path), text)
     return taken
 
 
-def read(key: str, setting: Setting, value: Any, tell: Callable[..., None]) -> dict[str, Any]:
-    """The value of a setting, as far as it can be read; ``tell`` is called with each problem's way."""
+def _read(key: str, setting: Setting, value: Any) -> tuple[dict[str, Any], Sequence[Problem]]:
+    """The value of a setting, as far as it can be read, under its key, and what is wrong with it."""
     try:
-        return {key: setting.kind.read(value)}
-    except settings.Wrong as wrong:
-        for path, text in wrong.problems:
-            tell(text, *path)
-        return {key: wrong.rest}
+        return {key: setting.kind.read(value)}, ()
+    except Wrong as wrong:
+        return {key: wrong.rest}, wrong.problems
     except ValueError as error:
-        tell(as_diagnostic(error))
-        return {}
+        return {}, [((), as_diagnostic(error))]
 
 
-def _unknown(key: str, table: Mapping[str, Setting], value: Any) -> Diagnostic:
+def _unknown(key: str, table: Table, value: Any) -> Diagnostic:
     """The diagnostic about a key that is not in its table: it may be in the other one."""
     if table is SETTINGS and key in RENAMED:
         new = RENAMED[key]
         text = f"is now called {new}: write x-anvil: {{{new}: ...}}"
         return Diagnostic(text, said=f"is now called {new}", write=f"{new}: {as_yaml(value)}")
     other, where = (SERVICE_SETTINGS, OF_A_SERVICE) if table is SETTINGS else (SETTINGS, OF_THE_WHOLE)
-    near = settings.meant(key, other) if key in other or not settings.meant(key, table) else ""
+    near = meant(key, other) if key in other or not meant(key, table) else ""
     if near:
         said = f"is {where}" if near == key else f"unknown key; did you mean {near}? It is {where}"
         return Diagnostic(said, write=f"x-anvil: {{{near}: {as_yaml(value)}}}", page=other[near].page)
-    return settings.unknown(key, table, value)
+    return unknown(key, table, value)
 
 
-def _no_mapping(table: Mapping[str, Setting], given: Any) -> Diagnostic:
+def _no_mapping(table: Table, given: Any) -> Diagnostic:
     """The diagnostic about a list of settings, or of a setting without its value."""
     first = next(iter(table))
-    said = f"must hold settings such as {first}, not {settings.show(given)}"
+    said = f"must hold settings such as {first}, not {show(given)}"
     if isinstance(given, list) and given and all(isinstance(each, dict) for each in given):
         joined = {name: value for each in given for name, value in each.items()}
         return Diagnostic(said, value=as_yaml(joined))
     if isinstance(given, str) and given in table:
         return Diagnostic(said, value=f"{{{given}: ...}}")
     return Diagnostic(said, value="{}" if table is SERVICE_SETTINGS else f"{{{first}: ...}}")
+
+
+# Keys that nobody reads
+
+
+def misplaced(documents: Sequence[Document]) -> list[Diagnostic]:
+    """Return a problem for each x-anvil that is at the wrong place, and each key that is meant to be one."""
+    return [
+        text.at(document.place(key), key, ".".join(key))
+        for document in documents
+        for key in document.lines
+        if key and not _is_part(key)
+        for text in _wrong(document, key)
+    ]
+
+
+def _is_part(key: KeyPath) -> bool:
+    """Whether something stands in a part that services take with ``<<``, which may hold anything."""
+    return "<<" in key or (key[0].startswith("x-") and len(key) > 1)
+
+
+def _wrong(document: Document, key: KeyPath) -> Iterator[Diagnostic]:
+    if key[-1:] == (OURS,):
+        text, written = _why_there(key), _value(document, key)
+        if text:
+            yield Diagnostic(text, write=f"{OURS}: {as_yaml(written)}", page=PAGE)
+        return
+    could_have_one = len(key) == 1 or (key[:1] == ("services",) and len(key) == 3)
+    if could_have_one and (*key[:-1], OURS) not in document.lines and _is_near(key[-1]):
+        text = f"nobody reads this key; did you mean {OURS}?"
+        yield Diagnostic(text, write=f"{OURS}: {as_yaml(_value(document, key))}", page=PAGE)
+
+
+def _why_there(key: KeyPath) -> str:
+    """Why an x-anvil may not stand at a key; "" if it may."""
+    if len(key) == 1 or OURS in key[:-1] or (key[0] == "services" and len(key) == 3):
+        return ""
+    if key == ("services", OURS):
+        return "stands among the services, as if it were one: it goes to the top level, or into a service"
+    if key[0] == "services":
+        above, column = ".".join(key[2:-1]), f"the column of `{key[2]}:`"
+        return f"stands below {above}, where nobody reads it: it belongs to the service, in {column}"
+    return "stands where nobody reads it: it goes to the top level, or into a service"
+
+
+def _is_near(name: str) -> bool:
+    return bool(get_close_matches(name.lower(), [OURS], 1, NEAR))
+
+
+def unknown_keys(documents: Sequence[Document]) -> list[Diagnostic]:
+    """Return a problem for each key of a service that is a setting, or nearly a key that is known here."""
+    return [
+        found.at(document.place(key), key, ".".join(key))
+        for document in documents
+        for key in document.lines
+        if key[:1] == ("services",) and len(key) == 3 and not _is_part(key)
+        if (found := unknown_key(key[-1], _value(document, key)))
+    ]
+
+
+def unknown_key(name: str, value: object) -> Diagnostic | None:
+    """Return what is wrong with a key of a service.
+
+    None also for one that is not known here: Compose has many more, and others with each release.
+    """
+    if name in KEYS:
+        return None
+    if name in SERVICE_SETTINGS:
+        text = "is a setting of anvil-mux: it goes into x-anvil"
+        return Diagnostic(text, write=f"{OURS}: {{{name}: {as_yaml(value)}}}")
+    for near in get_close_matches(name, KEYS, 1, NEAR):
+        return Diagnostic(f"unknown key; did you mean {near}?", write=f"{near}: {as_yaml(value)}")
+    return None
+
+
+def _value(document: Document, key: KeyPath) -> object:
+    value: object = document.content
+    for part in key:
+        if isinstance(value, list):
+            value = value[int(part)]
+        elif isinstance(value, dict):
+            value = value.get(part)
+    return {} if value is None else value

@@ -16,23 +16,23 @@ own threads wait for it. Afterwards it is frozen again.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from anvil_mux.config.config import Backend
-from anvil_mux.config.settings import gib
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import MuxError
-from anvil_mux.host import control
-from anvil_mux.host.adapters import load_adapters
-from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.engine_client import await_ready
+from anvil_mux.host import engines
+from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.freed import CONTEXT, FreedCheck, host_bytes
+from anvil_mux.host.levels import may_sleep
 from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
-from anvil_mux.host.ways import may_sleep
 from anvil_mux.state import write_whole
 
 log = logging.getLogger(__name__)
@@ -42,33 +42,74 @@ ADOPT_SECONDS = 5.0
 
 
 class Notes:
-    """Files that tell a later start about each backend; a program that is killed leaves them.
+    """Files in the state folder that tell a later start about backends; a program that is killed leaves them.
 
-    They hold the standby level that it was last told to take.
+    ``BACKEND.level`` holds the standby level that a backend was last told to take, ``services`` our services.
+    Any thread.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._services = folder / "services"
+        self._lock = threading.Lock()
 
-    def note(self, backend: str, way: str) -> None:
+    def note_level(self, backend: str, level: str) -> None:
         """Note the standby level that a backend is about to take; "" when it leaves standby."""
-        file = self._file(backend)
+        file = self._level_file(backend)
         try:
-            if way:
-                write_whole(file, way)
+            if level:
+                write_whole(file, level)
             else:
                 file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s: its standby level cannot be noted: %s", backend, error)
 
-    def read(self, backend: str) -> str:
+    def level(self, backend: str) -> str:
         try:
-            return self._file(backend).read_text()
+            return self._level_file(backend).read_text()
         except OSError:
             return ""
 
-    def _file(self, backend: str) -> Path:
+    def _level_file(self, backend: str) -> Path:
         return self._folder / f"{backend}.level"
+
+    def orphans(self, backends: Iterable[Backend]) -> list[Backend]:
+        """List noted backends that are none of the ``backends``, with as much of each as ``stop`` needs."""
+        return [_of_word(word) for word in sorted(self._words() - set(map(_word, backends)))]
+
+    def add(self, backends: Iterable[Backend]) -> None:
+        """Note more backends; should the program end before others are stopped, the next start does that."""
+        with self._lock:
+            self._write(self._words() | set(map(_word, backends)))
+
+    def remove(self, backend: Backend) -> None:
+        """Forget a backend that was stopped."""
+        with self._lock:
+            self._write(self._words() - {_word(backend)})
+
+    def _words(self) -> set[str]:
+        with suppress(OSError):
+            return set(self._services.read_text().split())
+        return set()
+
+    def _write(self, words: Iterable[str]) -> None:
+        try:
+            write_whole(self._services, "\n".join(sorted(words)))
+        except OSError as error:
+            log.warning("which services are ours cannot be noted: %s", error)
+
+
+def _word(backend: Backend) -> str:
+    """A word by which a later start knows the backend when the configuration has it no longer."""
+    service = backend.service
+    return f"{service.name}/{service.number}" if service.name else backend.name
+
+
+def _of_word(word: str) -> Backend:
+    service, scaled, number = word.partition("/")
+    if not scaled:
+        return Backend(word, word)
+    return Backend(f"{service}-{number}", service, service=Service(name=service, number=int(number)))
 
 
 class Adopter:
@@ -119,17 +160,19 @@ class Adopter:
         return self._in_standby(backend, "checkpoint")
 
     def _asleep(self, backend: Backend, url: str) -> Found | None:
-        noted = self._notes.read(backend.name)
-        asleep = None
+        sleeps = engines.find_engine(backend.engine).sleeps
+        if sleeps is None:
+            return None
+        noted, asleep = self._notes.level(backend.name), None
         with suppress(MuxError):  # one that does not answer is waited for afterwards
-            asleep = control.is_asleep(backend, url)
-        if asleep is None and noted in ("sleep", "sleep-2") and backend.engine in control.SILENT:
+            asleep = engines.is_asleep(backend, url)
+        if asleep is None and sleeps.is_silent and noted in ("sleep", "sleep-2"):
             asleep = True
         if not asleep:
             return None
         # On its way to a checkpoint it may have slept at any level that it may take.
         light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.evict_to)
-        deepens = control.UNKNOWN in control.CONTROLS[backend.engine].levels
+        deepens = engines.UNKNOWN in sleeps.levels
         return self._in_standby(backend, "sleep-2" if deepens and not light else "sleep")
 
     def _in_standby(self, backend: Backend, how: str) -> Found:
@@ -144,19 +187,19 @@ class Adopter:
 
     def _awake(self, backend: Backend, url: str) -> Found:
         try:
-            await_ready(
+            engines.await_ready(
                 backend,
                 url,
                 ended=partial(self._runtime.ended, backend),
                 deadline=time.monotonic() + ADOPT_SECONDS,
             )
             if may_sleep(backend):
-                control.probe(backend, url)  # some sleep without saying so
+                engines.probe(backend, url)  # some sleep without saying so
         except MuxError:
             silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
             return Unfit(f"{silent} (perhaps it was still loading)")
         try:
-            load_adapters(backend, url, deadline=time.monotonic() + ADOPT_SECONDS)
+            engines.load_adapters(backend, url, deadline=time.monotonic() + ADOPT_SECONDS)
         except MuxError as error:
             return Unfit(error.message)
         return Awake(url)

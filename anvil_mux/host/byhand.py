@@ -12,11 +12,10 @@ from typing import Protocol
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host import compose, gpu, nvml
+from anvil_mux.host import gpu, nvml, project
 from anvil_mux.host.container import base_url
-from anvil_mux.host.docker import ContainerEngine
-from anvil_mux.host.endpoint import find_endpoint
-from anvil_mux.host.engine import listen_port
+from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+from anvil_mux.host.engines import listen_port
 from anvil_mux.host.freed import FreedCheck
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.project import Project
@@ -84,6 +83,6 @@ class DockerByHand:
         return self._ids[backend.name]
 
     def _run(self, argv: Sequence[str], grace: float = 0.0) -> None:
-        done = compose.run(argv, grace + DOCKER_SECONDS, env=os.environ)
+        done = project.run_command(argv, grace + DOCKER_SECONDS, env=os.environ)
         if done.code:
-            raise BackendError(f"`{compose.shown(argv)}` failed: {done.last_line}")
+            raise BackendError(f"`{project.short(argv)}` failed: {done.last_line}")

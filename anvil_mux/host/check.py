@@ -6,14 +6,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.host.seam import HostConfig, HostGpu
 
+if TYPE_CHECKING:
+    from anvil_mux.host.docker_api import About
+
 DRIVERS = ("/dev/nvidiactl", "/sys/class/drm/card0", "/sys/class/drm/card1")
 """Files that are there if a driver of GPUs is."""
+PODMAN_CDI = (5, 4)
+"""The release of Podman from which on it has GPUs for what Compose makes, if they are asked for by CDI."""
+LIMITS_PAGE = "running.md#docker-or-podman"
+"""The page of docs/ about what Docker and Podman cannot do."""
 IN_CONTAINER = ("/.dockerenv", "/run/.containerenv")
 """Files of which one is there if this program itself is in a container."""
 
@@ -57,7 +64,7 @@ def gpus_by_vendor() -> list[VendorGpus]:
 
 def why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
     """Why no service on these GPUs can be checkpointed; None: it can. ``insist``: several are allowed."""
-    from anvil_mux.host.checkpoint import Checkpointer
+    from anvil_mux.host.cuda_checkpoint import Checkpointer
 
     return Checkpointer().why_not(gpus, insist=insist)
 
@@ -66,18 +73,47 @@ def missing_images(config: HostConfig) -> list[str]:
     """A warning for each image that Docker does not have; BackendError if it cannot be asked."""
     if config.runtime != "compose":
         return []
-    from anvil_mux.host import containers
+    from anvil_mux.host import project
 
-    return containers.missing_images(config.backends)
+    return project.missing_images(config.backends)
 
 
 def engine_limits(config: HostConfig) -> list[str]:
     """A warning for what the container engine cannot do; BackendError if it cannot be asked."""
     if config.runtime != "compose" or not config.backends:
         return []
-    from anvil_mux.host import containers
+    from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
 
-    return containers.engine_limits(config.backends)
+    about = ContainerEngine(find_endpoint(os.environ)).about()
+    lacking: dict[str, dict[str, None]] = {}
+    for backend in config.backends:
+        for what in _lacks(backend, about):
+            lacking.setdefault(what, {})[backend.service_name] = None
+    return [
+        Diagnostic(
+            f"{', '.join(names)}: {what}",
+            key=("services", next(iter(names)), "runtime"),
+            page=LIMITS_PAGE,
+        )
+        for what, names in lacking.items()
+    ]
+
+
+def _lacks(backend: Backend, about: About) -> Iterator[str]:
+    frozen = [level for level in backend.evict_to if level in ("freeze", "checkpoint")]
+    if frozen and about.rootless and about.cgroup == "1":
+        yield (
+            f"{' and '.join(frozen)} cannot work: an engine without root freezes nothing on cgroup v1, so it "
+            "is stopped; boot with cgroup v2 (systemd.unified_cgroup_hierarchy=1)"
+        )
+    if not about.podman:
+        return
+    if backend.service.gpus_by == "reservation":
+        ids = ", ".join(f"nvidia.com/gpu={id}" for id in backend.gpus) or "nvidia.com/gpu=all"
+        yield f"Podman silently ignores GPU reservations: write devices: [{ids}] (CDI) instead"
+    if backend.service.gpus_by == "cdi" and about.release < PODMAN_CDI:
+        newer = ".".join(map(str, PODMAN_CDI))
+        yield f"Podman {about.podman} takes no GPU of CDI from Compose; {newer} does, with Compose 2.30"
 
 
 def missing_rights(config: HostConfig) -> list[str]:
@@ -92,7 +128,7 @@ def missing_rights(config: HostConfig) -> list[str]:
 
 def missing_files(config: HostConfig) -> list[str]:
     """A warning for each program, file of weights and mounted folder that backends need and is not there."""
-    from anvil_mux.host.endpoint import find_endpoint
+    from anvil_mux.host.docker_api import find_endpoint
 
     folders = [Path(file).absolute().parent for file in config.files]
     is_process = config.runtime == "process"

@@ -66,11 +66,11 @@ class Container:
     @property
     def started(self) -> float:
         """Unix time of its start; 0 if that is not told."""
-        told = MOMENT.fullmatch(self.started_at)
-        if told is None:
+        found = MOMENT.fullmatch(self.started_at)
+        if found is None:
             return 0.0
-        zone = "+00:00" if told[3] == "Z" else told[3]
-        return datetime.fromisoformat(told[1] + zone).timestamp() + float(f"0{told[2] or ''}")
+        zone = "+00:00" if found[3] == "Z" else found[3]
+        return datetime.fromisoformat(found[1] + zone).timestamp() + float(f"0{found[2] or ''}")
 
 
 def base_url(container: Container, port: int, address: str = LOOPBACK) -> str | None:

@@ -1,7 +1,7 @@
 """The services of a compose project as containers: made by Compose, run by the engine's API.
 
-Compose makes a container (compose.py), the engine starts and stops it (docker.py), ``Project`` knows whose it
-is and ``Deaths`` reports its end. Here is the order of all that, and what follows a failure. Why something
+Compose makes a container, the engine starts and stops it (docker_api.py), ``Project`` knows whose it is
+and reports its end (project.py). Here is the order of all that, and what follows a failure. Why something
 failed is looked up, not read from the words of an error (but for ``EXISTS``): whether the image, the port and
 the runtime for GPUs are there.
 
@@ -19,19 +19,17 @@ import errno
 import logging
 import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.config.prompt_cache import Mounts
+from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
-from anvil_mux.host import compose, gpu
+from anvil_mux.host import gpu, project
 from anvil_mux.host.container import (
     ALIVE,
     HALF_REMOVED,
@@ -40,10 +38,8 @@ from anvil_mux.host.container import (
     differing_parts,
     how_it_ended,
 )
-from anvil_mux.host.deaths import Deaths
-from anvil_mux.host.docker import About, ContainerEngine, DockerRefused, Missing
-from anvil_mux.host.endpoint import find_endpoint
-from anvil_mux.host.engine import listen_port
+from anvil_mux.host.docker_api import ContainerEngine, DockerRefused, Missing, find_endpoint
+from anvil_mux.host.engines import listen_port
 from anvil_mux.host.project import Project
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig
@@ -57,12 +53,6 @@ LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
 COMPOSED = "compose.yaml"
 """The file in the state folder with the services that are described anew for this host or its GPUs."""
-PODMAN_CDI = (5, 4)
-"""The release of Podman from which on it has GPUs for what Compose makes, if they are asked for by CDI."""
-PAGE = "running.md#docker-or-podman"
-"""The page of docs/ about what Docker and Podman cannot do."""
-SOCKET_SECONDS = 5.0
-"""Seconds that a busy engine may take to accept a connection of which nothing is asked."""
 EXISTS = "exists"
 """The word beside a container's id in a refusal to start it: what is left of its last start is in the way.
 
@@ -86,25 +76,19 @@ class ContainerRuntime:
         *,
         environ: Mapping[str, str] | None = None,
         lock: int | None = None,
-        run: compose.Run | None = None,
+        run: project.Run | None = None,
         address: str = LOOPBACK,
     ) -> None:
         env = dict(os.environ if environ is None else environ)
         self._composed = state_folder(config.project, env) / COMPOSED
         endpoint = find_endpoint(env)
         self._address = address
-        self._run = run or partial(compose.run, env=compose.environment(env, endpoint), lock=lock)
+        self._run = run or partial(project.run_command, env=project.environment_for(env, endpoint), lock=lock)
         self._engine = ContainerEngine(endpoint)
         self._project = Project(self._with_composed(config), self._engine)
-        self._deaths = Deaths(self._project, self._engine)
         self._looked = False  # whether ``running`` was called
         # Two `compose create` at once would both make the project's network.
         self._creating = threading.Lock()
-        # Guards the fields below; held for single reads and writes only.
-        self._lock = threading.Lock()
-        self._digests: dict[str, str] = {}  # of the descriptions by which backends were started or found
-        self._told: dict[str, float] = {}  # the Unix times at which backends were last told to start
-        self._unstarted: dict[str, tuple[str, str]] = {}  # the runs before starts that came to nothing
 
     def reconfigure(self, config: HostConfig) -> None:
         self._project.reconfigure(self._with_composed(config))
@@ -114,13 +98,13 @@ class ContainerRuntime:
         return replace(config, files=(*config.files, str(self._composed))) if config.composed else config
 
     def watch(self, died: Callable[[str], None]) -> None:
-        self._deaths.watch(died)
+        self._project.watch(died)
 
     def problem(self) -> str:
-        return self._deaths.problem()
+        return self._project.problem
 
     def close(self) -> None:
-        self._deaths.close()
+        self._project.close()
 
     # Starting
 
@@ -141,27 +125,23 @@ class ContainerRuntime:
             container = self._project.find(backend)
             if container is None or container.status in ALIVE:
                 return
-            if not self._deaths.answers_for(backend.name, container):
-                with self._lock:
-                    self._unstarted[backend.name] = container.run
+            known = self._project.known(backend.name)
+            if known.run != container.run:
+                known.unstarted = container.run
 
     def _start(self, backend: Backend) -> str:
-        known = self._project.id(backend)
-        with self._lock:
-            changed = self._digests.get(backend.name, backend.service.digest) != backend.service.digest
-            self._told[backend.name] = time.time()
+        known = self._project.known(backend.name)
+        changed = known.digest not in (None, backend.service.digest)
+        known.start_time = time.time()
         try:
-            if changed or not known:
-                known = self._create(backend, anew=changed)
-            container = self._started(known)
+            container = self._started(
+                self._create(backend, anew=changed) if changed or not known.id else known.id
+            )
         except Gone:
             # `docker compose down` took the container or its network, or it can never be started again.
             container = self._started(self._create(backend, anew=True))
         url = base_url(container, listen_port(backend), self._address)
-        self._project.runs(backend.name, container, fit=True)
-        self._deaths.started(backend.name, container)
-        with self._lock:
-            self._digests[backend.name] = backend.service.digest
+        self._project.started(backend, container)
         if url is None:
             ports = f'ports: ["{self._address}::{listen_port(backend)}"]'
             how = how_it_ended(container) or f"has no address: publish its port, such as {ports}"
@@ -212,19 +192,19 @@ class ContainerRuntime:
                 if left and (anew or (left.status not in ALIVE and self._differing_parts(backend, left))):
                     self._engine.remove(left.id)
             self._write_composed(config)
-            argv = compose.create_command(config, service, recreate)
+            argv = project.create_command(config, service, recreate)
             try:
-                done = self._run(argv, compose.CREATE_TIMEOUT)
+                done = self._run(argv, project.CREATE_TIMEOUT)
             except MuxError:
                 self._remove_unfinished(service)
                 raise
             if done.code:
                 self._remove_unfinished(service)
         if done.code:
-            raise self._why_not_created(backend, f"`{compose.shown(argv)}` failed: {done.last_line}")
+            raise self._why_not_created(backend, f"`{project.short(argv)}` failed: {done.last_line}")
         container = self._project.look_up(backend)
         if container is None:
-            raise BackendError(f"`{compose.shown(argv)}` made no container for {backend.name}")
+            raise BackendError(f"`{project.short(argv)}` made no container for {backend.name}")
         return container.id
 
     def _remove_unfinished(self, service: str) -> None:
@@ -249,12 +229,12 @@ class ContainerRuntime:
 
     def _why_not_created(self, backend: Backend, failed: str) -> MuxError:
         self._engine.ping()
-        if self._run(compose.version_command(), compose.ASK_TIMEOUT).code:
+        if self._run(project.version_command(), project.ASK_TIMEOUT).code:
             return BackendError(
                 f"{failed}. Docker Compose v2 is needed: `docker compose version` must answer"
             )
         listed = self._run(
-            compose.images_command(self._project.config, backend.service_name), compose.ASK_TIMEOUT
+            project.images_command(self._project.config, backend.service_name), project.ASK_TIMEOUT
         )
         for image in [self._image(backend)] if listed.code else listed.out.split():
             if not self._engine.has_image(image):
@@ -285,7 +265,7 @@ class ContainerRuntime:
         self._end(backend, None)
 
     def _end(self, backend: Backend, grace: float | None) -> None:
-        self._deaths.release(backend.name)
+        self._project.release(backend)
         container = self._project.find(backend)
         if container is not None:
             self._project.end(container, grace)
@@ -320,10 +300,7 @@ class ContainerRuntime:
                 continue
             restarting = container.status == "restarting"
             urls[name] = "" if restarting else base_url(container, listen_port(backend), self._address) or ""
-            self._project.runs(name, container, fit=False)
-            self._deaths.answer_for(name, container)
-            with self._lock:
-                self._digests.setdefault(name, backend.service.digest)
+            self._project.found(backend, container)
         return urls
 
     def ended(self, backend: Backend) -> str | None:
@@ -331,7 +308,7 @@ class ContainerRuntime:
         if container is None:
             return "has no container"
         how = how_it_ended(container)
-        return how and (self._deaths.revived(backend.name) or how)
+        return how and (self._project.known(backend.name).revived or how)
 
     def lost_its_port(self, backend: Backend) -> bool:
         return False  # Docker holds the port that it chose
@@ -341,8 +318,7 @@ class ContainerRuntime:
         parts = self._differing_parts(backend, container) if container else []
         if not parts:
             return ""
-        with self._lock:
-            self._digests[backend.name] = ""  # its next start makes its container anew
+        self._project.known(backend.name).digest = ""
         return f"its {' and '.join(parts)} changed since its container was made"
 
     def _differing_parts(self, backend: Backend, container: Container) -> list[str]:
@@ -362,8 +338,9 @@ class ContainerRuntime:
             return parts
         ours = ""
         with suppress(MuxError):
-            ours = self._run(compose.version_command(), compose.ASK_TIMEOUT).out.strip()
-        if compose.release(container.compose) in ((), compose.release(ours)) or not compose.release(ours):
+            ours = self._run(project.version_command(), project.ASK_TIMEOUT).out.strip()
+        made_by, here = project.compose_release(container.compose), project.compose_release(ours)
+        if not here or made_by in ((), here):
             return ["description"]
         log.warning(
             "%s is taken as unchanged: Compose %s made its container, whose hash Compose %s may make "
@@ -379,7 +356,7 @@ class ContainerRuntime:
         config = self._project.config
         try:
             self._write_composed(config)
-            done = self._run(compose.hash_command(config, service), compose.ASK_TIMEOUT)
+            done = self._run(project.hash_command(config, service), project.ASK_TIMEOUT)
         except MuxError:
             return ""
         words = done.out.split()
@@ -390,8 +367,8 @@ class ContainerRuntime:
         return container is not None and container.status == "paused"
 
     def pids(self, backend: Backend) -> list[int]:
-        id = self._project.id(backend)
-        if id is None and (container := self._project.look_up(backend)):
+        id = self._project.known(backend.name).id
+        if not id and (container := self._project.look_up(backend)):
             id = container.id
         return self._engine.processes(id) if id else []
 
@@ -408,11 +385,10 @@ class ContainerRuntime:
             container = self._project.find(backend)
             if container is None or container.status == "created":
                 return []
-            with self._lock:
-                if container.run == self._unstarted.get(backend.name):
-                    return []
-                told = self._told.get(backend.name, 0.0)
-            return self._log_of(container, lines, _log_begins(container, told))
+            known = self._project.known(backend.name)
+            if container.run == known.unstarted:
+                return []
+            return self._log_of(container, lines, _log_begins(container, known.start_time))
         except MuxError:
             return []
 
@@ -435,98 +411,14 @@ class ContainerRuntime:
                 yield from lines
 
 
-def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each image that Docker does not have; BackendError if it does not answer."""
-    engine = ContainerEngine(find_endpoint(os.environ if env is None else env))
-    images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
-    return [
-        Diagnostic(
-            f"service {name}: image {image} is not present: docker pull {image}",
-            said=f"service {name}: image {image} is not present",
-            write=f"docker pull {image}",
-            key=("services", name, "image"),
-        )
-        for image, name in images.items()
-        if not engine.has_image(image)
-    ]
-
-
-def engine_limits(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each thing that backends want and the engine cannot do; BackendError if it is away."""
-    about = ContainerEngine(find_endpoint(os.environ if env is None else env)).about()
-    lacking: dict[str, dict[str, None]] = {}
-    for backend in backends:
-        for what in _lacks(backend, about):
-            lacking.setdefault(what, {})[backend.service_name] = None
-    return [
-        Diagnostic(f"{', '.join(names)}: {what}", key=("services", next(iter(names)), "runtime"), page=PAGE)
-        for what, names in lacking.items()
-    ]
-
-
-def _lacks(backend: Backend, about: About) -> Iterator[str]:
-    frozen = [way for way in backend.evict_to if way in ("freeze", "checkpoint")]
-    if frozen and about.rootless and about.cgroup == "1":
-        yield (
-            f"{' and '.join(frozen)} cannot work: an engine without root freezes nothing on cgroup v1, so it "
-            "is stopped; boot with cgroup v2 (systemd.unified_cgroup_hierarchy=1)"
-        )
-    if not about.podman:
-        return
-    if backend.service.gpus_by == "reservation":
-        ids = ", ".join(f"nvidia.com/gpu={id}" for id in backend.gpus) or "nvidia.com/gpu=all"
-        yield f"Podman silently ignores GPU reservations: write devices: [{ids}] (CDI) instead"
-    if backend.service.gpus_by == "cdi" and about.release < PODMAN_CDI:
-        newer = ".".join(map(str, PODMAN_CDI))
-        yield f"Podman {about.podman} takes no GPU of CDI from Compose; {newer} does, with Compose 2.30"
-
-
-def owner_of(backend: Backend, env: Mapping[str, str]) -> tuple[int, int] | None:
-    """The ids of the user and group that its processes will have on this host; None: they are not known yet.
-
-    Where neither the compose file nor, most likely, the image says another it is root: of a rootless engine
-    that is whoever runs the engine. A user by its id has root's group, unless the image has another for it.
-    """
-    user, _, group = backend.service.user.partition(":")
-    try:
-        path = find_endpoint(env).path
-        seen = os.stat(path) if path else None
-    except (OSError, MuxError):
-        seen = None
-    rootless = seen is not None and seen.st_uid != 0
-    if user in ("", "root", "0"):
-        return (seen.st_uid, seen.st_gid) if seen and rootless else (0, 0)
-    if rootless or not user.isdecimal() or not (group or "0").isdecimal():
-        return None
-    return int(user), int(group or "0")
-
-
-def names_our_processes(env: Mapping[str, str]) -> bool | None:
-    """Whether the engine's process ids mean the same here; None: that is not known.
-
-    The kernel tells the process behind a socket by the id that it has here, and by 0 where it has none.
-    """
-    try:
-        path = find_endpoint(env).path
-        if not path:
-            return None
-        with socket.socket(socket.AF_UNIX) as asked:
-            asked.settimeout(SOCKET_SECONDS)
-            asked.connect(path)
-            pid, _, _ = struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    except (OSError, MuxError):
-        return None
-    return bool(pid)
-
-
-def _log_begins(container: Container, told: float) -> float:
+def _log_begins(container: Container, start_time: float) -> float:
     """The Unix time of the first line that its last run may have printed.
 
-    ``told``: when we told it to start. An engine that crashes again and again is told so right after the end
-    of the run before, whose lines must not be shown; but Docker's clock may be that of another machine.
+    ``start_time``: when we had it started. An engine that crashes again and again is started right after the
+    end of the run before, whose lines must not be shown; but Docker's clock may be another machine's.
     """
     earliest = container.started - LOG_MARGIN
-    return told if earliest <= told < earliest + LOG_MARGIN + 1.0 else earliest
+    return start_time if earliest <= start_time < earliest + LOG_MARGIN + 1.0 else earliest
 
 
 def _is_taken(ip: str, port: int) -> bool:

@@ -29,6 +29,7 @@ from pathlib import Path
 from anvil_mux.host.meminfo import host_memory
 from anvil_mux.host.reading import UNKNOWN, Gpus, Reading
 from anvil_mux.host.seam import Sensors
+from anvil_mux.state import text_of
 
 SYS, PROC = Path("/sys"), Path("/proc")
 VENDORS = {"amdgpu": "amd", "i915": "intel", "xe": "intel"}
@@ -58,16 +59,6 @@ class Card:
     """The paths of its device files, that for computing first."""
 
 
-@dataclass(frozen=True, slots=True)
-class CardMemory:
-    """The memory of a card, in bytes, as far as it tells."""
-
-    total: int | None
-    used: int | None
-    shared: int = 0
-    """Bytes of ``total`` that are host memory."""
-
-
 def probe(
     sys: Path = SYS, proc: Path = PROC, *, pids: Collection[int] | None = None, sensors: bool = False
 ) -> Gpus:
@@ -80,26 +71,25 @@ def probe(
         if not found:
             return Gpus(why_none="no card of AMD or Intel in /sys/class/drm")
         memories = [_memory(card, proc) for card in found]
-        users, complete = clients(proc, None if any(each.used is None for each in memories) else pids)
+        users, complete = clients(proc, None if any(used is None for _, used, _ in memories) else pids)
         rocm = rocm_processes(sys)
     except Exception as error:
         # Files of the kernel change under whoever reads them, and no machine is to suffer from that.
         return Gpus(why_none=f"/sys/class/drm: {error}")
     numbers: defaultdict[str, int] = defaultdict(int)
     readings = []
-    for card, memory in zip(found, memories, strict=True):
+    for card, (total, used, shared) in zip(found, memories, strict=True):
         vendor = VENDORS[card.driver]
-        held = _held(card, [each for each in users if each.address == card.address], memory, rocm)
-        used = sum(held.values()) if memory.used is None and complete else memory.used
+        held = _held(card, [each for each in users if each.address == card.address], shared, rocm)
         readings.append(
             Reading(
                 id=f"{vendor}{numbers[vendor]}",
                 uuid=card.address,
                 name=_read(card.folder / "product_name") or f"{NAMES[vendor]} {card.device}",
-                total=memory.total,
-                used=used,
+                total=total,
+                used=sum(held.values()) if used is None and complete else used,
                 processes=tuple((pid, amount) for pid, amount in held.items() if amount),
-                shared=memory.shared,
+                shared=shared,
                 files=card.files,
                 sensors=_sensors(card) if sensors else UNKNOWN,
             )
@@ -125,26 +115,27 @@ def _card(folder: Path) -> Card | None:
     return Card(address, driver, said.get("PCI_ID", ""), folder, files)
 
 
-def _memory(card: Card, proc: Path) -> CardMemory:
+def _memory(card: Card, proc: Path) -> tuple[int | None, int | None, int]:
+    """The bytes that a card has, those that are used, and those that are the host's as well; as nvml.py."""
     if card.driver == "amdgpu":
         own, used = (_number(card.folder / f"mem_info_vram_{what}") for what in ("total", "used"))
         mapped, mapped_used = (_number(card.folder / f"mem_info_gtt_{what}") for what in ("total", "used"))
         if own is None or mapped is None or not _is_in_processor(card):
-            return CardMemory(own, used)
-        return CardMemory(own + mapped, (used or 0) + (mapped_used or 0), mapped)
+            return own, used, 0
+        return own + mapped, (used or 0) + (mapped_used or 0), mapped
     if card.address == INTEGRATED:
         total, used = host_memory(proc)
-        return CardMemory(total, used, total or 0)
+        return total, used, total or 0
     tiles = [_number(each) for each in card.folder.glob("tile*/physical_vram_size_bytes")]
-    return CardMemory(sum(each or 0 for each in tiles) or None, None)
+    return sum(each or 0 for each in tiles) or None, None, 0
 
 
 def _held(
-    card: Card, users: list[GpuClient], memory: CardMemory, rocm: Mapping[str, Mapping[int, int]]
+    card: Card, users: list[GpuClient], shared: int, rocm: Mapping[str, Mapping[int, int]]
 ) -> dict[int, int]:
     """Process id -> the bytes that it holds of the card."""
-    counted = ON_CARD if not memory.shared else IN_HOST
-    if card.driver == "amdgpu" and memory.shared:
+    counted = ON_CARD if not shared else IN_HOST
+    if card.driver == "amdgpu" and shared:
         counted = f"{ON_CARD}|{IN_HOST}"
     held: defaultdict[int, int] = defaultdict(int)
     for each in users:
@@ -199,10 +190,7 @@ def _number(file: Path) -> int | None:
 
 
 def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return text_of(file).strip()
 
 
 GPU_FILES = "/dev/dri/"

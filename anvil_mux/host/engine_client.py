@@ -1,140 +1,116 @@
 """The client that asks an engine whether it is ready, whether it is well, and what else we want of it.
 
+``Engine`` has what differs between families of engines; engines.py has the families.
+
 Ready means that the engine's own health route answers and that it serves the model we mean, since a health
 route alone also answers for another process that happens to have the port. The model is read from the
 engine's list of models. Where that list cannot tell (llama.cpp reports its file or alias and answers to any
 name), the service's own command says what to expect; where nothing does, a request for one token is the
 proof. For Ollama that request is also what loads the weights.
-
-Whoever calls ``await_ready`` has a deadline, a way to learn that the service ended and one to end the wait,
-so it fails at once when the engine has died, and never waits for longer than it was told.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
 
 import requests
 
-from anvil_mux.config.config import Backend
-from anvil_mux.errors import LoadError, is_shortage
-from anvil_mux.host.engine import find_engine, names_told
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.service import USUAL_PORT
+from anvil_mux.errors import BackendError
 from anvil_mux.protocol import foreign
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.05
-PAUSE_SHARE = 0.01
-"""Share of a load's time so far by which a look may come too late."""
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks at whether an answer has come, or is still wanted."""
 POLL_TIMEOUT = 5.0
 LEAST_TIMEOUT = 0.2
 """Seconds that an answer may take even just before the deadline."""
-OTHERS_PATIENCE = 20.0
-"""Seconds that the list of models may name another model before that is final."""
 MOST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    pass
+class Engine:
+    """One engine family: where it listens, when it is ready, how it sleeps, what is never forwarded."""
+
+    port: int = USUAL_PORT
+    """The port that it listens on unless another is configured."""
+    health: str = "/health"
+    must_have_health: bool = True
+    """Whether that route must be there; if not, a 404 says nothing, and the list of models decides."""
+    alive: str = ""
+    """The route that is asked once it was ready, where the other one costs it work; "": the same."""
+    slots: str = ""
+    """The route that lists what it works on, of an engine that may never end if it is told to before it has
+    noticed that the client of that has left.
+    """
+    models: str = "/v1/models"
+    names_file: bool = False
+    """Whether its list names the model file (or alias), and it answers to any model name."""
+    loads_at_first_request: bool = False
+    at_once: int = 256
+    """How many answers it makes at a time, unless it is told otherwise."""
+    at_once_words: tuple[str, ...] = ()
+    """The options and the variable of its environment that tell it otherwise."""
+    idle_connections: int = 256
+    """The most that are kept to it; few, where each holds one of its threads until a time-out ends it."""
+    sleeps: SleepApi | None = None
+    """How it is told to sleep and to wake; None: it cannot."""
+    control: tuple[str, ...] = ()
+    """Routes that steer the engine itself, never forwarded; a trailing slash means everything below."""
+    shown: tuple[str, ...] = ("/health", "/metrics", "/version", "/v1/models")
+    """Routes that may be read below /upstream/, besides those of models."""
+
+    def steers(self, path: str) -> bool:
+        """Whether ``path`` is one of its control routes."""
+        return any(path == route or (route[-1] == "/" and path.startswith(route)) for route in self.control)
+
+
+class SleepApi(Protocol):
+    """The way in which one engine sleeps and wakes."""
+
+    levels: ClassVar[tuple[int, ...]]
+    """1 keeps the weights in host memory, 2 drops them and reads them anew from disk."""
+    is_silent: ClassVar[bool]
+    """Whether it cannot say whether it sleeps."""
+
+    def sleep(self, client: EngineClient, level: int) -> None: ...
+    def wake(self, client: EngineClient, level: int) -> None: ...
+
+    def is_asleep(self, client: EngineClient) -> bool | None:
+        """Whether the engine sleeps; None where it cannot say."""
 
 
 @dataclass(frozen=True, slots=True)
-class NotYet:
-    """Another look is worth it. ``other_process``: a healthy server answers there, for another model.
-
-    ``no_route``: it has no route by which it could be asked for a token.
-    """
+class NotReady:
+    """Why an engine is not ready."""
 
     why: str
+    is_final: bool = False
+    """Whether no later look can find it ready."""
     other_process: bool = False
+    """Whether a healthy server answers there, for another model."""
     no_route: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Never:
-    """No later look can find it ready."""
-
-    why: str
-
-
-Readiness = Ready | NotYet | Never
-
-
-def await_ready(
-    backend: Backend,
-    url: str,
-    *,
-    ended: Callable[[], str | None],
-    check_cancelled: Callable[[], object] | None = None,
-    deadline: float,
-    now: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Returns when the engine at ``url`` serves the backend's model; LoadError says why it does not.
-
-    ``ended`` is asked after every look, also after the last one: an answer counts only while our own service
-    runs, whoever gave it. ``check_cancelled`` is called a few times a second, and what it raises ends the
-    wait.
-    """
-    begun = now()
-    other_since: float | None = None
-    pause = FIRST_PAUSE
-    with EngineClient(backend, url, now, deadline, check_cancelled) as client:
-        while True:
-            sight = client.look()
-            if how := ended():
-                raise LoadError(f"{backend.name} {how} after {now() - begun:.1f} s, before it was ready")
-            match sight:
-                case Ready():
-                    return
-                case Never(why):
-                    raise LoadError(f"{backend.name} cannot become ready: {why}")
-                case NotYet(why, other_process):
-                    other_since = (other_since or now()) if other_process else None
-            if check_cancelled:
-                check_cancelled()
-            if other_since is not None and now() - other_since >= OTHERS_PATIENCE:
-                raise LoadError(f"{backend.name} cannot become ready: {why}")
-            if now() + pause >= deadline:
-                raise LoadError(
-                    f"{backend.name} was not ready within its load_timeout of "
-                    f"{backend.load_timeout:g} s: {why}"
-                )
-            sleep(pause)
-            pause = min(max(pause, PAUSE_SHARE * (now() - begun)), LONGEST_PAUSE)
-
-
-def answers(
-    backend: Backend, url: str, limit: float, now: Callable[[], float] = time.monotonic
-) -> bool | None:
-    """Whether the engine's health route answers within ``limit`` seconds, as that of a working engine does.
-
-    None: it is silent, or says that it is not well, as one that has much to do may. False: nobody is there to
-    answer, since connections are refused, or closed without a word. OSError: nobody can be asked, for want of
-    file descriptors here.
-    """
-    with EngineClient(backend, url, now, now() + limit) as client:
-        try:
-            return client.is_well(limit) or None
-        except requests.Timeout:
-            return None
-        except requests.RequestException as error:
-            if is_shortage(error):
-                raise OSError("it cannot be asked now") from error
-            return False
+    """Whether it has no route by which it could be asked for a token."""
 
 
 @dataclass
 class EngineClient:
-    """Talks to one engine over one pooled connection; redirects and proxies are not followed."""
+    """Talks to one engine over one pooled connection; redirects and proxies are not followed.
 
+    ``ask`` raises what ``requests`` does; ``reply_to``, ``tell`` and ``get`` wait until the deadline, and
+    raise BackendError.
+    """
+
+    engine: Engine
     backend: Backend
     url: str
     now: Callable[[], float]
@@ -144,7 +120,6 @@ class EngineClient:
     session: requests.Session = field(default_factory=requests.Session)
 
     def __post_init__(self) -> None:
-        self.engine = find_engine(self.backend.engine)
         self.model = self.backend.served_model or self.backend.model
         self.place = f"port {urlsplit(self.url).port}"
         self.session.trust_env = False
@@ -157,16 +132,16 @@ class EngineClient:
     def __exit__(self, *exc: object) -> None:
         self.session.close()
 
-    def look(self, *, anew: bool = True) -> Readiness:
-        """Whether it is ready. Not ``anew``: it was before, so only its model is to be made sure of."""
+    def look(self, *, anew: bool = True) -> NotReady | None:
+        """Why it is not ready; None: it is. Not ``anew``: it was before, and only its model is asked for."""
         try:
-            return (self._health() if anew else None) or self._models() or Ready()
+            return (self._health() if anew else None) or self._models()
         except requests.Timeout:
-            return NotYet(f"{self.place} accepts connections but does not answer")
+            return NotReady(f"{self.place} accepts connections but does not answer")
         except requests.RequestException as error:
             refused = isinstance(error, requests.ConnectionError) and "refused" in str(error)
             what = "nothing listens there yet" if refused else "connections are closed without an answer"
-            return NotYet(f"{self.place}: {what}")
+            return NotReady(f"{self.place}: {what}")
         finally:
             # llama-server was seen to stop 0.1 s later if a connection outlived its loading.
             self.session.close()
@@ -178,51 +153,52 @@ class EngineClient:
     def _says_well(self, status: int) -> bool:
         return status < 300 or (status in (404, 405, 501) and not self.engine.must_have_health)
 
-    def _health(self) -> Readiness | None:
+    def _health(self) -> NotReady | None:
         path = self.engine.health
         status, _ = self.ask("GET", path)
-        return None if self._says_well(status) else NotYet(f"{self.place}: GET {path} answers {status}")
+        return None if self._says_well(status) else NotReady(f"{self.place}: GET {path} answers {status}")
 
-    def _models(self) -> Readiness | None:
+    def _models(self) -> NotReady | None:
         path = self.engine.models
         status, body = self.ask("GET", path)
         if status in (401, 403):
-            return Never(
+            return NotReady(
                 f"{self.place}: GET {path} answers {status}: it wants an API key. "
-                "Give it with --api-key in the service's command, or not at all"
+                "Give it with --api-key in the service's command, or not at all",
+                is_final=True,
             )
         if status in (404, 405, 501):
             return self.probe()
         if status >= 300:
-            return NotYet(f"{self.place}: GET {path} answers {status}")
+            return NotReady(f"{self.place}: GET {path} answers {status}")
         return self._judge(_model_ids(body))
 
     def model_ids(self) -> list[str]:
         """The ids in its list of models."""
         return _model_ids(self.ask("GET", self.engine.models)[1])
 
-    def _judge(self, ids: list[str]) -> Readiness | None:
+    def _judge(self, ids: list[str]) -> NotReady | None:
         if not ids:
-            return NotYet(f"{self.place} lists no model yet")
+            return NotReady(f"{self.place} lists no model yet")
         if any(self._means(reported) for reported in ids):
             return self.probe() if self.engine.loads_at_first_request else None
-        if self.engine.names_file and not names_told(self.backend.service):
+        if self.engine.names_file and not configured_names(self.backend.service):
             return self.probe()
         reported = ", ".join(ids[:5])
         hint = (
             "" if self.engine.names_file else f" (if that is the engine you mean, set served_model: {ids[0]})"
         )
-        return NotYet(
+        return NotReady(
             f"{self.place} answers for model {reported}, not {self.model}{hint}", other_process=True
         )
 
     def _means(self, reported: str) -> bool:
         if reported in (self.model, f"{self.model}:latest"):
             return True
-        told = names_told(self.backend.service) if self.engine.names_file else ()
-        return PurePosixPath(reported).name in told
+        names = configured_names(self.backend.service) if self.engine.names_file else ()
+        return PurePosixPath(reported).name in names
 
-    def probe(self) -> Readiness | None:
+    def probe(self) -> NotReady | None:
         """Ask for one token, embedding or class, whichever route the engine has; None if it was answered."""
         why, routes, no_route = "", 0, True
         for path, body in _probes(self.model):
@@ -236,10 +212,8 @@ class EngineClient:
             if status == 503:
                 break
         if routes == 0 and not self.engine.must_have_health:
-            return (
-                None  # An engine without any text route, such as one for images: its health is all there is.
-            )
-        return NotYet(why, no_route=no_route)
+            return None  # it has no text route, such as one for images: its health is all there is
+        return NotReady(why, no_route=no_route)
 
     def _lacks_route(self, status: int, answer: bytes) -> bool:
         """Whether a refusal is of the route, for any model, and not of what was asked there."""
@@ -275,6 +249,50 @@ class EngineClient:
                 if time.monotonic() > give_up:
                     raise requests.Timeout(path)
             return response.status_code, bytes(answer)
+
+    # What is asked of one that was ready
+
+    def reply_to(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        """Return status and first bytes of the answer; BackendError if there is none by the deadline."""
+        try:
+            return self.ask(method, path, body, self.deadline - self.now())
+        except requests.RequestException as error:
+            raise self.complaint(f"{method} {path}", error) from None
+
+    def tell(self, path: str, body: dict[str, Any] | None = None, *, may_lack: bool = False) -> None:
+        """POST; anything but success is a BackendError. ``may_lack``: an engine without the route is fine."""
+        status, answer = self.reply_to("POST", path, body)
+        if not (may_lack and status in (404, 405)):
+            self.check(path, status, answer)
+
+    def check(self, path: str, status: int, answer: bytes) -> None:
+        """BackendError unless what was answered to a POST is success."""
+        if status >= 300 or has_error(answer):
+            words = answer[:200].decode("utf-8", "replace")
+            raise BackendError(f"{self.place}: POST {path} answers {status}: {words}")
+
+    def get(self, path: str) -> Any:
+        """The JSON that it answers, None if it has no such route."""
+        status, answer = self.reply_to("GET", path)
+        if status in (404, 405, 501):
+            return None
+        if status >= 300:
+            raise BackendError(f"{self.place}: GET {path} answers {status}")
+        try:
+            return foreign.read(answer)
+        except ValueError:
+            raise self.nonsense(path, answer) from None
+
+    def complaint(self, what: str, error: requests.RequestException) -> BackendError:
+        """The error to raise where nothing was answered to ``what``."""
+        if isinstance(error, requests.Timeout):
+            return BackendError(f"{self.place}: {what} was not answered in time")
+        refused = "nothing listens there" if "refused" in str(error) else "the connection was closed"
+        return BackendError(f"{self.place}: {what}: {refused}")
+
+    def nonsense(self, path: str, answer: object) -> BackendError:
+        """The error to raise where what it answers to a GET makes no sense."""
+        return BackendError(f"{self.place}: GET {path} answers nonsense: {str(answer)[:100]}")
 
 
 def _answer(asked: Future[tuple[int, bytes]], ask: Callable[[], tuple[int, bytes]]) -> None:
@@ -317,3 +335,22 @@ def _probes(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:
         ("/pooling", {"model": model, "input": "Hi"}),
         ("/classify", {"model": model, "input": "Hi"}),
     )
+
+
+def configured_names(service: Service) -> frozenset[str]:
+    """The file name and aliases that llama-server was started with, as it will report them."""
+    environment = dict(service.environment)
+    files = [*option_values(service.command, ("-m", "--model")), environment.get("LLAMA_ARG_MODEL")]
+    aliases = [*option_values(service.command, ("-a", "--alias")), environment.get("LLAMA_ARG_ALIAS")]
+    names = {PurePosixPath(file).name for file in files if file}
+    for alias in aliases:
+        names.update(PurePosixPath(name.strip()).name for name in (alias or "").split(","))
+    return frozenset(names - {""})
+
+
+def option_values(command: tuple[str, ...], names: tuple[str, ...]) -> Iterator[str]:
+    """The values that stand in a command behind these options."""
+    for word, following in zip_longest(command, command[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        if flag in names:
+            yield value if equals else following

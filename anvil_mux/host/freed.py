@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import BackendError
 from anvil_mux.host.gpu import others
 from anvil_mux.host.reading import Gpus, Probe, Reading
+from anvil_mux.state import text_of
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +133,7 @@ def host_bytes(pids: Iterable[int]) -> int:
     """
     total = 0
     for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except OSError:
-            continue
+        lines = text_of(Path(f"/proc/{pid}/status")).splitlines()
         words = [line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
         total += sum(int(kib) << 10 for _, kib, *_ in words)
     return total

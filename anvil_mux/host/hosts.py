@@ -1,12 +1,28 @@
-"""Several hosts behind the calls that name a backend: each call goes to the backend's own host."""
+"""The hosts of one anvil-mux, and servers elsewhere that somebody else runs, which are on none of them.
+
+``Hosts`` hands each call that names a backend to the backend's own host. In the place of a host for servers
+elsewhere, ``ExternalServer`` answers as if each were resident already: nothing there is started, stopped or
+evicted. ``look_at_server`` finds out whether one is well, by a request that costs nothing.
+"""
 
 from __future__ import annotations
 
+import http.client
+import ssl
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
-from anvil_mux.host.external import ExternalServer
-from anvil_mux.host.seam import LOG_LINES, Evicted, Found, Host, Loaded
+from anvil_mux.config.kinds import nearest
+from anvil_mux.config.values import Site, site
+from anvil_mux.host.seam import LOG_LINES, Awake, Evicted, Found, Host, Loaded
+from anvil_mux.protocol import foreign
+
+MODELS = "/v1/models"
+ASK_SECONDS = 5.0
+MOST_BYTES = 4 << 20
+LACKS_ROUTE = (404, 405, 501)
+"""How a server answers that has no list of its models; it is there all the same."""
 
 
 class Hosts:
@@ -55,3 +71,121 @@ class Hosts:
 
 AnyHost = Host | Hosts
 """The one that performs steps on backends: their only host, or all hosts."""
+
+
+class ExternalServer:
+    """The calls of ``seam.Host`` for backends elsewhere, as far as ``Hosts`` hands them on. Any thread."""
+
+    def adopt(self, backend: Backend) -> Found:
+        return Awake(backend.url)
+
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
+        return Loaded(backend.url, how)
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        """Do nothing: no load of it ever is under way."""
+
+    def evict(self, backend: Backend, how: str) -> Evicted:
+        return Evicted("stop")
+
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+        return Evicted("stop")
+
+    def stop(self, backend: Backend) -> None:
+        """Do nothing: the server goes on, it is not ours."""
+
+    def ended(self, backend: Backend) -> str | None:
+        return None
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        return None
+
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
+        return []
+
+
+class Finding(NamedTuple):
+    """The state of a server elsewhere, found by asking it for its models."""
+
+    problem: str = ""
+    """Why it cannot be used now, for people; "" if it answers as it should."""
+    hint: str = ""
+    """The part of the configuration that its list of models contradicts; "" if none."""
+
+
+def look_at_server(backend: Backend, timeout: float = ASK_SECONDS) -> Finding:
+    """Ask the server of a backend for its models; blocks for a few seconds at most."""
+    server = site(backend.url)
+    try:
+        connection = _connection(server, backend.ca_file, timeout)
+        try:
+            path = server.path(MODELS)
+            shown = key_fields(backend.url, backend.service.api_key or "", path)
+            connection.request("GET", path, headers={"Accept": "application/json", **shown})
+            with connection.getresponse() as response:
+                return _judged(backend, response.status, response.read(MOST_BYTES))
+        finally:
+            connection.close()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return Finding(f"cannot be reached: {why_unreachable(error)}")
+
+
+def why_unreachable(error: Exception) -> str:
+    """Why a connection failed, for people, with what to do where that is known."""
+    text = str(error) or type(error).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        why = getattr(error, "verify_message", "") or "it is not trusted"
+        return f"its certificate was refused ({why}); if it is your own, name its authority with ca_file"
+    return text
+
+
+def _connection(server: Site, ca_file: str, timeout: float) -> http.client.HTTPConnection:
+    if not server.secure:
+        return http.client.HTTPConnection(server.host, server.port, timeout=timeout)
+    context = trust(ca_file)
+    return http.client.HTTPSConnection(server.host, server.port, timeout=timeout, context=context)
+
+
+def key_fields(url: str, key: str, path: str) -> dict[str, str]:
+    """The header fields that show a server our key; two large providers have words of their own for it."""
+    host = site(url).host
+    if not key:
+        return {}
+    if host.endswith((".azure.com", ".azure.us", ".azure.cn")):
+        return {"api-key": key}
+    if host.endswith("anthropic.com") and path.rpartition("/v1/")[2].startswith(("messages", "models")):
+        return {"x-api-key": key, "anthropic-version": "2023-06-01"}
+    return {"authorization": f"Bearer {key}"}
+
+
+def trust(ca_file: str) -> ssl.SSLContext:
+    """The certificates that a server must be vouched for by, the system's if no file is named; OSError."""
+    context = ssl.create_default_context(cafile=ca_file or None)
+    context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF  # an answer without its end is not whole
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _judged(backend: Backend, status: int, body: bytes) -> Finding:
+    if status in LACKS_ROUTE:
+        return Finding()
+    if status in (401, 403):
+        named = f"in {backend.api_key_env}" if backend.api_key_env else "(none: name one with api_key_env)"
+        return Finding(f"answers {status}: it refuses the API key {named}")
+    if status >= 300:
+        return Finding(f"answers {status} to GET {site(backend.url).path(MODELS)}")
+    listed, model = _ids(body), backend.served_model or backend.model
+    if listed and model not in listed:
+        hint = nearest(model, listed[:20] if len(listed) > 20 else listed)
+        return Finding(hint=f"does not list the model {model}; {hint} (set served_model)")
+    return Finding()
+
+
+def _ids(body: bytes) -> list[str]:
+    """The ids in a list of models; none where it is no such list."""
+    try:
+        found = foreign.read(body)["data"]
+        return [each["id"] for each in found if isinstance(each["id"], str)]
+    except (ValueError, KeyError, TypeError):
+        return []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
@@ -45,57 +44,51 @@ class LoadLogs:
     def _turn(self) -> float | None:
         backends = list(self._loading.values())
         for backend in backends:
-            found = said(backend.name, self._tail(backend, LINES))
+            found = stage_of(backend.name, self._tail(backend, LINES))
             if found and backend.name in self._loading:
                 self._tell(found)
         return LOOK_SECONDS if backends else None
 
 
-class _Stage(NamedTuple):
-    """The stage that one line of a log tells."""
-
-    stage: str
-    fraction: float | None = None
-    seconds_left: float | None = None
-
-
 _PERCENT = r":\s{1,9}(\d{1,3})%(?:[^\r\[]{0,99}\[[\d:]{1,20}<([\d:]{1,20}))?"
 _BARS = (
-    (rf"checkpoint shards{_PERCENT}", READING),
-    (rf"Captur(?:e|ing) (?:CUDA graph|cudagraph|batches)[^\r%]{{0,99}}?{_PERCENT}", CAPTURING),
-    (rf"Compiling num tokens[^\r%]{{0,99}}?{_PERCENT}", COMPILING),
-    (rf"(?:\.safetensors|\.gguf|\.bin|Fetching \d{{1,9}} files){_PERCENT}", "downloading"),
+    (re.compile(rf"checkpoint shards{_PERCENT}"), READING),
+    (re.compile(rf"Captur(?:e|ing) (?:CUDA graph|cudagraph|batches)[^\r%]{{0,99}}?{_PERCENT}"), CAPTURING),
+    (re.compile(rf"Compiling num tokens[^\r%]{{0,99}}?{_PERCENT}"), COMPILING),
+    (re.compile(rf"(?:\.safetensors|\.gguf|\.bin|Fetching \d{{1,9}} files){_PERCENT}"), "downloading"),
 )
 """Everything in them has a bound: whatever an engine prints is read in one pass."""
 _WORDS = (
-    (r"model load progress (0\.\d+|1\.0)", READING),
-    (r"Starting to load model|loading model tensors|llama_model_loader: loaded meta data", READING),
-    (r"torch\.compile|Dynamo bytecode transform|Compiling a graph", COMPILING),
-    (r"Loading weights took|Model loading took|KV cache|llama_context: construct|warming up", WARMING),
-    (r"Graph capturing finished|Capture cuda graph end", WARMING),
+    (re.compile(r"model load progress (0\.\d+|1\.0)"), READING),
+    (
+        re.compile(r"Starting to load model|loading model tensors|llama_model_loader: loaded meta data"),
+        READING,
+    ),
+    (re.compile(r"torch\.compile|Dynamo bytecode transform|Compiling a graph"), COMPILING),
+    (
+        re.compile(r"Loading weights took|Model loading took|KV cache|llama_context: construct|warming up"),
+        WARMING,
+    ),
+    (re.compile(r"Graph capturing finished|Capture cuda graph end"), WARMING),
 )
-_FOUND = [(re.compile(pattern), stage) for pattern, stage in _BARS]
-_TOLD = [(re.compile(pattern), stage) for pattern, stage in _WORDS]
 _DOTS = re.compile(r"\.{2,}")
 
 
-def said(backend: str, lines: Sequence[str]) -> LoadSaid | None:
+def stage_of(backend: str, lines: Sequence[str]) -> LoadSaid | None:
     """Read the last line of a backend's log that says something of its load."""
-    return next((LoadSaid(backend, *found) for line in reversed(lines) if (found := _of_line(line))), None)
+    return next(filter(None, (_of_line(backend, line) for line in reversed(lines))), None)
 
 
-def _of_line(line: str) -> _Stage | None:
+def _of_line(backend: str, line: str) -> LoadSaid | None:
     if _DOTS.fullmatch(line.strip()):
-        return _Stage(READING, min(len(line.strip()) / 100, 1.0))
-    for pattern, stage in _FOUND:
-        bars = pattern.findall(line)
-        if bars:
+        return LoadSaid(backend, READING, min(len(line.strip()) / 100, 1.0))
+    for pattern, stage in _BARS:
+        if bars := pattern.findall(line):
             percent, left = bars[-1]
-            return _Stage(stage, int(percent) / 100, _seconds(left))
-    for pattern, stage in _TOLD:
-        told = pattern.search(line)
-        if told:
-            return _Stage(stage, float(told[1]) if pattern.groups else None)
+            return LoadSaid(backend, stage, int(percent) / 100, _seconds(left))
+    for pattern, stage in _WORDS:
+        if found := pattern.search(line):
+            return LoadSaid(backend, stage, float(found[1]) if pattern.groups else None)
     return None
 
 

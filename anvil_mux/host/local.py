@@ -1,4 +1,4 @@
-"""This machine behind the seam: runtime, standby levels, adoption, GPU monitor and reader of logs.
+"""This machine behind the seam: runtime, standby levels, adoption, GPU monitor, reader of logs, and its news.
 
 ``LocalHost`` is all that others need: a ``seam.Host`` and, for who is on the same machine, a little more.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -14,42 +15,43 @@ from pathlib import Path
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
-from anvil_mux.config.prompt_cache import Mounts
+from anvil_mux.config.service import Mounts
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu, meminfo, rights
 from anvil_mux.host.adopt import Adopter, Notes
-from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host.containers import ContainerRuntime
+from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.gpu import GpuMonitor
+from anvil_mux.host.levels import ReportPhase, Swapper
 from anvil_mux.host.load_logs import LoadLogs
-from anvil_mux.host.news import NewsBoard
-from anvil_mux.host.process import ProcessRuntime
-from anvil_mux.host.prompt_cache import PromptCache, files_of
-from anvil_mux.host.prompt_files import KeptPrompt
+from anvil_mux.host.processes import ProcessRuntime
+from anvil_mux.host.project import missing_images
+from anvil_mux.host.prompts import KeptPrompt, PromptCache
 from anvil_mux.host.read_ahead import ReadAhead
 from anvil_mux.host.reading import Gpus
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import (
     LOG_LINES,
     LOOPBACK,
+    AnyNews,
     Evicted,
     Found,
     GpusSeen,
     HostConfig,
-    HostGpu,
     HostNews,
     Inventory,
     Loaded,
+    LoadSaid,
     PhaseTook,
     PromptsKept,
     ServiceEnded,
     WeightsRead,
 )
-from anvil_mux.host.served import ServiceNote
 from anvil_mux.host.starter import Detached
-from anvil_mux.host.swap import Swapper
-from anvil_mux.host.ways import Told
 from anvil_mux.host.weights import weights_of
 from anvil_mux.state import state_folder
+
+MOST_NEWS = 1000
 
 
 def build_runtime(
@@ -64,25 +66,19 @@ def build_runtime(
     if config.runtime == "process":
         starter = Detached() if detached else None
         return ProcessRuntime(config, environ=environ, address=address, starter=starter)
-    from anvil_mux.host.containers import ContainerRuntime
-
     return ContainerRuntime(config, environ=environ, lock=lock, address=address)
 
 
 def inventory(address: str = LOOPBACK) -> Inventory:
     """Return what this machine has and can do, before any service of it is configured."""
-    return _described(gpu.listed(gpu.probe()), address)
-
-
-def _described(gpus: tuple[HostGpu, ...], address: str) -> Inventory:
-    return Inventory(gpus, _memory(), address)
+    return Inventory(gpu.listed(gpu.probe()), _memory(), address)
 
 
 class LocalHost:
     """This machine, see ``seam.Host``.
 
-    ``lock``: the project's, which commands that outlive us go on to hold. ``told`` learns what the phases of
-    steps took; None: they are news. ``address``: at which its engines are to be reached. ``environ``: the
+    ``lock``: the project's, which commands that outlive us go on to hold. ``report`` learns what the phases
+    of steps took; None: they are news. ``address``: at which its engines are to be reached. ``environ``: the
     variables of engines and commands; None: our own. ``detached``: engines that are processes outlive whoever
     ends the children of this one, see starter.py. ``described``: what the machine is said to have; then no
     GPU is read.
@@ -94,7 +90,7 @@ class LocalHost:
         self,
         config: HostConfig,
         lock: int | None = None,
-        told: Told | None = None,
+        report: ReportPhase | None = None,
         *,
         address: str = LOOPBACK,
         environ: Mapping[str, str] | None = None,
@@ -102,26 +98,24 @@ class LocalHost:
         described: Inventory | None = None,
     ) -> None:
         self._config = config
-        self._address = address
-        self._described = described
         self.runtime = runtime = build_runtime(
             config, lock, address=address, environ=environ, detached=detached
         )
         """The runtime, of use within this package alone."""
         found = gpu.probe() if described is None else Gpus()
-        self._gpus = gpu.listed(found)
+        self._inventory = described or Inventory(gpu.listed(found), _memory(), address)
         probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
         state = state_folder(config.project, os.environ if environ is None else environ)
-        self._state = state
-        self._served, self._notes = ServiceNote(state), Notes(state)
+        self._notes = Notes(state)
         self._board = NewsBoard()
+        self._prompts = PromptCache(kept=self._prompts_kept, state=state)
         self._swapper = Swapper(
             runtime,
             probe=probe,
-            told=told or self._took,
+            report=report or self._took,
             checkpointer=checkpointer,
-            note=self._notes.note,
-            prompts=PromptCache(kept=self._prompts_kept, state=state),
+            note=self._notes.note_level,
+            prompts=self._prompts,
             lacks=self._lacks,
         )
         self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
@@ -129,6 +123,7 @@ class LocalHost:
         self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
+        self._reads_gpus = bool(found.readings)
         self._is_to_monitor = False
         """Whether the GPU monitor begins once it is known what runs."""
         self._backends = {backend.name: backend for backend in config.backends}
@@ -140,13 +135,14 @@ class LocalHost:
 
     def start(self) -> None:
         """Start its threads, which run on the CPUs of this one; without them there is no news."""
-        self._is_to_monitor = bool(self._gpus)
+        self._is_to_monitor = self._reads_gpus
         self._watch.start()
         self._load_logs.worker.start()
-        self._tell_prompts(self._config)
+        for backend in self._config.backends:
+            self._prompts.tell(backend)
 
     def inventory(self) -> Inventory:
-        return self._described or _described(self._gpus, self._address)
+        return self._inventory
 
     def reconfigure(self, config: HostConfig) -> None:
         before = self._config
@@ -154,11 +150,12 @@ class LocalHost:
         added = [backend.name for backend in config.backends if backend.name not in known]
         _refuse_missing_images(config, [*changed, *added])
         self.runtime.reconfigure(config)
-        self._served.add(config.backends)
+        self._notes.add(config.backends)
         self._gpu_monitor.look_at(_used(config))
         self._backends = {**{backend.name: backend for backend in config.backends}, **self._backends}
         self._config = config
-        self._tell_prompts(config)
+        for backend in config.backends:
+            self._prompts.tell(backend)
 
     # What is there
 
@@ -172,8 +169,8 @@ class LocalHost:
         return list(self._urls)
 
     def orphans(self) -> list[Backend]:
-        found = self._served.orphans(self._config.backends)
-        self._served.add(self._config.backends)
+        found = self._notes.orphans(self._config.backends)
+        self._notes.add(self._config.backends)
         return found
 
     def adopt(self, backend: Backend) -> Found:
@@ -241,9 +238,9 @@ class LocalHost:
 
     def stop(self, backend: Backend) -> None:
         self._swapper.stop(backend)
-        self._notes.note(backend.name, "")
+        self._notes.note_level(backend.name, "")
         if all(backend.name != each.name for each in self._config.backends):
-            self._served.remove(backend)
+            self._notes.remove(backend)
 
     def kill_all(self) -> None:
         """Kill all engines at once, as the end of a machine does; for machines that are only simulated."""
@@ -271,12 +268,6 @@ class LocalHost:
     def _took(self, backend: Backend, phase: str, seconds: float) -> None:
         self._board.put(PhaseTook(backend.name, phase, seconds))
 
-    def _tell_prompts(self, config: HostConfig) -> None:
-        """Tell which prompts are on disk, of the backends that keep some."""
-        for backend in config.backends:
-            if files := files_of(backend, self._state):
-                self._prompts_kept(backend.name, files.prompts())
-
     def _prompts_kept(self, backend: str, prompts: Sequence[KeptPrompt]) -> None:
         tokens, size = sum(each.tokens for each in prompts), sum(each.size for each in prompts)
         self._board.put(PromptsKept(backend, len(prompts), tokens, size))
@@ -297,6 +288,57 @@ class LocalHost:
             self._board.put(ServiceEnded(name, why, tuple(lines), load))
 
 
+class NewsBoard:
+    """The news that any thread puts up, and one fetches.
+
+    Of the use of GPUs, of how far a load is and of prompts on disk only the last is kept. Beyond
+    ``MOST_NEWS`` the oldest are forgotten: then nobody fetches any, as where a host serves a single command.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Guarded by it:
+        self._kept: dict[object, HostNews] = {}  # in the order of their numbers
+        self._number = 0
+        self._closed = False
+
+    def put(self, what: AnyNews) -> None:
+        """Add news. Never blocks."""
+        with self._changed:
+            self._number += 1
+            subject = _subject(what) or self._number
+            self._kept.pop(subject, None)
+            self._kept[subject] = HostNews(self._number, what)
+            if len(self._kept) > MOST_NEWS:
+                del self._kept[next(iter(self._kept))]
+            self._changed.notify_all()
+
+    def read(self, after: int, timeout: float) -> list[HostNews]:
+        """See ``Host.news``; returns at once when it is closed."""
+        with self._changed:
+            self._kept = {key: each for key, each in self._kept.items() if each.number > after}
+            self._changed.wait_for(lambda: self._kept or self._closed, timeout)
+            return list(self._kept.values())
+
+    def close(self) -> None:
+        """End every wait for news."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def _subject(what: object) -> object:
+    """Return the subject of which only the last news counts; None where each counts."""
+    match what:
+        case GpusSeen():
+            return "gpus"
+        case LoadSaid(backend):
+            return "load", backend
+        case PromptsKept(backend):
+            return "prompts", backend
+    return None
+
+
 def _used(config: HostConfig) -> set[str]:
     """The GPUs that backends need."""
     return {id for backend in config.backends for id in backend.gpus}
@@ -313,8 +355,6 @@ def _memory() -> int | None:
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
     """Raise ConfigError if backends lack their images."""
     if config.runtime == "compose":
-        from anvil_mux.host.containers import missing_images
-
         missing: list[str] = []
         with suppress(MuxError):  # Docker is away: a load that needs an image reports it
             missing = missing_images([b for b in config.backends if b.name in names])

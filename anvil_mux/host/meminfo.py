@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from anvil_mux.state import text_of
+
 
 class _GroupFiles(NamedTuple):
     """The files of a control group, of one version, that tell of its memory."""
@@ -52,34 +54,27 @@ def cache_room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
     """Bytes that each control group around this process may still have, or could do without."""
     for folder, names, limit in _groups(proc, groups):
-        used = [int(text) for text in _lines(folder / names.used) if text.isdigit()]
+        used = [int(text) for text in text_of(folder / names.used).split() if text.isdigit()]
         if used:
             yield limit - used[0] + _amounts(folder / "memory.stat").get(names.unused, 0)
 
 
 def _groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _GroupFiles, int]]:
     """The control groups around this process that have a limit, in bytes."""
-    for line in _lines(proc / "self" / "cgroup"):
+    for line in text_of(proc / "self" / "cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         root, names = (groups / "memory", VERSION_1) if kinds else (groups, VERSION_2)
         place = PurePosixPath(path)
         for folder in (root / each.relative_to("/") for each in (place, *place.parents)):
-            limits = [int(text) for name in names.limits for text in _lines(folder / name) if text.isdigit()]
+            words = [word for name in names.limits for word in text_of(folder / name).split()]
+            limits = [int(word) for word in words if word.isdigit()]
             if limits:
                 yield folder, names, min(limits)
 
 
 def _amounts(file: Path) -> dict[str, int]:
     """Each name in a file of lines such as ``MemFree:  12 kB`` or ``file 12`` -> its number."""
-    words = [line.split() for line in _lines(file)]
+    words = [line.split() for line in text_of(file).splitlines()]
     return {each[0].rstrip(":"): int(each[1]) for each in words if len(each) > 1 and each[1].isdigit()}
-
-
-def _lines(file: Path) -> list[str]:
-    """The lines of a file; none where it cannot be read."""
-    try:
-        return file.read_text().splitlines()
-    except (OSError, ValueError):
-        return []

@@ -1,25 +1,144 @@
-"""The containers of one compose project, and which backend each of them is.
+"""A compose project: the commands that make its containers, which backend each of these is, and their ends.
 
-Each container of a scaled service is a backend of its own. Compose numbers them, and gives a new one the
-number after the last, so one whose number is beyond the scale stands in for one that somebody removed.
+Compose itself is needed once per service: ``compose create`` makes the container, or makes it anew when
+the service's description has changed. From then on the container is started and stopped over the engine's
+API (docker_api.py), which skips Compose's 0.3 s of reading the project. Nothing here pulls or builds an
+image: a request must not wait for 20 GB; the error says which command the user has to run. A killed
+anvil-mux leaves its command at work, so that holds the project's lock too, and the next start waits for
+it.
 
-What the engine reports is believed rather than what a request's answer says: ``end`` returns when
-``inspect`` no longer shows the container running.
+``Project`` knows which backend a container is. Each container of a scaled service is a backend of its
+own. Compose numbers them, and gives a new one the number after the last, so one whose number is beyond
+the scale stands in for one that somebody removed. What the engine reports is believed rather than what a
+request's answer says: ``end`` returns when ``inspect`` no longer shows the container running.
+
+``Project.watch`` reports each container that ends without our doing. A run of a container is known by its
+id and start moment, so that a container which a restart policy or a new dockerd has revived is told from
+the one we started: it has lost its requests and its place, and is stopped. The engine's events say that
+something ended, and an inspect says what is there now. While the engine is away there are none; what it
+took along is found by comparing when it is back.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+from anvil_mux import command
+from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
+from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host.container import ALIVE, Container
-from anvil_mux.host.docker import ContainerEngine
-from anvil_mux.host.endpoint import Unreachable
+from anvil_mux.host.container import ALIVE, Container, how_it_ended
+from anvil_mux.host.docker_api import (
+    ContainerEngine,
+    Endpoint,
+    Stream,
+    Unreachable,
+    find_endpoint,
+    read_death,
+)
 from anvil_mux.host.seam import HostConfig
+
+CREATE_TIMEOUT = 120.0
+ASK_TIMEOUT = 20.0
+COMPOSE = ("docker", "compose", "--ansi", "never")
+RELEASE = re.compile(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+"""Seconds between two attempts to follow the engine's events."""
+
+
+# Commands
+
+
+class Run(Protocol):
+    """Runs a command to its end."""
+
+    def __call__(self, argv: Sequence[str], timeout: float) -> Done: ...
+
+
+def create_command(config: HostConfig, service: str, recreate: str = "") -> list[str]:
+    """Make a service's container. ``recreate``: --force-recreate, --no-recreate; "": if it has changed."""
+    options = ["--no-build", "--pull", "never", *([recreate] if recreate else [])]
+    return [*_of_project(config), "create", *options, service]
+
+
+def images_command(config: HostConfig, service: str) -> list[str]:
+    """Lists the images of a service and of those that it depends on."""
+    return [*_of_project(config), "config", "--images", service]
+
+
+def hash_command(config: HostConfig, service: str) -> list[str]:
+    """Prints a service and the hash of its description, which its containers have in a label."""
+    return [*_of_project(config), "config", "--hash", service]
+
+
+def version_command() -> list[str]:
+    """Prints the release of Compose."""
+    return [*COMPOSE, "version", "--short"]
+
+
+def compose_release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release, without what a distribution adds; () where it has none."""
+    found = RELEASE.match(version)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _of_project(config: HostConfig) -> list[str]:
+    files = [word for file in config.files for word in ("-f", file)]
+    return [*COMPOSE, *files, "-p", config.project, "--profile", "*"]
+
+
+def environment_for(env: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
+    """The environment of commands, so that they speak to the same engine as we do."""
+    return {**env, **({"DOCKER_HOST": endpoint.address} if endpoint.found_by_us else {})}
+
+
+def run_command(
+    argv: Sequence[str], timeout: float, *, env: Mapping[str, str], lock: int | None = None
+) -> Done:
+    """Run a command to its end, see ``command.run``; BackendError if it does not come to that."""
+    try:
+        return command.run(argv, timeout, env=env, lock=lock)
+    except OSError as error:
+        why = f"{argv[0]} cannot be run ({error.strerror}): is it installed and on PATH?"
+    except subprocess.TimeoutExpired:
+        why = f"`{short(argv)}` did not end within {timeout:g} s; dockerd may be stuck"
+    raise BackendError(why)
+
+
+def short(argv: Sequence[str]) -> str:
+    """The command as an error names it: without the long lists of files and options."""
+    words = [word for word in argv if not word.startswith("-")]
+    return " ".join(words[:2]) + (f" {argv[-1]}" if len(argv) > 2 else "")
+
+
+# Containers
+
+
+@dataclass
+class KnownContainer:
+    """The facts about a backend's container that are known without asking the engine."""
+
+    id: str = ""
+    """The container that was created, or found fit, for it."""
+    run: tuple[str, str] | None = None
+    """The run whose end is to be reported."""
+    revived: str = ""
+    """How the run before ended, if Docker has begun another by itself since."""
+    digest: str | None = None
+    """The digest of the description by which it was started or found; "": its next start makes it anew."""
+    start_time: float = 0.0
+    """The Unix time at which we last had it started."""
+    unstarted: tuple[str, str] | None = None
+    """The run before a start that came to nothing."""
 
 
 class Project:
@@ -30,10 +149,14 @@ class Project:
         self._engine = engine
         self._served = {backend.name: backend for backend in config.backends}
         self._backends = self._served  # and those that are about to go; replaced as a whole
-        # Guards the fields below; held for single reads and writes only.
+        self.problem = ""
+        """Why services cannot be started or stopped now, as far as ``watch`` knows; "" if they can."""
+        self._closed = threading.Event()
+        # Guards the fields below, and the runs among what is known; held for single reads and writes only.
         self._lock = threading.Lock()
-        self._ids: dict[str, str] = {}  # backend -> the container that was created, or found fit, for it
+        self._known: dict[str, KnownContainer] = {}
         self._owners: dict[str, str] = {}  # container that ran -> its backend
+        self._events: Stream | None = None
 
     def reconfigure(self, config: HostConfig) -> None:
         with self._lock:
@@ -50,24 +173,41 @@ class Project:
             if backend.name not in self._served:
                 self._backends = {n: each for n, each in self._backends.items() if n != backend.name}
 
-    def id(self, backend: Backend) -> str | None:
-        """The container that it is known to have had, without asking the engine."""
+    def known(self, name: str) -> KnownContainer:
+        """The record of a backend, to be changed by whoever starts or stops it."""
         with self._lock:
-            return self._ids.get(backend.name)
+            return self._known.setdefault(name, KnownContainer())
 
-    def runs(self, name: str, container: Container, *, fit: bool) -> None:
-        """Note that the container runs as this backend; ``fit``: it is as the backend is described."""
+    def started(self, backend: Backend, container: Container) -> None:
+        """Answer for a run that we began, as the backend is described."""
+        known = self.known(backend.name)
+        known.id, known.revived, known.digest = container.id, "", backend.service.digest
+        self._answer_for(backend.name, container)
+
+    def found(self, backend: Backend, container: Container) -> None:
+        """Answer for a run that somebody else began."""
+        known = self.known(backend.name)
+        if known.digest is None:
+            known.digest = backend.service.digest
+        self._answer_for(backend.name, container)
+
+    def _answer_for(self, name: str, container: Container) -> None:
         with self._lock:
             self._owners[container.id] = name
-            if fit:
-                self._ids[name] = container.id
+            self._known[name].run = container.run
+
+    def release(self, backend: Backend) -> None:
+        """Answer for it no longer, since we end it ourselves."""
+        known = self.known(backend.name)
+        with self._lock:
+            known.run = None
 
     def owner(self, id: str) -> str | None:
         with self._lock:
             return self._owners.get(id)
 
     def find(self, backend: Backend) -> Container | None:
-        known = self.id(backend)
+        known = self.known(backend.name).id
         return (self._engine.inspect(known) if known else None) or self.look_up(backend)
 
     def look_up(self, backend: Backend) -> Container | None:
@@ -87,14 +227,14 @@ class Project:
 
     def await_stops(self, containers: Iterable[Container], timeout: float) -> bool:
         """Wait for containers that somebody is stopping now; return whether there were any."""
-        told = self._engine.told_to_end(self.config.project)
+        signalled = self._engine.signalled(self.config.project)
         deadline = time.monotonic() + timeout
         # Podman says itself that it is stopping one.
         ending = [
             each.id
             for each in containers
             if each.status == "stopping"
-            or (told.get(each.id, 0.0) > each.started and each.status != "restarting")
+            or (signalled.get(each.id, 0.0) > each.started and each.status != "restarting")
         ]
         for id in ending:
             with suppress(Unreachable):
@@ -142,3 +282,89 @@ class Project:
             if name := next(free, None):
                 places[name] = each
         return places
+
+    # Deaths
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        pause = FIRST_PAUSE
+        while not self._closed.is_set():
+            try:
+                since = time.time()
+                self._compare(died)
+                pause, self.problem = FIRST_PAUSE, ""
+                self._follow_events(since, died)
+            except MuxError as error:
+                self.problem = error.message
+            self._closed.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            if self._events:
+                self._events.interrupt()
+
+    def _compare(self, died: Callable[[str], None]) -> None:
+        """Report whatever ended while nobody followed the events."""
+        with self._lock:
+            before = {name: known.run for name, known in self._known.items() if known.run}
+        runs = {name: container.run for name, container in self.alive().items()}
+        for name, run in before.items():
+            if runs.get(name) != run:
+                self._judge(name, died)
+
+    def _follow_events(self, since: float, died: Callable[[str], None]) -> None:
+        with self._engine.deaths(self.config.project, since) as events:
+            try:
+                with self._lock:
+                    self._events = events
+                if not self._closed.is_set():
+                    for line in events:
+                        id, code = read_death(line)
+                        if owner := self.owner(id):
+                            self._judge(owner, died, code)
+            finally:
+                with self._lock:
+                    self._events = None
+
+    def _judge(self, name: str, died: Callable[[str], None], code: int | None = None) -> None:
+        """Report the backend unless the run that we answer for goes on; a revived one is stopped first.
+
+        ``code``: with which it ended, as the engine's event has it.
+        """
+        known, backend = self.known(name), self.backend(name)
+        run = known.run
+        if run is None or backend is None or self._closed.is_set():
+            return
+        container = self.find(backend)
+        if container is not None and container.status in ALIVE:
+            if container.run == run and container.status != "restarting":
+                return
+            self.end(container, backend.stop_timeout)
+            if code is not None:
+                ended = how_it_ended(replace(container, status="exited", exit_code=code))
+                known.revived = f"{ended}, and Docker had started it again"
+        with self._lock:
+            if known.run != run:
+                return
+            known.run = None
+        died(name)
+
+
+# Images
+
+
+def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each image that Docker does not have; BackendError if it does not answer."""
+    engine = ContainerEngine(find_endpoint(os.environ if env is None else env))
+    images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
+    return [
+        Diagnostic(
+            f"service {name}: image {image} is not present: docker pull {image}",
+            said=f"service {name}: image {image} is not present",
+            write=f"docker pull {image}",
+            key=("services", name, "image"),
+        )
+        for image, name in images.items()
+        if not engine.has_image(image)
+    ]

@@ -9,7 +9,9 @@ calls a filter of system calls refuses is not to be read anywhere, so it is name
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+import socket
+import struct
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +19,10 @@ from pathlib import Path
 from anvil_mux.config.config import Backend
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import MuxError
+from anvil_mux.host.docker_api import find_endpoint
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
+from anvil_mux.state import text_of
 
 ProcessOwner = tuple[int, int]
 """The ids of a user and a group: the kernel lets a process at another only if both are its own."""
@@ -28,6 +32,9 @@ DYNAMIC_USERS = range(61184, 65520)
 
 PAGE = "standby.md#what-a-checkpoint-needs"
 """The page of docs/ about these rights."""
+
+SOCKET_SECONDS = 5.0
+"""Seconds that a busy engine may take to accept a connection of which nothing is asked."""
 
 MAY_BE_FILTERED = (
     "a filter of system calls is on, which may keep ptrace from anvil-mux: `SystemCallFilter=` in its "
@@ -59,7 +66,8 @@ class Rights:
             group=int(status["Gid"].split()[1]),
             traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
             scope=int(scope.read_text()) if scope.exists() else 0,
-            sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
+            # It is there with every kernel, and in no other namespace.
+            sees_host=text_of(proc / "2/comm").strip() == "kthreadd",
             filtered=status.get("Seccomp", "0").strip() != "0",
         )
 
@@ -119,16 +127,14 @@ def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights
     """
     rights = rights or Rights.here()
     if contained:
-        from anvil_mux.host import containers
-
-        seen = containers.names_our_processes(os.environ)
+        seen = names_our_processes(os.environ)
         rights = rights if seen is None else replace(rights, sees_host=seen)
     users: set[ProcessOwner] = set()
     if rights.sees_host or not contained:  # else the ids mean other processes here, or none
         with suppress(MuxError):  # Docker is away, which others report
             users = owners(runtime.pids(backend))
     if not users and contained:
-        owner = containers.owner_of(backend, os.environ)
+        owner = owner_of(backend, os.environ)
         users = set() if owner is None else {owner}
     return rights.lacks(users, contained=contained)
 
@@ -150,8 +156,39 @@ def owners(pids: Iterable[int]) -> set[ProcessOwner]:
     return found
 
 
-def _text(file: Path) -> str:
+def owner_of(backend: Backend, env: Mapping[str, str]) -> ProcessOwner | None:
+    """The ids of the user and group that its processes will have on this host; None: they are not known yet.
+
+    Where neither the compose file nor, most likely, the image says another it is root: of a rootless engine
+    that is whoever runs the engine. A user by its id has root's group, unless the image has another for it.
+    """
+    user, _, group = backend.service.user.partition(":")
     try:
-        return file.read_text()
-    except OSError:
-        return ""
+        path = find_endpoint(env).path
+        seen = os.stat(path) if path else None
+    except (OSError, MuxError):
+        seen = None
+    rootless = seen is not None and seen.st_uid != 0
+    if user in ("", "root", "0"):
+        return (seen.st_uid, seen.st_gid) if seen and rootless else (0, 0)
+    if rootless or not user.isdecimal() or not (group or "0").isdecimal():
+        return None
+    return int(user), int(group or "0")
+
+
+def names_our_processes(env: Mapping[str, str]) -> bool | None:
+    """Whether the engine's process ids mean the same here; None: that is not known.
+
+    The kernel tells the process behind a socket by the id that it has here, and by 0 where it has none.
+    """
+    try:
+        path = find_endpoint(env).path
+        if not path:
+            return None
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(SOCKET_SECONDS)
+            asked.connect(path)
+            pid, _, _ = struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except (OSError, MuxError):
+        return None
+    return bool(pid)

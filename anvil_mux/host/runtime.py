@@ -1,4 +1,4 @@
-"""The place where services run, as the rest of host/ sees it; containers.py and process.py are the two."""
+"""The place where services run, as the rest of host/ sees it; containers.py and processes.py are the two."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.prompt_cache import Mounts
+from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.config.settings import gib
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.kinds import gib
+from anvil_mux.config.machines import Gpu
 
 LOOPBACK = "127.0.0.1"
 """The address of engines that only their own machine is to reach."""
@@ -94,7 +95,7 @@ class Loaded:
 
     url: str
     how: str
-    """The way that worked: the standby level it came back from, or ``stop`` for a cold start."""
+    """The level that worked: the standby level it came back from, or ``stop`` for a cold start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Evicted:
     """How a backend really left its GPUs."""
 
     how: str
-    """The way that worked: the one asked for, or ``stop`` where a harder one was needed."""
+    """The level that worked: the one asked for, or ``stop`` where a deeper one was needed."""
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it still holds there, as far as is known."""
     host_bytes: int = 0
@@ -304,7 +305,7 @@ class Host(Protocol):
         """
 
     def evict(self, backend: Backend, how: str) -> Evicted:
-        """Return when the GPUs are free; BackendError if they may not be. ``how``: the way to leave them."""
+        """Return when the GPUs are free; BackendError if they may not be. ``how``: the level to take."""
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
         """Move a backend from the standby level ``how`` to the deeper level ``to`` without waking."""

@@ -128,10 +128,9 @@ class Detached:
         return None
 
     def _ask(self, program: subprocess.Popen[bytes], question: Mapping[str, object]) -> dict[str, Any]:
-        try:
-            line = _exchange(program, json.dumps(question).encode() + b"\n")
-        except OSError:
-            line = b""
+        line = None
+        with suppress(OSError):
+            line = answer_to(program, json.dumps(question).encode() + b"\n", ANSWER_SECONDS)
         if not line:
             self._end()
             raise StarterLost("the program that starts processes has ended, or hangs")
@@ -179,13 +178,13 @@ def _begin() -> subprocess.Popen[bytes]:
     return program
 
 
-def _exchange(program: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """Return the program's answer; empty if there is none in time."""
+def answer_to(program: subprocess.Popen[bytes], question: bytes, limit: float) -> bytes | None:
+    """The line with which a program answers; None if none comes in time, empty if it has ended."""
     assert program.stdin
     assert program.stdout
     program.stdin.write(question)
     program.stdin.flush()
-    return program.stdout.readline() if _readable(program.stdout.fileno(), ANSWER_SECONDS) else b""
+    return program.stdout.readline() if _readable(program.stdout.fileno(), limit) else None
 
 
 def _ends(pid: int, patience: float) -> bool:

@@ -20,8 +20,7 @@ from typing import Any
 
 from anvil_mux import state
 from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.prompt_cache import HERE, Mounts, on_host
-from anvil_mux.config.service import flag_values
+from anvil_mux.config.service import HERE, Mounts, flag_values
 from anvil_mux.protocol import foreign
 
 MOST_FILES = 512
@@ -70,7 +69,7 @@ def missing(backend: Backend) -> list[str]:
     if any(flag in words for flag in DOWNLOADS):
         return []
     named = [*(word for word in words if word.endswith(WEIGHTS)), *_models(words)]
-    places = dict.fromkeys(on_host(service, word.rpartition("=")[2]) for word in named)
+    places = dict.fromkeys(service.on_host(word.rpartition("=")[2]) for word in named)
     return [place for place in places if place and not os.path.exists(place)]
 
 
@@ -109,7 +108,7 @@ class _Finder:
     def named(self) -> Iterator[Path]:
         """The files that a word of the command or the environment leads to."""
         for word in dict.fromkeys(self._words()):
-            place = on_host(self._service, word) if len(word) < 4096 else ""
+            place = self._service.on_host(word) if len(word) < 4096 else ""
             path = Path(place) if place else None
             if path and word.endswith(WEIGHTS):
                 yield from shards(path)
@@ -155,7 +154,7 @@ class _Finder:
         """The folders in which a store may be: where a variable says, in a mounted one, or at home."""
         for name, rest in variables:
             inside = self._environment.get(name)
-            if inside and (outside := on_host(self._service, inside)):
+            if inside and (outside := self._service.on_host(inside)):
                 yield Path(outside, rest)
         home = self._environment.get("HOME") or os.path.expanduser("~")
         for folder in [Path(home)] if self._is_process else self._mounted:

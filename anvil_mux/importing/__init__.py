@@ -1,9 +1,10 @@
-"""The configuration of other programs -> a compose file for anvil-mux: llama-swap's file, Ollama's store.
+"""The configuration of other programs -> a compose file: llama-swap's, llama.cpp's presets, Ollama's store.
 
 ``Written`` is that compose file: its settings, its services, and notes on what they do not say. Each note is
 a comment in the file, above the service that it is about, and a message on standard error; whatever has no
-counterpart is a note, and nothing is left out without one. ``llama_swap.translate`` and
-``ollama_store.translate`` give one; ``suggested.Suggestion`` has one that is laid over an existing file.
+counterpart is a note, and nothing is left out without one. The function ``translate`` of ``llama_swap``,
+``llamacpp_presets`` and ``ollama_store`` gives one; ``suggested.Suggestion`` has one that is laid over an
+existing file.
 """
 
 from __future__ import annotations

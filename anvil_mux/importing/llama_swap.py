@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.interpolate import Document
-from anvil_mux.config.presets import UNTOUCHED
+from anvil_mux.config.values import UNTOUCHED
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing import Note, Written, swap_models
 from anvil_mux.importing.swap_models import (

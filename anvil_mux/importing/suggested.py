@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from anvil_mux.clock import count_in
-from anvil_mux.config import interpolate, service
+from anvil_mux.config import devices, interpolate, service
+from anvil_mux.config.compose import laid_over
 from anvil_mux.config.interpolate import Document
-from anvil_mux.config.overlay import laid_over
+from anvil_mux.config.machines import ALL
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing import Note, Written
 from anvil_mux.importing.docker_run import ServiceKeys
@@ -250,7 +251,7 @@ class Suggestion:
         port = self._settle_port(engine)
         self.written.services[engine.name] = {"x-anvil": engine.said}
         self._note_engine(engine, names)
-        gpus = _shown(engine, service.ALL if self._takes_all(engine) else "none")
+        gpus = _shown(engine, ALL if self._takes_all(engine) else "none")
         self._row(engine.name, role.engine, model=engine.model, port=str(port), gpus=gpus, why=role.why)
 
     def _takes_all(self, engine: _EngineFound) -> bool:
@@ -258,7 +259,7 @@ class Suggestion:
         top = self._rest.get("x-anvil")
         top = top if isinstance(top, dict) else {}
         has_gpus = bool(self._gpus_here or top.get("gpus"))
-        return top.get("runtime") == "process" and has_gpus and not service.hides_gpus(engine.variables)
+        return top.get("runtime") == "process" and has_gpus and not devices.hides_gpus(engine.variables)
 
     def _settle_port(self, engine: _EngineFound) -> int:
         """The port on which the engine listens; it is written where check would not find it."""
@@ -334,15 +335,15 @@ class Suggestion:
         """Name the GPUs at the top where check would ask which there are."""
         used = [engine.gpus for engine in self._engines.values()]
         for engine in self._engines.values():
-            if engine.gpus is None and service.is_nvidia(engine.described):
-                engine.said["gpus"] = service.ALL
-                used.append(service.ALL)
+            if engine.gpus is None and devices.is_nvidia(engine.described):
+                engine.said["gpus"] = ALL
+                used.append(ALL)
                 self._note(
                     "gpus",
                     "`runtime: nvidia` gives it all GPUs; name one, so that models can use the others",
                     engine.name,
                 )
-        if self._gpus_here or service.ALL not in used:
+        if self._gpus_here or ALL not in used:
             return
         ids = {id for each in used if isinstance(each, tuple) for id in each if id}
         self.written.settings["gpus"] = sorted({"0", *ids}, key=lambda id: (len(id), id))
@@ -501,7 +502,7 @@ def _published(described: ServiceKeys) -> list[service.Port]:
 
 def _gpus(engine: _EngineFound) -> str | tuple[str, ...] | None:
     try:
-        return service.gpus(engine.described, engine.variables)
+        return devices.gpus(engine.described, engine.variables)
     except ValueError:
         return NOT_KNOWN
 
@@ -517,14 +518,14 @@ def _share(one: str | tuple[str, ...] | None, other: str | tuple[str, ...] | Non
     """Whether two engines have a GPU in common, so that one of them is loaded at a time."""
     if not one or not other:
         return False
-    return service.ALL in (one, other) or bool(set(one) & set(other))
+    return ALL in (one, other) or bool(set(one) & set(other))
 
 
 def _shown(engine: _EngineFound, unsaid: str) -> str:
     """The GPUs of an engine; ``unsaid``: those that it has where nothing says which."""
     if engine.gpus is not None:
         return engine.gpus if isinstance(engine.gpus, str) else ",".join(id or "?" for id in engine.gpus)
-    if service.is_nvidia(engine.described):
-        return service.ALL
-    given = service.others_gpus(engine.described, engine.variables)
+    if devices.is_nvidia(engine.described):
+        return ALL
+    given = devices.others_gpus(engine.described, engine.variables)
     return f"{'/'.join(given.vendors)}: {', '.join(given.ids) or 'all'}" if given else unsaid

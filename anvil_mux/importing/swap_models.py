@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anvil_mux.config import settings
-from anvil_mux.config.presets import UNTOUCHED
+from anvil_mux.config.kinds import show
 from anvil_mux.config.service import engine as service_engine
+from anvil_mux.config.values import UNTOUCHED
 from anvil_mux.importing import docker_run
 from anvil_mux.importing.docker_run import ContainerRun
 
@@ -285,7 +285,7 @@ def _stop(model: SwapModel, value: Any) -> None:
         return  # what is told to end does so itself, and takes its container with it
     model.note(
         "cmdStop",
-        f"is left out: the engine gets SIGTERM, and SIGKILL later; it was {settings.show(plain(value))}.",
+        f"is left out: the engine gets SIGTERM, and SIGKILL later; it was {show(plain(value))}.",
     )
 
 

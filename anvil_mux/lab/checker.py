@@ -14,14 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 from anvil_mux.config.config import EITHER, STAGES, Config
-from anvil_mux.scheduler.causes import BY_HAND, FOUND, PRELOADS
-from anvil_mux.scheduler.events import TRANSITIONS, Event
+from anvil_mux.scheduler.events import BY_HAND, FOUND, PRELOADS, Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.model import model_settings
 from anvil_mux.scheduler.overdue import bound_seconds, in_round
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.slot import HOLDING, Slot
+from anvil_mux.scheduler.slot import HOLDING, TRANSITIONS, Slot
 from anvil_mux.telemetry.situation import BackendRecord, Situation
 
 ROUNDING = 1e-6
@@ -302,9 +301,8 @@ class _Checker:
 
     def _drain_timeout(self, event: Event) -> float:
         """How long a backend may drain: its own time, unless people ask for that."""
-        own = self._slots[event.backend].backend.drain_timeout
         by_hand = event.cause is not None and event.cause.kind in BY_HAND
-        return self._config.drain_timeout if own is None or by_hand else own
+        return self._config.drain_timeout if by_hand else self._slots[event.backend].backend.drain_timeout
 
     def _is_pinned(self, event: Event) -> bool:
         return self._then.pins.get(event.model, self._slots[event.backend].pinned)

@@ -26,8 +26,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from anvil_mux.config.config import DEFAULT_ROUTING
 from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import DEFAULT_ROUTING
 from anvil_mux.lab import prompts
 from anvil_mux.lab.engines import SimulatedEngine, measured, read_settings
 from anvil_mux.lab.figures import quantile

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from anvil_mux.config.config import Config
 from anvil_mux.config.profile import CHUNK, Profile
 from anvil_mux.errors import MuxError
-from anvil_mux.host.engine import at_once
+from anvil_mux.host.engines import at_once
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.steps import Cancel, Load, Step
 

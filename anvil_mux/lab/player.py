@@ -191,12 +191,17 @@ class PlayedServer:
         if not isinstance(listed, list):
             raise NotRunning(f"{self.url} answers {status} to GET /v1/models{_words(answer)}")
         known = [str(each.get("id")) for each in listed if isinstance(each, dict)]
-        for model in models:
-            if model not in known and self._get(f"/v1/models/{quote(model, safe='')}")[0] != 200:
-                raise BadScript(
-                    f"{self.url} does not serve {model}, but {', '.join(known) or 'nothing'}; "
-                    f"--model {model}=NAME says what it is called there"
-                )
+        missing = [each for each in models if each not in known and not self._serves(each)]
+        if missing:
+            options = " ".join(f"--model {model}=NAME" for model in missing)
+            raise BadScript(
+                f"{self.url} does not serve {', '.join(missing)}, but {', '.join(known) or 'nothing'}; "
+                f"say with {options} what is to be asked there"
+            )
+
+    def _serves(self, model: str) -> bool:
+        """Whether a model is served that stands in no list."""
+        return self._get(f"/v1/models/{quote(model, safe='')}")[0] == 200
 
     def _get(self, path: str) -> tuple[int, Any]:
         connection = self._kind(*self._address, timeout=CONNECT_SECONDS)

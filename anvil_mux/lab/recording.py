@@ -21,8 +21,7 @@ from anvil_mux.lab.figures import figures
 from anvil_mux.lab.simulate import Arrival
 from anvil_mux.lab.study import SAME_NAMES, Case, StudyRun, case_of
 from anvil_mux.lab.workload import ModelNames, Workload
-from anvil_mux.scheduler.causes import ADOPTED
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import ADOPTED, Event
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, config_of, whole
 from anvil_mux.telemetry.situation import Situation

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
+from anvil_mux.config.kinds import span
 from anvil_mux.lab import comparison, script
 from anvil_mux.lab.engines import TOKENS_PER_SECOND, Batching, EnginePace
 from anvil_mux.lab.figures import figures
@@ -111,6 +112,7 @@ class Replay:
 
     def _take_turns(self, made: Workload | Trace, models: Sequence[str], resident: Sequence[str]) -> None:
         began = time.time()
+        self._say(self._announcement(made, models))
         usual = self._usual(made)
         paces = [self._warm_up(each, models, resident, usual) for each in self._servers]
         played = self._script(made, paces[0])
@@ -122,6 +124,22 @@ class Replay:
                 self._run(server, played, fast, repeat, began)
                 if self.was_interrupted:
                     return
+
+    def _announcement(self, made: Workload | Trace, models: Sequence[str]) -> str:
+        """A sentence that says what is about to be sent."""
+        how = self._settings
+        of = f"{' and '.join(each.server.name for each in self._servers)}, {', '.join(models)}"
+        if isinstance(made, Trace):
+            count = len(made.alone) + sum(map(len, made.sessions))
+            some = f"prompts of {how.sessions} sessions" if how.sessions else f"{count} prompts at most"
+            what = f"{made.name}: {some} within {span(made.seconds / how.speed)}"
+        else:
+            first = max([each.at for each in made.requests], default=0.0) / how.speed
+            what = f"{made.name}: {len(made.requests)} requests in {span(first)}"
+            what += ", and more by clients that ask again when they are answered" if made.follow else ""
+        most = f", at most {how.limit} in all" if how.limit else ""
+        times = f", {how.repeat} times" if how.repeat > 1 else ""
+        return f"{what}{most}{times}, to {of}; before that each model is loaded and measured"
 
     def _models(self, made: Workload | Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The models that are asked for, and those to be loaded at the beginning."""

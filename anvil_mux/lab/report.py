@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from anvil_mux.config.config import DEFAULT_ROUTING
+from anvil_mux.config.values import DEFAULT_ROUTING
 from anvil_mux.lab.figures import Figures, fairness, quantile
 from anvil_mux.protocol.completions import finite
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, Protocol
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
 from anvil_mux.lab.engines import ALONE, Batch, Batching, Engines, NextEnd, Outcome, Perform
-from anvil_mux.scheduler.costs import Cost, Costs
+from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
@@ -173,7 +172,7 @@ class _Simulation:
         if no_room_to_wait(wanted, self._waiting, most) and not wanted.takes():
             self._follow_up(now, request)  # overloaded
             return
-        ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)
+        ticket = Ticket(next(self._ids), model, now, takes_lease=request.leases, sender=request.sender)
         ticket.wake = request
         self._open += 1
         effects = self._scheduler.requested(ticket, now)
@@ -215,7 +214,7 @@ class _Simulation:
 
     def _go_on(self, ticket: Ticket, now: float) -> None:
         """A ticket ended waiting: its request is served, or over."""
-        if ticket.backend and ticket.leases:
+        if ticket.backend and ticket.takes_lease:
             name = ticket.backend
             if name not in self._batches:
                 self._batches[name] = Batch(self._batching.get(name, ALONE))
@@ -307,11 +306,11 @@ class _Simulation:
 
     def _report(self, step: Load | Evict | Demote, outcome: Outcome, now: float) -> Effects:
         error = outcome.error
-        how = outcome.how or (step.to if isinstance(step, Demote) else step.how)
+        how = outcome.how or (step.to if isinstance(step, Demote) else step.level)
         if error is None and isinstance(step, Load):
             return self._scheduler.loaded(step, now, how)
         if error is None:
-            left = {"residual": outcome.residual, "how": how, "host_bytes": outcome.host_bytes}
+            left = {"residual": outcome.residual, "level": how, "host_bytes": outcome.host_bytes}
             return self._scheduler.evicted(step, now, **left)
         if isinstance(error, Cancelled):
             return self._scheduler.load_cancelled(step, now)

@@ -29,7 +29,7 @@ from itertools import chain
 from statistics import median, quantiles
 from typing import NamedTuple, TextIO
 
-from anvil_mux.config import service
+from anvil_mux.config.abilities import cannot_evict_to
 from anvil_mux.config.config import WAYS, Backend, Judge
 from anvil_mux.errors import BackendError
 from anvil_mux.host import check
@@ -385,7 +385,7 @@ def why_not(backend: Backend, way: str, judge: Judge | None = None) -> str:
     described: dict[str, object] = {"command": [*backend.service.command]}
     if backend.service.gpus_by:
         described["gpus"] = "all"
-    return service.cannot_evict_to(described, dict(backend.service.environment), backend.engine, way)
+    return cannot_evict_to(described, dict(backend.service.environment), backend.engine, way)
 
 
 def _levels_of(backend: Backend) -> list[str]:

@@ -36,6 +36,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.kinds import AUTO
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host import byhand
 from anvil_mux.host.local import LocalHost
@@ -51,7 +52,7 @@ from anvil_mux.lab.swap_figures import (
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.connections import Address
-from anvil_mux.proxy.relay import Exchange, Relay
+from anvil_mux.proxy.exchange import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.placement import Placement
@@ -190,7 +191,7 @@ def _plain(backend: Backend, way: str) -> Backend:
         priority=0,
         ttl=None,
         min_residency=0.0,
-        max_wait=None,
+        max_wait=AUTO,
         max_queue=None,
         evict_to=(way,),
         demote_after=None,
@@ -370,7 +371,7 @@ class _Ring:
                 since = time.monotonic()
                 with Exchange(relay, lease, near) as exchange:
                     response = exchange.ask("POST", head, body)
-                    exchange.content(response, MOST_BYTES)
+                    exchange.content(MOST_BYTES)
                 if response.status >= 300:
                     raise BackendError(f"{after.name} answers {response.status} in a burst")
                 return since, time.monotonic()

@@ -19,6 +19,7 @@ from typing import Any
 from anvil_mux.errors import MuxError
 from anvil_mux.lab.engines import SwapTimes
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.slot import STATES
 from anvil_mux.serve import remote
 from anvil_mux.telemetry.situation import BackendRecord, Situation
 
@@ -26,7 +27,6 @@ CLIENT_LEFT = 499
 SEEN_SECONDS = 5.0
 """How long the end of a run waits to be told of its last requests."""
 _SWAPPING = frozenset(("draining", "evicting", "loading", "cancelling"))
-_MOVES = _SWAPPING | {"ready", "stopped", "standby", "demoting", "stuck"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class EventWatch:
         if kind == "snapshot" and "models" in data:
             self._snapshot = {**data, "ahead": float(data.get("now", time.time())) - time.time()}
         elif kind == "event":
-            self._events += [data] if data["kind"] in _MOVES else []
+            self._events += [data] if data["kind"] in STATES else []
         elif kind == "requests":
             self._requests |= {each["id"]: each for each in data["requests"]}
         elif kind == "lost":

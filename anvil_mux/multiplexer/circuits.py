@@ -59,7 +59,7 @@ class Circuit:
         return self.state != "closed" and (self.on_trial or self.pause_left(now) > 0)
 
 
-class Attempt:
+class Permit:
     """One request to an external server. The first report of how it ended counts."""
 
     __slots__ = ("_circuits", "_is_over", "_name", "is_trial")
@@ -121,15 +121,15 @@ class Circuits:
         """Raise CircuitOpen if a request would be refused now."""
         self._check(name, self.of(name))
 
-    def begin(self, name: str) -> Attempt:
+    def begin(self, name: str) -> Permit:
         """Let a request through, or raise CircuitOpen. Whoever began reports how it ended."""
         with self._lock:
             circuit = self.of(name)
             self._check(name, circuit)
             if circuit.state == "closed":
-                return Attempt(self, name, is_trial=False)
+                return Permit(self, name, is_trial=False)
             self._circuits[name] = replace(circuit, state="half_open", on_trial=True)
-        return Attempt(self, name, is_trial=True)
+        return Permit(self, name, is_trial=True)
 
     def _check(self, name: str, circuit: Circuit) -> None:
         now = self._now()
@@ -153,7 +153,7 @@ class Circuits:
     def failed(
         self, name: str, why: str, *, pause: float | None = None, trial: bool = False, away: bool = False
     ) -> None:
-        """A request failed; see ``Attempt``."""
+        """A request failed; see ``Permit``."""
 
         def changed(circuit: Circuit, now: float) -> Circuit:
             failures = circuit.failures + 1

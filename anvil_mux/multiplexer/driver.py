@@ -30,17 +30,31 @@ from anvil_mux.config.keys import Key
 from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
-from anvil_mux.multiplexer.lease import EngineRun, Granted
-from anvil_mux.scheduler.costs import Cost, Costs
+from anvil_mux.scheduler.costs import Cost, Costs, Footprint, Footprints
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.footprint import Footprint, Footprints
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
+from anvil_mux.scheduler.waits import LogProgress
 
 log = logging.getLogger(__name__)
+
+
+class EngineRun:
+    """One run of an engine, since it was ready. Compared by identity: the next at its address is another."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+
+
+class Granted(NamedTuple):
+    """The object of a lease, as it was when it was granted."""
+
+    backend: Backend
+    run: EngineRun
 
 
 class Job(NamedTuple):
@@ -242,17 +256,17 @@ class SchedulerDriver:
             match step:
                 case Load():
                     self._load(step, backend)
-                case Evict(_, how):
-                    self._evict(step, partial(self._host.evict, backend, how))
-                case Demote(_, how, to):
-                    self._evict(step, partial(self._host.demote, backend, how, to))
+                case Evict(_, level):
+                    self._evict(step, partial(self._host.evict, backend, level))
+                case Demote(_, level, to):
+                    self._evict(step, partial(self._host.demote, backend, level, to))
         except Exception as error:  # in the scheduler, or in what it was told; without an end it is wedged
             log.exception("the end of a step on %s could not be reported", step.backend)
             self.tell(self.scheduler.report_failed, step, why=_text(error))
 
     def _load(self, step: Load, backend: Backend) -> None:
         try:
-            loaded = self._host.load(backend, step.how, step.number)
+            loaded = self._host.load(backend, step.level, step.number)
             address = address_of(loaded.url)
         except Cancelled:
             self.tell(self.scheduler.load_cancelled, step)
@@ -261,10 +275,10 @@ class SchedulerDriver:
         except Exception as error:
             self.tell(self.scheduler.evict_failed, step, why=_text(error))
         else:
-            self.tell(self._loaded, step, address, how=loaded.how)
+            self.tell(self._loaded, step, address, level=loaded.how)
 
-    def _loaded(self, step: Load, address: tuple[str, int], now: float, how: str) -> Effects:
-        effects = self.scheduler.loaded(step, now, how)
+    def _loaded(self, step: Load, address: tuple[str, int], now: float, level: str) -> Effects:
+        effects = self.scheduler.loaded(step, now, level)
         if effects is not NOTHING:
             self.runs[step.backend] = EngineRun(address)
             self.loads[step.backend] = step.number
@@ -280,7 +294,7 @@ class SchedulerDriver:
             self.scheduler.evicted,
             step,
             residual=evicted.residual,
-            how=evicted.how,
+            level=evicted.how,
             host_bytes=evicted.host_bytes,
             freed=evicted.freed,
             died=evicted.died,

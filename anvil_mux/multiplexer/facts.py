@@ -1,7 +1,9 @@
-"""The facts that engines, hosts and people tell, which the scheduler takes under the multiplexer's lock.
+"""The facts of engines, hosts and people that are more than a fact of the scheduler, and doubts of engines.
 
-They may be late: nothing has happened to a backend that was loaded anew since. Any thread. A request that got
-no whole answer raises a doubt of its engine, which ends with a fact (``Doubts``).
+What is one of the scheduler's own facts, as that a host cannot be steered, its caller gives to
+``SchedulerDriver.tell``. These here may be late: nothing has happened to a backend that was loaded anew
+since. Any thread. A request that got no whole answer raises a doubt of its engine, which ends with a fact
+(``Doubts``).
 """
 
 from __future__ import annotations
@@ -11,16 +13,14 @@ from functools import partial
 
 from anvil_mux.clock import Latch
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.errors import UnknownModel
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
-from anvil_mux.multiplexer.driver import SchedulerDriver, address_of
-from anvil_mux.multiplexer.lease import EngineRun, Lease
-from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import Event
+from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, address_of
+from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.routing.in_flight import Report
+from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.steps import NOTHING, Crash, Effects, FoundBackend, Ticket
+from anvil_mux.scheduler.steps import NOTHING, RUNS, Crash, Effects, FoundBackend
 
 KNOWN_SECONDS = 2.0
 """Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""
@@ -37,7 +37,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 
 
 class Facts:
-    """The facts that come from outside, requests and steps apart.
+    """The facts that come from outside, requests and steps apart, and that concern the driver as well.
 
     ``has_heard(address, since)``: whether an engine has sent anybody a part of an answer since that moment.
     """
@@ -52,10 +52,6 @@ class Facts:
         self.doubts = Doubts(driver, host, self)
 
     # From engines
-
-    def unreachable(self, lease: Lease) -> Crash | None:
-        """A request got no whole answer: how its backend ended under it, if it has."""
-        return self.doubts.raised_by(lease.ticket, lease.backend)
 
     def died(
         self,
@@ -101,49 +97,24 @@ class Facts:
             run = self._driver.runs.get(backend)
         return answered > since or (run is not None and self._has_heard(run.address, since))
 
-    def observed(self, backend: str, load: EngineLoad | None) -> None:
-        """The engine of a replica said this of itself; None: it answered, and has no figures."""
-        self._tell(self._scheduler.observed, backend, load)
-
-    def silent(self, backend: str) -> None:
-        """The engine of a replica does not answer."""
-        self._tell(self._scheduler.silent, backend)
-
     # From hosts
-
-    def memory_seen(self, held: Mapping[str, int], host: str = "") -> None:
-        """Other processes hold so many bytes of these GPUs of a host."""
-        self._tell(self._scheduler.memory_seen, held, host=host)
 
     def host_lost(self, host: str) -> None:
         """Take a host as lost: its leases are cut, and nothing is begun there until it is back."""
         self._tell(self._scheduler.host_lost, host)
         self.doubts.settle_lost()
 
-    def host_away(self, host: str, away: bool) -> None:
-        """Begin nothing on a host for now, since its agent does not answer; not ``away``: it does again."""
-        self._tell(self._scheduler.host_away, host, away=away)
-
     def host_back(
         self, host: str, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
     ) -> None:
         """A lost host is heard of again: these backends run there (name -> URL), or are in standby."""
-        found = {name: FoundBackend() for name in running}
-        found |= {n: FoundBackend(e.how, e.residual, e.host_bytes) for n, e in (standby or {}).items()}
+        found = dict.fromkeys(running, RUNS) | {name: _found(left) for name, left in (standby or {}).items()}
 
         def fact(now: float) -> Effects:
             self._driver.runs |= {name: EngineRun(address_of(url)) for name, url in running.items()}
             return self._scheduler.host_back(host, now, found)
 
         self._apply(fact)
-
-    def host_gone(self, host: str) -> None:
-        """Nothing runs any more on a lost host."""
-        self._tell(self._scheduler.host_gone, host)
-
-    def host_drained(self, host: str, drained: bool) -> None:
-        """Have all go that is on a host, and load nothing there; or do so no longer."""
-        self._tell(self._scheduler.host_drained, host, drained=drained)
 
     def paused(self, seconds: float | None) -> None:
         """Have all go that is loaded, and load nothing, for so long (None: until ``resumed`` is said)."""
@@ -165,20 +136,20 @@ class Facts:
 
     def adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None) -> list[str]:
         """Takes over backends that run already (name -> URL), or are in standby; returns what cannot stay."""
-        refused = [name for name, url in running.items() if not self._adopt(name, address_of(url))]
-        return refused + [name for name, left in (standby or {}).items() if not self._adopt(name, None, left)]
+        refused = [name for name, url in running.items() if not self._adopt(name, RUNS, url)]
+        return refused + [
+            name for name, left in (standby or {}).items() if not self._adopt(name, _found(left))
+        ]
 
-    def _adopt(self, name: str, address: tuple[str, int] | None, left: Evicted | None = None) -> bool:
+    def _adopt(self, name: str, found: FoundBackend, url: str = "") -> bool:
         def fact(now: float) -> Effects:
             slot = self._scheduler.layout.slot(name)
             if slot is None or slot.state != "stopped":
                 return Effects()
             self._driver.loads.pop(name, None)
-            if address:
-                self._driver.runs[name] = EngineRun(address)
-                return self._scheduler.adopted(name, now)
-            assert left is not None
-            return self._scheduler.adopted_standby(name, now, left.how, left.residual, left.host_bytes)
+            if url:
+                self._driver.runs[name] = EngineRun(address_of(url))
+            return self._scheduler.adopted(name, now, found)
 
         return self._apply(fact) is not NOTHING
 
@@ -207,31 +178,16 @@ class Facts:
         unless somebody asks for it before; True: that is now. Whoever has just read the last byte of an
         answer holds its lease for a moment longer.
         """
+        return self._tell(self._scheduler.unload_asked, model, when_idle=when_idle) is not NOTHING
 
-        def fact(now: float) -> Effects:
-            self._must_be_served(model)
-            return self._scheduler.unload_asked(model, now, when_idle=when_idle)
-
-        return self._apply(fact) is not NOTHING
-
-    def pin(self, model: str, pinned: bool) -> None:
-        """Whether ``model``, once it is resident, is kept from being evicted for others."""
-
-        def fact(now: float) -> Effects:
-            self._must_be_served(model)
-            return self._scheduler.pinned(model, now, pinned)
-
-        self._apply(fact)
-
-    def _must_be_served(self, model: str) -> None:
-        """UnknownModel if it was served until a moment ago. Under the lock."""
-        if model not in self._scheduler.layout.models:
-            raise UnknownModel(model, self._driver.served)
-
-    def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
+    def hear(self, reports: Mapping[str, Sequence[Report]]) -> None:
         """Take the reports of all other anvil-mux on the replicas that are shared with them."""
         for model in self._driver.served:
-            self._tell(self._scheduler.heard, model, told)
+            self._tell(self._scheduler.heard, model, reports)
+
+
+def _found(left: Evicted) -> FoundBackend:
+    return FoundBackend(left.how, left.residual, left.host_bytes)
 
 
 class _Doubt:
@@ -267,11 +223,12 @@ class Doubts:
         self._open: dict[str, _Doubt] = {}  # by backend
         self._closed = False
 
-    def raised_by(self, ticket: Ticket, backend: Backend) -> Crash | None:
+    def raised_by(self, lease: Lease) -> Crash | None:
         """A request got no whole answer: how its backend ended under it, if that becomes known in time.
 
         Nothing is doubted if the lease is over: then it speaks of a backend that was replaced since.
         """
+        ticket, backend = lease.ticket, lease.backend
         with self._lock:
             slot = self._slot(backend.name)
             if slot is None or ticket not in slot.holders:

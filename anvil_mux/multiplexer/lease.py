@@ -1,51 +1,27 @@
-"""One request's hold on a resident backend, and the run of an engine that it is held on."""
+"""One request's hold on a resident backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Cancelled, MuxError, Severed
-from anvil_mux.multiplexer.circuits import Attempt
-from anvil_mux.scheduler.causes import Cause, Severance
-from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket, TokenUsage
-
-
-class EngineRun:
-    """One run of an engine, since it was ready. Compared by identity: the next at its address is another."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.address = address
-
-
-class Granted(NamedTuple):
-    """The object of a lease, as it was when it was granted."""
-
-    backend: Backend
-    run: EngineRun
-
-
-class Lessor(Protocol):
-    """The one that a lease reports to, from any thread."""
-
-    def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None: ...
-    def first_byte(self, ticket: Ticket) -> bool: ...
-    def keep_alive(self, ticket: Ticket, seconds: float) -> None: ...
+from anvil_mux.multiplexer.circuits import Permit
+from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver
+from anvil_mux.scheduler.events import Cause, Severance
+from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, Crash, Ticket, TokenUsage
 
 
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
     __slots__ = (
+        "_driver",
         "_is_over",
-        "_lessor",
         "address",
-        "attempt",
         "backend",
         "is_routed",
+        "permit",
         "prefill",
         "run",
         "ticket",
@@ -53,9 +29,9 @@ class Lease:
         "why",
     )
 
-    def __init__(self, lessor: Lessor, ticket: Ticket) -> None:
+    def __init__(self, driver: SchedulerDriver, ticket: Ticket) -> None:
         """``ticket``: it was granted."""
-        self._lessor = lessor
+        self._driver = driver
         self.ticket = ticket
         self.backend: Backend = ticket.granted.backend
         self.run: EngineRun = ticket.granted.run
@@ -69,7 +45,7 @@ class Lease:
         self._is_over = False
         self.waited = 0.0
         """Seconds in the queue."""
-        self.attempt: Attempt | None = None
+        self.permit: Permit | None = None
         """The report of how an external server did; None: the backend is an engine of ours."""
         self.prefill: Lease | None = None
         """The lease of the first stage, where the request is served in two; it may be left before this one.
@@ -91,9 +67,14 @@ class Lease:
         self._is_over = True
         if self.prefill:
             self.prefill.release()
-        if self.attempt:
-            self.attempt.succeeded() if whole else self.attempt.left()
-        self._lessor.released(self.ticket, usage, whole=whole)
+        if self.permit:
+            self.permit.succeeded() if whole else self.permit.left()
+        driver = self._driver
+        with driver.lock:
+            effects = driver.scheduler.released(self.ticket, driver.clock.now(), usage, whole=whole)
+            jobs = driver.noted(effects)
+        if effects is not NOTHING:
+            driver.carry_out(effects, jobs)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self.ticket.cut = None
 
@@ -102,7 +83,7 @@ class Lease:
 
         It goes for another model all the same.
         """
-        self._lessor.keep_alive(self.ticket, seconds)
+        self._driver.tell(self._driver.scheduler.keep_alive_asked, self.ticket, seconds)
 
     @property
     def foreseen(self) -> float | None:
@@ -121,7 +102,8 @@ class Lease:
 
         Called once, by any thread, before a byte is shown to the client; of use where ``is_routed``.
         """
-        return self._lessor.first_byte(self.ticket)
+        with self._driver.lock:
+            return self._driver.scheduler.first_byte(self.ticket, self._driver.clock.now())
 
     @property
     def severed(self) -> bool:

@@ -2,7 +2,8 @@
 
 ``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock a request enters
 the queue of its model, or has a lease at once; what follows from that the driver carries out (driver.py).
-What engines, hosts and people say comes in through ``facts``, and questions go to ``overview``.
+What engines, hosts and people say is a fact that the scheduler is told (``tell``, ``facts``), and questions
+go to ``overview``.
 
 Threads wait in three functions: ``_wait_for_lease`` (requests, without the lock: a queue of hundreds that is
 admitted at once must not queue up for it), the one thread of the driver that waits for steps, and where an
@@ -29,19 +30,17 @@ from anvil_mux.errors import (
 )
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.multiplexer.circuits import Circuits
-from anvil_mux.multiplexer.driver import SchedulerDriver, cut
+from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, cut
 from anvil_mux.multiplexer.facts import Facts
-from anvil_mux.multiplexer.lease import EngineRun, Lease
+from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.causes import Cause, Severance
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.events import Cause, Event, Severance
 from anvil_mux.scheduler.hosts import PAUSED
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.refusals import no_room_to_wait
-from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
+from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket
 
 TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""
@@ -81,8 +80,8 @@ class Multiplexer:
             footprints=footprints,
             close_idle=close_idle,
         )
-        self._scheduler = self._driver.scheduler
-        self._layout = self._scheduler.layout
+        self.scheduler, self.tell = self._driver.scheduler, self._driver.tell
+        self._layout = self.scheduler.layout
         self._lock = self._driver.lock
         self.counts = self._driver.counts
         self.facts = Facts(self._driver, host, has_heard)
@@ -131,16 +130,16 @@ class Multiplexer:
         ticket = Ticket(0, model, 0.0, work=work, sender=key, crashes=crashes)
         ticket.request, ticket.never_swaps, ticket.resent = request, never_swaps, resent
         self._ask_for(ticket, tend, key=key, staged=staged)
-        lease = Lease(self, ticket)
+        lease = Lease(self._driver, ticket)
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
         if ticket.prefill and ticket.prefill.backend:
-            lease.prefill = Lease(self, ticket.prefill)
+            lease.prefill = Lease(self._driver, ticket.prefill)
         return lease
 
     def load(self, model: str, tend: Tend | None = None) -> None:
         """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
-        self._ask_for(Ticket(0, model, 0.0, leases=False), tend)
+        self._ask_for(Ticket(0, model, 0.0, takes_lease=False), tend)
 
     def _ask_for(
         self, ticket: Ticket, tend: Tend | None, *, key: Key | None = None, staged: bool = False
@@ -162,7 +161,7 @@ class Multiplexer:
             if staged:
                 ticket.prefill = self._first_stage(model, now, work)
             ticket.id, ticket.since = self._tickets, now
-            effects = self._scheduler.requested(ticket, now)
+            effects = self.scheduler.requested(ticket, now)
             driver.grant(ticket)
             if not ticket.settled:
                 ticket.wake = self._clock.latch()
@@ -201,7 +200,7 @@ class Multiplexer:
         except BaseException as error:
             self._driver.apply(partial(self._abandon, ticket, error))
             if ticket.prefill:  # it is leased with the other, which cannot be leased any more
-                self._driver.apply(partial(self._scheduler.released, ticket.prefill, whole=False))
+                self._driver.apply(partial(self.scheduler.released, ticket.prefill, whole=False))
             raise
 
     def _wait_for_lease(self, ticket: Ticket, pause: float) -> bool:
@@ -227,7 +226,7 @@ class Multiplexer:
     def _abandon(self, ticket: Ticket, error: BaseException, now: float) -> Effects:
         """The request's thread stops waiting because ``tend`` raised."""
         if ticket.backend:
-            return self._scheduler.released(ticket, now, whole=False)
+            return self.scheduler.released(ticket, now, whole=False)
         if ticket.error:
             return NOTHING
         known = isinstance(error, MuxError) and not isinstance(error, ClientGone)
@@ -235,7 +234,7 @@ class Multiplexer:
 
     def _leave_queue(self, ticket: Ticket, now: float, error: MuxError | None) -> Effects:
         self.counts.count_waiting(ticket, -1)
-        return self._scheduler.abandoned(ticket, now, error)
+        return self.scheduler.abandoned(ticket, now, error)
 
     def cancel(self, number: int | None, request: str = "") -> bool:
         """End one request, named by its ticket's number or by its id: one that waits fails, one that runs is
@@ -268,24 +267,6 @@ class Multiplexer:
                 ticket.wake.set()
         return bool(found)
 
-    def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None:
-        """A lease ended; see Lease.release."""
-        with self._lock:
-            effects = self._scheduler.released(ticket, self._clock.now(), usage, whole=whole)
-            if effects is NOTHING:
-                return
-            jobs = self._driver.noted(effects)
-        self._driver.carry_out(effects, jobs)
-
-    def keep_alive(self, ticket: Ticket, seconds: float) -> None:
-        """See Lease.keep_alive."""
-        self._driver.apply(partial(self._scheduler.keep_alive_asked, ticket, seconds))
-
-    def first_byte(self, ticket: Ticket) -> bool:
-        """See Lease.first_byte."""
-        with self._lock:
-            return self._scheduler.first_byte(ticket, self._clock.now())
-
     # Its life
 
     def start(self) -> None:
@@ -298,17 +279,17 @@ class Multiplexer:
 
         def fact(now: float) -> Effects:
             self._closing = error
-            return self._scheduler.refused(error, now)
+            return self.scheduler.refused(error, now)
 
         self._driver.apply(fact)
 
     def sever(self) -> int:
         """Cuts every request that still runs, and says how many."""
-        return len(self._driver.apply(self._scheduler.severed).cut)
+        return len(self._driver.apply(self.scheduler.severed).cut)
 
     def close(self) -> None:
         """Begins no step any more; those under way go on. What is resident stays resident."""
         with self._lock:
-            self._scheduler.closed()
+            self.scheduler.closed()
             self.facts.doubts.close()
             self._driver.close()

@@ -13,23 +13,20 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from anvil_mux.config.any_of import AnyOf
-from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.errors import UnknownModel
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.values import AnyOf
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.coming import ComingLoad, coming_load
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import expected_load
-from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 from anvil_mux.scheduler.refusals import no_room_to_wait
 from anvil_mux.scheduler.slot import LOADING
-from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.status import (
     GpuState,
     KeptPrompts,
@@ -43,7 +40,15 @@ from anvil_mux.scheduler.status import (
     pause_state,
 )
 from anvil_mux.scheduler.steps import NO_WORK
-from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
+from anvil_mux.scheduler.waits import (
+    ComingLoad,
+    LogProgress,
+    Progress,
+    WaitEstimate,
+    coming_load,
+    progress,
+    wait_estimate,
+)
 
 HOLD_SECONDS = 0.001
 """How long the lock is held at a time for a question about thousands of models, backends or GPUs."""
@@ -65,16 +70,6 @@ class Overview:
         self._layout = driver.scheduler.layout
         self._reported, self._prompts = driver.reported, driver.prompts
 
-    def _find(self, model: str) -> tuple[GroupState, Model]:
-        """Find a model and the GPU group in which its queue stands, under the lock.
-
-        UnknownModel if it was served until a moment ago.
-        """
-        try:
-            return self._layout.of_model[model].state, self._layout.models[model]
-        except KeyError:
-            raise UnknownModel(model, self._layout.served) from None
-
     def wall(self, moment: float) -> float:
         """The Unix time of a moment of events and of the status."""
         return self._clock.wall(moment)
@@ -87,10 +82,14 @@ class Overview:
         """The backends of the configuration that holds now."""
         return self._driver.config.backends
 
+    def leaves_gpus(self) -> bool:
+        """Whether a GPU is left to other programs once they hold much of it."""
+        return self._driver.config.yield_above is not None
+
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:
-            return bool(self._find(model)[1].ready)
+            return bool(self._layout.find(model)[1].ready)
 
     def choose(self, names: Sequence[str]) -> str:
         """The one of several names, in order of preference, whose model is to serve a request that comes now.
@@ -108,8 +107,8 @@ class Overview:
             best = [name for name, model in ready if model.takes()] + [name for name, _ in ready]
             best = best or [name for name, model in found if model.is_coming]
             for name, model in () if best else found:
-                state = self._layout.of_model[model.name].state
-                if wait_estimate(state, model, now).verdict != "refused":
+                group = self._layout.of_model[model.name]
+                if wait_estimate(group, model, now).verdict != "refused":
                     return name
         return best[0] if best else names[0]
 
@@ -149,7 +148,7 @@ class Overview:
     def model(self, name: str) -> ModelState:
         """The picture of one model; UnknownModel if it is not served any more."""
         with self._lock:
-            self._find(name)
+            self._layout.find(name)
             [state] = self._model_states(name)
         return state
 
@@ -157,8 +156,8 @@ class Overview:
         """The state of a model, unless it is gone. Under the lock."""
         if name not in self._layout.models:
             return []
-        (state, model), now = self._find(name), self._clock.now()
-        made = model_state(state, model, now, self._progress(state, model, now))
+        (group, model), now = self._layout.find(name), self._clock.now()
+        made = model_state(group, model, now, self._progress(group, model, now))
         return [self._with_prompts(made) if self._prompts else made]
 
     def _with_prompts(self, model: ModelState) -> ModelState:
@@ -175,7 +174,7 @@ class Overview:
     def _gpu_states(self, known: Mapping[str, Gpu], name: str) -> list[GpuState]:
         """The GPUs of a GPU group, unless it is gone. Under the lock."""
         group = self._layout.by_name.get(name)
-        return gpu_states(group.state, known, self._clock.now()) if group else []
+        return gpu_states(group, known, self._clock.now()) if group else []
 
     def _each(self, names: Iterable[str], ask: Callable[[str], Iterable[_T]]) -> list[_T]:
         """Ask about each of many names, under the lock, which is let go of now and then."""
@@ -226,7 +225,7 @@ class Overview:
         model = self._layout.models.get(name)
         if model is None or not model.queue.tickets:
             return []
-        return [(name, coming_load(self._layout.of_model[name].state, model, self._clock.now()))]
+        return [(name, coming_load(self._layout.of_model[name], model, self._clock.now()))]
 
     def loading(self) -> list[str]:
         """The backends that are being loaded."""
@@ -251,7 +250,7 @@ class Overview:
     ) -> dict[str, list[dict[str, Any]]]:
         """Stage -> what would be made of each replica of ``model``; empty where it has but one backend."""
         with self._lock:
-            found = self._find(model)[1]
+            found = self._layout.find(model)[1]
             if found.replicas is None:
                 return {}
             return found.replicas.explain(found.ready, work, self._clock.now(), staged=staged)
@@ -259,8 +258,8 @@ class Overview:
     def wait_estimate(self, model: str) -> WaitEstimate:
         """Say what a request for ``model`` would wait for now."""
         with self._lock:
-            (state, found), now = self._find(model), self._clock.now()
-            estimate = wait_estimate(state, found, now, self._progress(state, found, now))
+            (group, found), now = self._layout.find(model), self._clock.now()
+            estimate = wait_estimate(group, found, now, self._progress(group, found, now))
             waiting, most = self._driver.counts.waiting, self._driver.config.max_queue
             full = no_room_to_wait(found, waiting, most) if estimate.verdict == "waits" else None
             return estimate.refused(full.message) if full else estimate
@@ -271,8 +270,8 @@ class Overview:
         Not more than a guess: what it waits for before its load begins is not in it.
         """
         with self._lock:
-            (state, found), now = self._find(model), self._clock.now()
-            far = self._progress(state, found, now)
+            (group, found), now = self._layout.find(model), self._clock.now()
+            far = self._progress(group, found, now)
             if far and far.seconds_left is not None:
                 return far.seconds_left
             left = [
@@ -285,21 +284,21 @@ class Overview:
     def how_far(self, model: str) -> str:
         """The load or place that a request for ``model`` waits for, in a few words for its client."""
         with self._lock:
-            (state, found), now = self._find(model), self._clock.now()
-            far = self._progress(state, found, now)
+            (group, found), now = self._layout.find(model), self._clock.now()
+            far = self._progress(group, found, now)
             if far:
                 return f"loading {model} {far.words}"
-            left = wait_estimate(state, found, now).seconds
+            left = wait_estimate(group, found, now).seconds
         doing = "waiting for a place at" if found.ready else "waiting to load"
         return f"{doing} {model}" + ("" if left is None else f" about {left:.0f} s left")
 
-    def _progress(self, state: GroupState, model: Model, now: float) -> Progress | None:
+    def _progress(self, group: GpuGroup, model: Model, now: float) -> Progress | None:
         """Say how far the load of ``model`` is, if there is one and none is ready. Under the lock."""
         slot = next((slot for slot in model.slots if slot.state == "loading"), None)
         if slot is None or model.ready:
             return None
         at, said = self._reported.get(slot.name, (now, None))
-        return progress(now - slot.since, expected_load(state, slot), said if at >= slot.since else None)
+        return progress(now - slot.since, expected_load(group, slot), said if at >= slot.since else None)
 
     def report(self, backend: str, said: LogProgress) -> None:
         """Note what the log of a backend says of its load."""
@@ -347,7 +346,7 @@ class Overview:
 
     def bytes_per_token(self, model: str) -> float:
         """The bytes of a prompt for each token, as was learned; of a model with several backends."""
-        _, found = self._find(model)
+        _, found = self._layout.find(model)
         return found.bytes_per_token
 
     def costs(self) -> list[Cost]:

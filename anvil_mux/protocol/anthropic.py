@@ -1,8 +1,8 @@
 """Anthropic's API in front of engines that do not speak it.
 
-Pure. Most engines have ``/v1/messages`` by now and are asked in the client's own words (forward.py); for
-the others ``TRANSLATE`` turns a body into chat completions and says the answer as a message, or as the events
-that build one. What only Anthropic can do (its own tools, files, PDFs) is refused and not passed over.
+Pure. Most engines have ``/v1/messages`` by now and are asked in the client's own words (proxy/attempt.py);
+for the others ``TRANSLATE`` turns a body into chat completions and says the answer as a message, or as the
+events that build one. What only Anthropic can do (its own tools, files, PDFs) is refused and not passed over.
 
 Signatures of thinking are left out on both ways: they prove to Anthropic's servers what these have said.
 """
@@ -13,9 +13,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.errors import BadRequest
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import (
+    AnswerTranslation,
     ChunkReader,
     Ending,
     Part,
@@ -194,7 +195,7 @@ def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
 # Answers
 
 
-class _Message:
+class _Message(AnswerTranslation):
     """A message: whole, or as the events that build it block by block."""
 
     def __init__(self, model: str) -> None:
@@ -224,7 +225,7 @@ class _Message:
         return written({**self._head(), "content": content, **end, "usage": _usage(ending)})
 
     def feed(self, data: bytes, now: float) -> bytes:
-        return b"".join(event for part in self._parts.feed(data) for event in self._told(part))
+        return b"".join(event for part in self._parts.feed(data) for event in self._events(part))
 
     def finish(self, now: float) -> bytes:
         ending = self._parts.finish()
@@ -241,7 +242,7 @@ class _Message:
     def _head(self) -> dict[str, Any]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
 
-    def _told(self, part: Part) -> Iterator[bytes]:
+    def _events(self, part: Part) -> Iterator[bytes]:
         yield from self._start()
         kind = _type(part)
         if kind != self._block or _begins(part):
@@ -266,23 +267,14 @@ class _Message:
             yield _event("content_block_stop", index=self._index)
 
 
-class _Count:
+class _Count(AnswerTranslation):
     """The answer that says how many tokens a question has."""
-
-    def begun(self, now: float, waited: float) -> None:
-        pass
 
     def whole(self, body: bytes, now: float) -> bytes:
         tokens = count(document(body).get("count"))
         if tokens is None:  # llama.cpp's takes text only
             raise BadRequest("this engine cannot count the tokens of messages", status=501)
         return written({"input_tokens": tokens})
-
-    def feed(self, data: bytes, now: float) -> bytes:
-        raise BackendError("The engine answered with a stream to a question without one.")
-
-    def finish(self, now: float) -> bytes:
-        return b""
 
 
 def _type(part: Part) -> str:

@@ -166,13 +166,11 @@ def upstream(path: str) -> Iterator[tuple[str, str]]:
 
 def upstream_names(path: str) -> list[str]:
     """The models that /upstream/MODEL/PATH may name, also where the rest is no path; the likeliest first."""
-    found = _upstream(path)
-    return [name for name, _ in sorted(found, key=lambda each: not is_route(each[1]))]
 
+    def is_likely(way: tuple[str, str]) -> bool:
+        return any(match(method, way[1]) for method in ("GET", "POST"))
 
-def is_route(path: str) -> bool:
-    """Whether engines are asked for ``path`` at all."""
-    return any(match(method, path) for method in ("GET", "POST"))
+    return [name for name, _ in sorted(_upstream(path), key=is_likely, reverse=True)]
 
 
 def _upstream(path: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Answers of engines to chat completions, in parts, for APIs that are translated.
+"""Completions: engines' answers in parts, for APIs that are translated, and questions in two stages.
 
 Pure. A client's API that its engine does not speak is turned into a question that every engine understands
 (``Translation``): OpenAI's chat completions, completions or embeddings. The answer comes back whole or as a
@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from anvil_mux.clock import MOST_COUNT
 from anvil_mux.errors import BackendError, BadRequest
@@ -70,8 +70,8 @@ class Ending:
     completion_seconds: float | None = None
 
 
-class AnswerTranslation(Protocol):
-    """An engine's answer in the words of the client's API; moments are Unix time."""
+class AnswerTranslation:
+    """An engine's answer in the words of the client's API; moments are Unix time. Most have no stream."""
 
     def begun(self, now: float, waited: float) -> None:
         """Note that an engine is asked, ``waited`` seconds after the request came; another one's answer is
@@ -82,12 +82,15 @@ class AnswerTranslation(Protocol):
         """Translate a whole answer, or write one where no engine was asked; BackendError when it cannot be
         read.
         """
+        raise NotImplementedError
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Translate the next bytes of a stream; BackendError when the engine reports an error."""
+        raise BackendError("The engine answered with a stream to a question without one.")
 
     def finish(self, now: float) -> bytes:
         """Write the end of the stream; BackendError when the engine's broke off."""
+        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,3 +331,45 @@ def _raise_error(found: dict[str, Any]) -> None:
     if error:
         said = error.get("message") if isinstance(error, dict) else error
         raise BackendError(f"The engine reports an error: {said}")
+
+
+# Two stages at two engines
+#
+# The prompt is computed by one engine, the answer written by the other: the protocol of vLLM's disaggregated
+# prefill as its own proxy speaks it. The prefill engine is asked for one token and told that somebody else
+# will decode; it answers where the keys and values of the prompt are (``kv_transfer_params``). The decode
+# engine is asked what the client asked, with these parameters, and fetches them. An engine that gives none (a
+# prompt of less than a block) leaves nothing to fetch: the decode engine computes the prompt itself. What a
+# client says of such transfers is never passed on.
+
+TWO_STAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
+"""The paths that can be served in two stages."""
+_TRANSFER = "kv_transfer_params"
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_WITHOUT = ("stream_options", "min_tokens", "min_completion_tokens")
+"""The fields that do not go with a single token in one piece."""
+
+
+def for_prefill(question: dict[str, Any], model: str) -> bytes:
+    """The body for the prefill engine."""
+    kept = {key: value for key, value in question.items() if key not in _WITHOUT}
+    if "max_completion_tokens" in kept:
+        kept["max_completion_tokens"] = 1
+    return written({**kept, "model": model, "stream": False, "max_tokens": 1, _TRANSFER: REMOTE_DECODE})
+
+
+def for_decode(question: dict[str, Any], prefilled: bytes) -> dict[str, Any]:
+    """The body for the decode engine, with the prefill engine's answer; ValueError if that is none."""
+    answer = foreign.read(prefilled)
+    if not isinstance(answer, dict):
+        raise ValueError("it is not an object")
+    transfer = answer.get(_TRANSFER)
+    kept = {key: value for key, value in question.items() if key != _TRANSFER}
+    return {**kept, _TRANSFER: transfer} if transfer else kept

@@ -265,8 +265,8 @@ def response(
 
 def stream_head(headers: Iterable[Field], *, chunked: bool, connection: bytes | None = None) -> bytes:
     """The head of a stream that we begin ourselves, before an engine answers."""
-    own = Response((1, 1), 200, b"", [], {}, "close", True, [], None)
-    return forward_response_head(own, chunked=chunked, connection=connection, extra=headers)
+    own = [*headers, (b"Connection", connection)] if connection is not None else list(headers)
+    return _written(_first_lines(200), b"", own, _framing(None, chunked=chunked))
 
 
 class ChunkCounter:

@@ -4,7 +4,8 @@ Clients and engines send the same head again and again, but for the number in it
 head comes again, two comparisons find its end and tell all of it: reading takes 2 us instead of 15 to 22. A
 new connection begins with what is known of one that has ended: who opens one for each request sends the same
 head on each. Nothing is kept but the bytes and what they were read as; what a head means is for each request
-to decide.
+to decide. (An answer's head is read with the method that was asked by: one to HEAD is neither kept nor asked
+for here.)
 """
 
 from __future__ import annotations

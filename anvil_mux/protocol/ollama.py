@@ -22,6 +22,7 @@ from anvil_mux.clock import YEAR_SECONDS, seconds_in
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import (
+    AnswerTranslation,
     ChunkReader,
     Ending,
     Part,
@@ -250,7 +251,7 @@ class _Messages:
 # Answers
 
 
-class _Words:
+class _Words(AnswerTranslation):
     """The common part of all answers. Moments are Unix time, durations are told in nanoseconds."""
 
     def __init__(self, model: str, done: str) -> None:
@@ -262,15 +263,6 @@ class _Words:
 
     def begun(self, now: float, waited: float) -> None:
         self._began, self._waited, self._first = now, waited, None
-
-    def whole(self, body: bytes, now: float) -> bytes:
-        raise NotImplementedError
-
-    def feed(self, data: bytes, now: float) -> bytes:
-        raise BackendError("The engine answered with a stream to a question without one.")
-
-    def finish(self, now: float) -> bytes:
-        raise NotImplementedError
 
     def _durations(self, now: float) -> dict[str, int]:
         return {"total_duration": _ns(now - self._began + self._waited), "load_duration": _ns(self._waited)}
@@ -334,7 +326,7 @@ class _Spoken(_Words):
             prompt = self._first - self._began
         if said is None:
             said = now - (self._first or self._began)
-        told = {
+        figures = {
             "done_reason": "length" if ending.reason == "length" else "stop",
             **self._durations(now),
             "prompt_eval_count": ending.prompt_tokens,
@@ -342,7 +334,7 @@ class _Spoken(_Words):
             "eval_count": ending.completion_tokens,
             "eval_duration": _ns(said),
         }
-        return {key: value for key, value in told.items() if value is not None}
+        return {key: value for key, value in figures.items() if value is not None}
 
     def _line(self, now: float, parts: list[Part], more: dict[str, Any], *, calls: bool = False) -> bytes:
         said = "".join(part.text for part in parts if isinstance(part, Text))

@@ -1,33 +1,34 @@
 """The rights of requests under one configuration: hosts, origins, API keys and the models of each.
 
-``look`` finds what a head asks for and never refuses, so that a refusal has the shape of the API that was
+``context`` finds what a head asks for and never refuses, so that a refusal has the shape of the API that was
 asked; ``check`` refuses. Both look at nothing but the head and the configuration, so what they find holds for
 every request with the same head.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from anvil_mux.config import fallback
-from anvil_mux.config.config import EITHER, Config
-from anvil_mux.config.fallback import FallbackChain
+from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
 from anvil_mux.config.keys import Key, Keyring
-from anvil_mux.config.names import presets_of
+from anvil_mux.config.values import Preset
 from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
 
-OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
-"""Routes that are answered without a key: they tell that the program lives, and whether it is ready."""
-LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
-"""Routes that are answered to every key, as far as its models go."""
-STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/requests/running", "/usage", "/why"])
+Right = Literal["none", "any key", "state", "admin"]
+"""The right that an API key needs for a route of our own."""
+NO_KEY: Right = "none"
+"""The right for routes that tell that the program lives, and whether it is ready: none."""
+ANY_KEY: Right = "any key"
+"""The right for routes that tell every key of its models."""
+STATE: Right = "state"
+ADMIN: Right = "admin"
 UPSTREAM = api.Route("openai", "upstream")
 """The route below /upstream/: for the engine of a model, as it is."""
 
@@ -44,8 +45,53 @@ class Named(NamedTuple):
     """Whether one of them is loaded if none is resident."""
 
 
+@dataclass(slots=True)
+class RequestContext:
+    """A request's head, and what was found in nothing but that, under one configuration. Never altered.
+
+    (Frozen ones take three times as long to make, and to read a tuple's field twice as long as a slot.)
+    """
+
+    id: str
+    since: float
+    """When its head had been read."""
+    request: http1.Request
+    access: Access
+    """The configuration that it came under; it holds until the request's end."""
+    route: api.Route
+    """``api.NO_ROUTE`` for what is answered here."""
+    api: str
+    """The API in whose shapes it is answered."""
+    reader: bytes
+    """The origin of another site's page that may read the answer."""
+    key: Key | None = None
+    """The key that it shows; None where nobody is asked for one."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether there are other keys than its own."""
+        return len(self.access.keys) > 1
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a reload has left its key as it was: what has no end of its own ends otherwise."""
+        return self.access.keys.admits(self.key)
+
+
+class FallbackStep(NamedTuple):
+    """A model that a request is sent to, if those before it could not serve it."""
+
+    model: str
+    after: float | None
+    """Seconds that it may wait there before the next model is tried; None: as long as any request."""
+
+
+FallbackChain = tuple[FallbackStep, ...]
+"""The models that a request is sent to, in order: the one that it asked for, and its fallbacks."""
+
+
 class Access:
-    """One configuration, as requests meet it. Never altered: another one takes its place."""
+    """One configuration, as requests meet it. Never altered, but for ``lacking``: another takes its place."""
 
     def __init__(self, config: Config, keys: Keyring, *, only_local_hosts: bool) -> None:
         """``only_local_hosts``: bound to loopback, so that any other Host is a web page whose name was made
@@ -86,14 +132,16 @@ class Access:
         """Models of which a request may be served in two stages."""
         self.has_external = any(backend.url for backend in config.backends)
         """Whether a request may reach a server that has more models than the configuration says."""
-        self._chains = fallback.chains(config.backends)
+        self._chains = chains(config.backends)
+        self.lacking: set[tuple[str, str]] = set()
+        """The (backend, path) of routes that engines turned out not to have. Changed by atomic operations."""
 
     def tells_state(self, key: Key | None) -> bool:
         """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
         return not self.keys or (key is not None and key.state)
 
-    def route(self, request: http1.Request) -> tuple[api.Route, str, bytes]:
-        """The route, the API and the reader of a request; see ``asked.Asked``."""
+    def context(self, id: str, since: float, request: http1.Request) -> RequestContext:
+        """The meaning of a request's head."""
         path = request.path
         route = api.match(request.method, path)
         if route is None and path.startswith("/upstream/") and request.method != "OPTIONS":
@@ -101,20 +149,25 @@ class Access:
         origin = request.fields.get(b"origin")
         reader = origin if origin is not None and origin in self._readers else b""
         if route is None:
-            return api.NO_ROUTE, api.api_of(path), reader
-        return route, route.api, reader
+            shape = api.api_of(path)
+            return RequestContext(id, since, request, self, route=api.NO_ROUTE, api=shape, reader=reader)
+        return RequestContext(id, since, request, self, route=route, api=route.api, reader=reader)
 
-    def check(self, request: http1.Request, route: api.Route, reader: bytes) -> Key | None:
-        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden."""
+    def check(self, context: RequestContext, right: Callable[[str], Right]) -> Key | None:
+        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden.
+
+        ``right``: path of our own -> the right that is needed there.
+        """
+        request, route, reader = context.request, context.route, context.reader
         self._check_origin(request, route, reader)
         if not self.hides_keys:
             return None
-        if request.path in OPEN or is_page(request) or is_preflight(request, reader):
+        needed = right(request.path) if route is api.NO_ROUTE else ANY_KEY
+        if needed == NO_KEY or is_page(request) or is_preflight(request, reader):
             return self.keys.find(request.fields)
         key = self.keys.of(request.fields)
-        if route is api.NO_ROUTE and not _may(key, request.path):
-            right = "state" if request.path in STATE else "admin"
-            raise Forbidden(f"this API key may not use {request.path}: that needs a key with `{right}`")
+        if not (key.admin or needed == ANY_KEY or (needed == STATE and key.state)):
+            raise Forbidden(f"this API key may not use {request.path}: that needs a key with `{needed}`")
         return key
 
     def _check_origin(self, request: http1.Request, route: api.Route, reader: bytes) -> None:
@@ -207,11 +260,6 @@ class Access:
         return models + [name for name in self.config.any_of if self.choices(name, key)]
 
 
-def _may(key: Key, path: str) -> bool:
-    """Whether ``key`` may ask for something that is answered here."""
-    return key.admin or LISTS.fullmatch(path) is not None or (key.state and path in STATE)
-
-
 def is_page(request: http1.Request) -> bool:
     """Whether a browser opens the status page, which holds no state: its script asks for that, with a key."""
     is_front = request.method == "GET" and request.path == "/"
@@ -248,6 +296,51 @@ def preflight(request: http1.Request, reader: bytes, methods: bytes) -> list[Fie
     wanted = request.fields.get(b"access-control-request-headers", b"")
     headers = [(b"Access-Control-Allow-Headers", wanted)] if wanted else []
     return [(b"Access-Control-Allow-Methods", methods), *headers, (b"Access-Control-Max-Age", b"600")]
+
+
+def presets_of(backends: Sequence[Backend]) -> dict[tuple[str, str], Preset]:
+    """Find what each name of a preset means at each backend: its own, or what another replica says."""
+    of_models: dict[str, dict[str, Preset]] = {}
+    for backend in backends:
+        for preset in backend.presets:
+            of_models.setdefault(backend.model, {}).setdefault(preset.name, preset)
+    if not of_models:
+        return {}
+    found: dict[tuple[str, str], Preset] = {}
+    for backend in backends:
+        own = of_models.get(backend.model, {}) | {preset.name: preset for preset in backend.presets}
+        found |= {(backend.name, name): preset for name, preset in own.items()}
+    return found
+
+
+def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:
+    """Model -> where its requests go, of models that have fallbacks; what leads back is left out."""
+    names = models_by_name(backends)
+    own = {each.model: (each.fallback, each.fallback_after) for each in backends if each.fallback}
+    found = {}
+    for model in own:
+        first: dict[str, FallbackStep] = {}
+        for step in _follow(model, None, names, own, ()):
+            first.setdefault(step.model, step)
+        *steps, last = first.values()
+        found[model] = (*steps, FallbackStep(last.model, None))
+    return {model: chain for model, chain in found.items() if len(chain) > 1}
+
+
+_Own = Mapping[str, tuple[tuple[str, ...], float | None]]
+
+
+def _follow(
+    model: str, after: float | None, names: Mapping[str, str], own: _Own, way: tuple[str, ...]
+) -> Iterator[FallbackStep]:
+    """A model and what follows it; ``after``: the time of the one that it is a fallback of."""
+    fallback, its_own = own.get(model, ((), None))
+    after = after if its_own is None else its_own
+    yield FallbackStep(model, after)
+    for name in fallback:
+        other = names.get(name)
+        if other is not None and other not in (*way, model):
+            yield from _follow(other, after, names, own, (*way, model))
 
 
 def _name_in(host: str) -> str:

@@ -2,29 +2,32 @@
 
 The socket stays blocking. SO_RCVTIMEO bounds single calls without a system call for each of them; a body must
 keep a minimum rate, so that a client can not hold a thread by dripping bytes. One that takes nothing of what
-it is sent is left (``Unread``).
+it is sent is left (``sockets.Stall``).
 
-A head is read without waiting for it (``receive``: front.py knows when there is something to read), but for
+A head is read without waiting for it (``receive``: the server knows when there is something to read), but for
 the moment in which a client that was just answered may ask again (``next_request``). What was read beyond it
 (a body, a pipelined request) stays in the buffer. The body of the request is then read once, by one of
 ``read_body`` and ``read_pieces``, or by nobody: ``can_resume`` says whether the connection is in step for
 another request all the same, which it is if all of a small body is here. Nobody waits for what nobody reads.
+
+A large body goes to disk (``Spool``), so that it can be sent again, and with another name of its model.
 """
 
 from __future__ import annotations
 
 import select
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from socket import MSG_DONTWAIT, MSG_PEEK, SHUT_WR, SO_LINGER, SO_RCVTIMEO, SOL_SOCKET, socket
 from ssl import SSLContext
 from struct import pack
 from threading import Lock
 
-from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Overloaded, TooLarge
+from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, DiskFull, Overloaded, TooLarge
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy.sockets import Unread, timeval
+from anvil_mux.proxy.sockets import Stall, timeval
 
 READ = 16384
 """Room for a head and a small body; more costs an allocation that is thrown away each time."""
@@ -48,7 +51,7 @@ BODY_RATE = 1024
 STEP = 1 << 20
 """The most by which the memory for a body grows at once."""
 DISCARD = 65536
-"""An unread body up to this is dropped to keep the connection, if all of it has come; else that is closed."""
+"""A body that nobody read is dropped up to this, if all of it has come; else its connection is closed."""
 
 
 class BodyMemory:
@@ -72,10 +75,11 @@ class BodyMemory:
 
 
 class Client:
-    """One connection. Used by the one thread that serves it."""
+    """One client's connection. Used by the one thread that serves it, or else by the one that watches it."""
 
     __slots__ = (
         "_begun",
+        "_body_due",
         "_broken_off",
         "_buffer",
         "_held",
@@ -83,9 +87,10 @@ class Client:
         "_patience",
         "_searched",
         "_timeout",
-        "_unread",
         "address",
+        "in_epoll",
         "last_head",
+        "since",
         "socket",
         "tls",
     )
@@ -94,13 +99,13 @@ class Client:
         self,
         connection: socket,
         address: str,
-        patience: float = 60.0,
-        last: LastHead[http1.Request] | None = None,
         *,
-        memory: BodyMemory | None = None,
-        tls: SSLContext | None = None,
+        patience: float,
+        last_head: LastHead[http1.Request],
+        memory: BodyMemory,
+        tls: SSLContext | None,
     ) -> None:
-        """``patience``: seconds in which it may take nothing that it is sent. ``last``: a head to expect."""
+        """``patience``: seconds in which it may take nothing it is sent. ``last_head``: one to expect."""
         self.tls = tls
         """The context of the handshake that is still to be done, with TLS."""
         self._memory = memory
@@ -112,13 +117,17 @@ class Client:
         self._buffer = b""
         self._searched = 0
         """Bytes of the buffer in which the end of a head was looked for in vain."""
-        self._unread: http1.Request | None = None
+        self._body_due: http1.Request | None = None
         """The request whose body has not been read yet."""
         self._begun = False
         """Some of that body was read: where the next request begins is not known until all of it was."""
         self._broken_off = False
-        self.last_head: LastHead[http1.Request] = last or LastHead()
+        self.last_head = last_head
         self._timeout = 0.0
+        self.since = 0.0
+        """When the server began to watch it, or when the first byte of its head came."""
+        self.in_epoll = False
+        """Whether the server's epoll has its socket."""
 
     def _wait_at_most(self, seconds: float) -> None:
         if seconds != self._timeout:
@@ -191,20 +200,14 @@ class Client:
             request = http1.parse_request(head)
             self.last_head.remember(head, request)
         self._searched = 0
-        self._unread = request if request.length or request.chunked else None
+        self._body_due = request if request.length or request.chunked else None
         return request
 
     def _receive(self) -> bytes:
         self._wait_at_most(BODY_SECONDS)
-        try:
-            data = self.socket.recv(READ)
-        except BlockingIOError:
-            text = f"the request's body did not come within {BODY_SECONDS:g} s"
-            raise BadRequest(text, status=408) from None
-        except OSError as error:
-            raise ClientGone(f"The client broke off: {error}.") from None
-        if not data:
-            raise ClientGone("The client closed its connection within the request's body.")
+        data = self._come()
+        if data is None:
+            raise BadRequest(f"the request's body did not come within {BODY_SECONDS:g} s", status=408)
         return data
 
     def read_body(self, request: http1.Request, limit: int) -> bytes | bytearray:
@@ -218,7 +221,7 @@ class Client:
         if len(buffer) >= length and length <= limit:
             # All of a buffer is not a copy of it.
             body, self._buffer = buffer[:length], buffer[length:]
-            self._unread = None
+            self._body_due = None
             return body
         return self._read_into(request, length, limit)
 
@@ -245,7 +248,7 @@ class Client:
                 raise ClientGone("The client closed its connection in the middle of the request's body.")
             have += count
             pace.check(have)
-        self._unread, self._begun = None, False
+        self._body_due, self._begun = None, False
         return body
 
     def _read_chunks(self, request: http1.Request, limit: int) -> bytearray:
@@ -257,13 +260,12 @@ class Client:
 
     def hold(self, count: int) -> None:
         """Count bytes more, or fewer, of its request's body in the memory of all; Overloaded."""
-        if self._memory:
-            self._memory.take(count)
-            self._held += count
+        self._memory.take(count)
+        self._held += count
 
     def let_go(self) -> None:
         """Count nothing more for its request, which is over."""
-        if self._memory and self._held:
+        if self._held:
             self._memory.take(-self._held)
             self._held = 0
 
@@ -288,7 +290,7 @@ class Client:
                 have += len(piece)
                 pace.check(have)
                 yield piece
-        self._unread, self._begun = None, False
+        self._body_due, self._begun = None, False
 
     def _next_piece(self) -> bytes:
         if self._buffer:
@@ -305,7 +307,7 @@ class Client:
 
     def can_resume(self) -> bool:
         """Whether another request may follow although the body of this one may not have been read."""
-        request = self._unread
+        request = self._body_due
         if request is None:
             return True
         length = request.length or 0
@@ -322,12 +324,12 @@ class Client:
         return True
 
     def discard_body(self) -> bool:
-        """Drops an unread body; False if the connection is no longer in step."""
-        if self._unread is None:
+        """Drops a body that nobody read; False if the connection is no longer in step."""
+        if self._body_due is None:
             return True
         if not self.can_resume():
             return False
-        self._buffer, self._unread = self._buffer[self._unread.length or 0 :], None
+        self._buffer, self._body_due = self._buffer[self._body_due.length or 0 :], None
         return True
 
     def take_rest(self) -> bytes:
@@ -336,11 +338,11 @@ class Client:
         return rest
 
     @property
-    def is_unread(self) -> bool:
-        """Bytes of the client may be lying unread, so that closing would reset the connection."""
+    def has_input_left(self) -> bool:
+        """Whether bytes of the client may lie here that nobody read: closing would reset the connection."""
         if self._broken_off:
             return False
-        if self._unread is not None or self._buffer:
+        if self._body_due is not None or self._buffer:
             return True
         try:
             return bool(self.socket.recv(1, MSG_PEEK | MSG_DONTWAIT))
@@ -361,7 +363,7 @@ class Client:
     def _send_rest(self, left: memoryview) -> None:
         poll = select.poll()
         poll.register(self.socket, select.POLLOUT)
-        unread = Unread(self.socket, time.monotonic())
+        stall = Stall(self.socket, time.monotonic())
         while left:
             poll.poll(LOOK_SECONDS * 1000)
             try:
@@ -371,8 +373,8 @@ class Client:
             now = time.monotonic()
             left = left[sent:]
             if sent:
-                unread = Unread(self.socket, now)
-            elif unread.seconds(now) > self._patience:
+                stall = Stall(self.socket, now)
+            elif stall.seconds(now) > self._patience:
                 raise ClientStalled(f"The client read nothing of its answer for {self._patience:g} s.")
 
     def break_off(self) -> None:
@@ -383,7 +385,7 @@ class Client:
     def linger(self) -> None:
         """Says that nothing more is sent and reads on for a moment.
 
-        Closing with unread bytes would reset the connection, and the client might lose the answer.
+        Closing before all was read would reset the connection, and the client might lose the answer.
         """
         try:
             self.socket.shutdown(SHUT_WR)
@@ -420,3 +422,64 @@ class _Pace:
 
     def too_slow(self) -> BadRequest:
         return BadRequest("the request's body came too slowly", status=408)
+
+
+class Spool:
+    """A large body on disk. Iterating reads it from its beginning, so that it can be sent again."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = tempfile.TemporaryFile(buffering=0, prefix="anvil-mux-")  # noqa: SIM115
+        except OSError as error:
+            raise _not_kept(error) from None
+        self._splice: tuple[int, int, bytes] | None = None
+        self._length = 0
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        if self._splice is None:
+            return self._length
+        start, end, new = self._splice
+        return self._length + len(new) - (end - start)
+
+    def fill(self, pieces: Iterator[bytes], scan: Callable[[bytes], None]) -> None:
+        for piece in pieces:
+            scan(piece)
+            left = memoryview(piece)
+            while left:
+                try:
+                    left = left[self._file.write(left) :]
+                except OSError as error:
+                    raise _not_kept(error) from None
+            self._length += len(piece)
+
+    def replace(self, span: tuple[int, int], new: bytes) -> None:
+        """Have the bytes of ``span`` read as ``new`` from now on."""
+        self._splice = (*span, new)
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._splice is None:
+            yield from self._read(0, None)
+        else:
+            start, end, new = self._splice
+            yield from self._read(0, start)
+            yield new
+            yield from self._read(end, None)
+
+    def _read(self, start: int, end: int | None) -> Iterator[bytes]:
+        self._file.seek(start)
+        while end is None or start < end:
+            piece = self._file.read(READ if end is None else min(READ, end - start))
+            if not piece:
+                return
+            start += len(piece)
+            yield piece
+
+
+def _not_kept(error: OSError) -> DiskFull:
+    return DiskFull(
+        f"The upload does not fit on anvil-mux's disk, where it is kept until it is sent: {error.strerror}. "
+        "Send less, or start anvil-mux with a TMPDIR that has more room."
+    )

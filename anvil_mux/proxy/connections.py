@@ -2,40 +2,51 @@
 
 A pooled connection may have been closed while it was idle, or its engine may have answered twice: each is
 looked at before it is used again. One that takes long to be made is waited for like an answer, since a queue
-of connections that is full belongs to an engine that is busy.
+of connections that is full belongs to an engine that is busy. Those to servers elsewhere are made to each of
+the server's addresses in turn, and encrypted where its URL says so: TLS is verified.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Callable, Hashable
 from errno import EALREADY, EINPROGRESS, EINTR, ETIMEDOUT
+from functools import lru_cache
 from socket import (
     AF_INET,
     AF_INET6,
     IPPROTO_TCP,
     MSG_DONTWAIT,
     MSG_PEEK,
+    SO_ERROR,
     SO_RCVTIMEO,
     SO_SNDTIMEO,
+    SOCK_STREAM,
     SOL_SOCKET,
     TCP_CONGESTION,
     TCP_INFO,
     TCP_NODELAY,
+    getaddrinfo,
     socket,
 )
+from ssl import SSLContext
 
 from anvil_mux.config.config import Backend
-from anvil_mux.host.engine import idle_connections
+from anvil_mux.config.values import site
+from anvil_mux.host.engines import idle_connections
+from anvil_mux.host.hosts import trust
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy.sockets import timeval
+from anvil_mux.proxy.sockets import begun, timeval
 
 Address = tuple[str, int]
 
 CONNECT_SECONDS = 5.0
 """Seconds until a connection that is not made is begun anew: the kernel asks ever more seldom."""
+ELSEWHERE_SECONDS = 10.0
+"""Seconds for which the addresses of a server elsewhere are tried, all together."""
 STILL_CONNECTING = (EINPROGRESS, EALREADY, EINTR)
 LOOK_SECONDS = 0.25
 """How often a thread that waits for an engine looks at its client and its lease."""
@@ -232,3 +243,75 @@ def _is_made(connection: socket, address: Address, look: Callable[[], object]) -
         if error == ETIMEDOUT or time.monotonic() >= anew_at:
             return False
     return True
+
+
+# Servers elsewhere
+
+
+def connect_elsewhere(backend: Backend, look: Callable[[], object], patience: float) -> socket:
+    """A connection to the server of a backend, or the plain end of an encrypted one; OSError.
+
+    Its calls return a few times a second. ``look`` is called as often while it is made.
+    """
+    server = site(backend.url)
+    connection = _reached(server.address, look)
+    try:
+        if server.secure:
+            connection = begun(connection, _trust(backend.ca_file), server.host, patience)
+        connection.settimeout(None)
+        connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
+        connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _reached(address: tuple[str, int], look: Callable[[], object]) -> socket:
+    """A connection to the first address of the server that takes one."""
+    until, last = time.monotonic() + ELSEWHERE_SECONDS, OSError("it has no address")
+    found = getaddrinfo(*address, type=SOCK_STREAM)
+    for number, (family, kind, protocol, _, place) in enumerate(found):
+        share = (until - time.monotonic()) / (len(found) - number)
+        connection = socket(family, kind, protocol)
+        try:
+            connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+            _connect(connection, place, max(share, LOOK_SECONDS), look)
+            return connection
+        except OSError as error:
+            connection.close()
+            last = error
+        except BaseException:
+            connection.close()
+            raise
+    raise last
+
+
+def _connect(
+    connection: socket, place: tuple[object, ...], seconds: float, look: Callable[[], object]
+) -> None:
+    """Connect within so many seconds; OSError."""
+    connection.setblocking(False)
+    until = time.monotonic() + seconds
+    error = connection.connect_ex(place)
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    while error in STILL_CONNECTING:
+        if poll.poll(LOOK_SECONDS * 1000):
+            error = connection.getsockopt(SOL_SOCKET, SO_ERROR)
+            break
+        look()
+        if time.monotonic() >= until:
+            raise TimeoutError(f"no connection within {seconds:.0f} s")
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+def _trust(ca_file: str) -> SSLContext:
+    """The certificates that servers are trusted by; a file is read again when it has changed."""
+    return _read_trust(ca_file, os.stat(ca_file).st_mtime_ns if ca_file else 0)
+
+
+@lru_cache(8)
+def _read_trust(ca_file: str, changed: int) -> SSLContext:
+    return trust(ca_file)

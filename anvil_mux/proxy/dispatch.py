@@ -1,7 +1,7 @@
 """One request for a model: its lease, what its engine makes of it, and another lease where that failed.
 
-Only here a request is sent again. ``forward`` says how a try has ended; what that means is decided under the
-lease, with what the multiplexer finds of the engine:
+Only here a request is sent again. How an ``Attempt`` has ended is judged under its lease, with what the
+multiplexer finds of the engine:
 
 * The engine ended before a byte, or nothing could be sent to it: the request tries once more on a new lease.
 * Where the model has other replicas, a request of which the client has seen nothing moves to one of them also
@@ -9,40 +9,86 @@ lease, with what the multiplexer finds of the engine:
 * So does one whose host was lost, also to a backend that has to be loaded: the multiplexer knows whether one
   can be.
 * Any other failure is its own: an error to its client, in the form that still fits (``reply``).
-* Where a model has fallbacks, and the client has seen nothing, the request is sent to the next of these.
+* Where a model has fallbacks, and the client has seen nothing, the request is sent to the next of these. What
+  is wrong with the request itself, what somebody did to it by hand, and what may have ended an engine are
+  answered as they are.
 
-While the model is not ready the thread waits for its lease and looks at its client (``waiting``).
+While the model is not ready the thread waits for its lease, looks at its client, and shows it that the
+request is alive (``Waiting``). A stream is begun after a grace, with comment lines as keep-alive; from then
+on every failure is an event in the stream. Any other request is silent until shortly before its client gives
+up. One whose model has a fallback leaves after the time that it may wait, and one for a server elsewhere when
+its circuit opens.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from anvil_mux.errors import BackendError, BadRequest, Cancelled, MuxError, NothingResident, Severed, with_log
+from anvil_mux.errors import (
+    BackendError,
+    BadRequest,
+    Cancelled,
+    CheckpointFailed,
+    CircuitOpen,
+    Crashed,
+    DoesNotFit,
+    FellBack,
+    GpuMemoryShort,
+    HostMemoryShort,
+    HostUnavailable,
+    LoadError,
+    ModelLoading,
+    MuxError,
+    NothingResident,
+    Overloaded,
+    Paused,
+    Severed,
+    Stuck,
+    WaitedTooLong,
+    WouldWaitTooLong,
+    with_log,
+)
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
-from anvil_mux.protocol import api, stages
-from anvil_mux.protocol.api import written
-from anvil_mux.protocol.completions import finite
-from anvil_mux.proxy import fallbacks
-from anvil_mux.proxy.asked import Question
-from anvil_mux.proxy.forward import Forwarder
-from anvil_mux.proxy.relay import BrokenOff, EngineUnreachable, Relay, Unanswered
+from anvil_mux.protocol import api, http1
+from anvil_mux.protocol.completions import TWO_STAGE_PATHS, finite
+from anvil_mux.proxy.access import FallbackStep
+from anvil_mux.proxy.attempt import Attempt
+from anvil_mux.proxy.client import Spool
+from anvil_mux.proxy.exchange import BrokenOff, EngineUnreachable, Failed, Relay, Unanswered
+from anvil_mux.proxy.question import Question, StoredResponses, previous_answer, retarget
 from anvil_mux.proxy.reply import JSON, Reply
-from anvil_mux.proxy.spool import Spool
-from anvil_mux.proxy.stored_responses import StoredResponses, previous
-from anvil_mux.proxy.waiting import Patience, Waiting
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.refusals import MOST_CRASHES
 from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, Crash
-from anvil_mux.telemetry.accesslog import Served
 
 SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
+FOREVER = float("inf")
+_REASONS = (
+    *(CircuitOpen, DoesNotFit, FellBack, GpuMemoryShort, HostMemoryShort, HostUnavailable, LoadError),
+    *(ModelLoading, NothingResident, Overloaded, Paused, Severed, Stuck, WaitedTooLong, WouldWaitTooLong),
+    BackendError,
+)
+_NO_REASONS = (Crashed, CheckpointFailed)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How a request waits for its model; seconds."""
+
+    grace: float = 5.0
+    """The time before a stream is begun: a quick wake-up or failure keeps its true status."""
+    comment_every: float = 10.0
+    chunk_every: float = 60.0
+    silence: float = 240.0
+    """The longest that a request without a stream is left without an answer (Node's clients end at 300)."""
+    margin: float = 5.0
+    """How long before the client's own limit it is answered."""
 
 
 class _Failure(NamedTuple):
@@ -66,49 +112,49 @@ class Dispatcher:
         """``patience``: instead of what the configuration says."""
         self._mux = mux
         self._stored = stored
-        self._forwarder = Forwarder(relay, stored, mux.facts.unreachable)
+        self._attempt = partial(Attempt, relay=relay, stored=stored, crash_under=mux.facts.doubts.raised_by)
         self._patience = patience
 
-    def answer(self, question: Question, reply: Reply, record: Served) -> None:
+    def answer(self, question: Question, reply: Reply) -> None:
         """Answers ``question`` from the engine of its model; MuxError if that comes to nothing."""
         target, translation = question.target, question.translation
         if target.choices:
             reply.chosen = target.preset or target.model
         if translation and translation.unloads:
-            self._answer_and_unload(question, reply, record)
+            self._answer_and_unload(question, reply)
         elif not target.loads and not self._mux.overview.is_ready(target.model):
             raise BadRequest(f"{target.model} is not loaded, and autoload=false does not load it")
+        elif target.chain and _may_fall_back(question):
+            self._send_in_turn(question, reply)
         else:
-            self._send(question, reply, record)
+            self._send(question, reply)
 
-    def _answer_and_unload(self, question: Question, reply: Reply, record: Served) -> None:
+    def _answer_and_unload(self, question: Question, reply: Reply) -> None:
         """A question in Ollama's API after which the model is unloaded; it may ask for nothing else."""
-        asked, translation = question.asked, question.translation
+        context, translation = question.context, question.translation
         assert translation is not None
         if translation.path:
-            self.answer(replace(question, translation=replace(translation, keep_alive=None)), reply, record)
+            self.answer(replace(question, translation=replace(translation, keep_alive=None)), reply)
         else:
             reply.whole(200, [JSON], translation.answer.whole(b"", time.time()))
-        if asked.key is None or asked.key.admin:
+        if context.key is None or context.key.admin:
             self._mux.facts.unload(question.target.model, when_idle=True)
 
-    def _send(self, question: Question, reply: Reply, record: Served) -> None:
+    def _send_in_turn(self, question: Question, reply: Reply) -> None:
         """Send it to its model, and if that cannot serve it to its fallbacks in turn."""
         chain = question.target.chain
-        if not chain or not fallbacks.may_turn(question):
-            return self._send_to_model(question, reply, record)
         for step, following in zip(chain, (*chain[1:], None), strict=True):
             falls_back = following is not None
             question = replace(question, falls_back=falls_back, after=step.after if falls_back else None)
             try:
-                return self._send_to_model(question, reply, record)
+                return self._send(question, reply)
             except MuxError as error:
-                if following is None or not reply.may_go_on or not fallbacks.is_reason(error):
+                if following is None or not reply.may_go_on or not is_reason(error):
                     raise
-                question = fallbacks.turned(question, following, error, reply, record)
+                question = _fallen_back(question, following, error, reply)
         return None
 
-    def _send_to_model(self, question: Question, reply: Reply, record: Served) -> None:
+    def _send(self, question: Question, reply: Reply) -> None:
         """Send it to a backend of its model, and if that comes to nothing to another."""
         target = question.target
         work = self._work(question) if target.replicas > 1 else NO_WORK
@@ -116,12 +162,10 @@ class Dispatcher:
             work = work._replace(owner=question.owner)
         if target.explains:
             return self._explain(question, work, reply)
-        tend, left = partial(self._tend, question, reply, []), target.replicas
+        tend, left = Waiting(question, reply, self._mux, self._patience).tend, target.replicas
         crashes: tuple[Crash, ...] = ()
         resent = False
-        while failure := self._try(
-            question, reply, record, work=work, tend=tend, crashes=crashes, resent=resent
-        ):
+        while failure := self._try(question, reply, work=work, tend=tend, crashes=crashes, resent=resent):
             crashes, resent = (*crashes, *failure.crashes), True
             if not failure.again or (left <= 0 and len(crashes) < MOST_CRASHES):
                 raise failure.error
@@ -134,7 +178,6 @@ class Dispatcher:
         self,
         question: Question,
         reply: Reply,
-        record: Served,
         *,
         work: Work,
         tend: Tend,
@@ -142,19 +185,19 @@ class Dispatcher:
         resent: bool,
     ) -> _Failure | None:
         """Sends it once. ``crashes``: ends of engines that it was sent to, and was there at."""
-        asked, model = question.asked, question.target.model
-        staged = model in asked.access.staged and _may_be_staged(question)
+        context, record, model = question.context, reply.record, question.target.model
+        staged = model in context.access.staged and _may_be_staged(question)
         since = time.monotonic()
         try:
             lease = self._mux.lease(
                 model,
                 tend,
                 work,
-                key=asked.key,
+                key=context.key,
                 staged=staged,
                 crashes=crashes,
                 resent=resent,
-                request=asked.id,
+                request=context.id,
                 never_swaps=question.target.never_swaps,
             )
         except NothingResident:
@@ -163,25 +206,25 @@ class Dispatcher:
         except MuxError:
             record.waited += time.monotonic() - since
             raise
-        whole, record.said = False, b""
+        whole, record.said, tried = False, b"", lease
         try:  # as `with lease` does, in half the time
             record.waited += lease.waited
             record.backend = lease.backend.name
             reply.routed, record.foreseen = (_chosen(lease), lease.foreseen) if lease.why else ("", None)
             if lease.backend.url:
-                lease.attempt = self._mux.circuits.begin(lease.backend.name)
+                lease.permit = self._mux.circuits.begin(lease.backend.name)
             if lease.prefill:
-                question, error = self._forwarder.prefill(question, lease.prefill, reply)
-                if error:
-                    return self._judged(lease.prefill, error, reply)
-            error = self._forwarder.forward(question, lease, reply, record)
-            if error:
-                return self._judged(lease, error, reply)
+                tried = lease.prefill
+                question = self._attempt(question, tried, reply).prefill()
+                tried = lease
+            self._attempt(question, lease, reply).run()
             whole = True
             return None
+        except (Failed, Severed) as error:
+            return self._judged(tried, error, reply)
         except BackendError as error:
-            if lease.attempt:
-                lease.attempt.failed(_within(error))
+            if lease.permit:
+                lease.permit.failed(_within(error))
             raise
         finally:
             usage = api.tokens_said(record.said)[1:] if lease.is_routed else NO_USAGE
@@ -192,29 +235,22 @@ class Dispatcher:
 
     def _nothing_resident(self, question: Question) -> NothingResident:
         """The error of a request that may force no swap, with the models that are resident for its key."""
-        asked, target = question.asked, question.target
+        context, target = question.context, question.target
         wanted = " or ".join(target.choices or (target.preset or target.model,))
-        ready = [name for name in self._mux.overview.residents() if asked.access.may_use(asked.key, name)]
+        ready = [name for name in self._mux.overview.residents() if context.access.may_use(context.key, name)]
         text = f"{wanted} is not loaded, and this request does not allow a swap (swap: never)."
         there = f"Resident: {', '.join(ready)}." if ready else "No model is resident."
         return NothingResident(f"{text} {there}")
-
-    def _tend(self, question: Question, reply: Reply, waiting: list[Waiting], now: float) -> None:
-        """``waiting``: made at the first call."""
-        if not waiting:
-            patience = self._patience or Patience(grace=question.asked.access.config.loading_grace)
-            waiting.append(Waiting(question, reply, patience, self._mux))
-        waiting[0].tend(now)
 
     def _judged(self, lease: Lease, error: MuxError, reply: Reply) -> _Failure:
         """Judge a failure by what is found of the engine while the lease is held."""
         if isinstance(error, Cancelled):
             return _Failure(error, again=False)
-        if lease.attempt:
+        if lease.permit:
             if not isinstance(error, Severed):
-                lease.attempt.failed(_within(error), away=isinstance(error, EngineUnreachable))
+                lease.permit.failed(_within(error), away=isinstance(error, EngineUnreachable))
             return _Failure(error, again=False)
-        crash = self._mux.facts.unreachable(lease)
+        crash = self._mux.facts.doubts.raised_by(lease)
         if lease.is_host_lost:
             return _Failure(lease.severed_error(), reply.may_go_on)
         seen = not reply.may_go_on or not self._mux.overview.has_another(lease)
@@ -231,32 +267,32 @@ class Dispatcher:
     def _work(self, question: Question) -> Work:
         """Collect what the choice among replicas goes by."""
         model, body = question.target.model, question.body
-        session = question.asked.request.fields.get(SESSION, b"").decode("ascii", "replace")[:256]
+        session = question.context.request.fields.get(SESSION, b"").decode("ascii", "replace")[:256]
         per_token = self._mux.overview.bytes_per_token(model)
         if isinstance(body, Spool):
             work = Work(tokens=round(len(body) / per_token), session=session)
         else:
             preset = question.target.preset
-            apart = preset if preset in question.asked.access.changes_prompt else model
+            apart = preset if preset in question.context.access.changes_prompt else model
             work = prefix.read(apart, body, per_token, session)
         return work._replace(stream=question.stream, owner=self._owner(question))
 
     def _owner(self, question: Question) -> str:
         """The replica that has the answer which a question goes on from."""
-        asked, body = question.asked, question.body
-        if asked.route.beat != "responses" or isinstance(body, Spool):
+        context, body = question.context, question.body
+        if context.route.beat != "responses" or isinstance(body, Spool):
             return ""
-        kept = self._stored.find(previous(body), asked.key)
+        kept = self._stored.find(previous_answer(body), context.key)
         return kept.backend if kept else ""
 
     def _explain(self, question: Question, work: Work, reply: Reply) -> None:
         """Says which replica would get the request, and why, and sends it to none."""
         model = question.target.model
         about = {"tokens": work.tokens, "blocks": len(work.blocks), "session": work.session}
-        staged = model in question.asked.access.staged and _may_be_staged(question)
+        staged = model in question.context.access.staged and _may_be_staged(question)
         found = self._mux.overview.explain(model, work, staged=staged)
-        told = finite({"model": model, "request": about, "stages": found})
-        reply.whole(200, [JSON], written(told) + b"\n")
+        explained = finite({"model": model, "request": about, "stages": found})
+        reply.whole(200, [JSON], api.written(explained) + b"\n")
 
 
 def _chosen(lease: Lease) -> str:
@@ -271,4 +307,129 @@ def _within(error: MuxError) -> str:
 
 
 def _may_be_staged(question: Question) -> bool:
-    return question.path in stages.PATHS and question.asked.route.model_in != "upstream"
+    return question.path in TWO_STAGE_PATHS and question.context.route.model_in != "upstream"
+
+
+# Fallbacks
+
+
+def is_reason(error: MuxError) -> bool:
+    """Whether another model may answer where one failed with ``error``."""
+    return isinstance(error, _REASONS) and not isinstance(error, _NO_REASONS)
+
+
+def _may_fall_back(question: Question) -> bool:
+    """Whether another model can answer a question: not if it is about what one engine has."""
+    context, body = question.context, question.body
+    if question.owner or question.target.explains or context.route.model_in in ("upstream", "answer"):
+        return False
+    return context.route.beat != "responses" or isinstance(body, Spool) or not previous_answer(body)
+
+
+def _fallen_back(question: Question, step: FallbackStep, error: MuxError, reply: Reply) -> Question:
+    """The same question for a fallback, since ``error`` is what its model comes to; the record says so."""
+    record = reply.record
+    record.fallback_of = record.fallback_of or question.target.model
+    record.fallback_cause = error.code
+    # All other figures are those of the model that answers.
+    record.model, record.preset, record.backend, record.gpu_seconds = step.model, "", "", 0.0
+    if reply.chosen:
+        reply.chosen = step.model
+    reply.fell_back = f"{step.model}; {record.fallback_of} {error.code}"
+    if reply.form == "event":
+        text = f"anvil-mux {step.model} answers instead of {question.target.model} ({error.code})"
+        reply.event(api.comment(text, question.context.api))
+    return replace(question, target=retarget(question, step.model))
+
+
+# Waiting
+
+
+class Waiting:
+    """One request's wait in a queue."""
+
+    __slots__ = (
+        "_beat_at",
+        "_chunk_at",
+        "_every",
+        "_fixed_patience",
+        "_limit",
+        "_mux",
+        "_question",
+        "_reply",
+        "_since",
+    )
+
+    def __init__(self, question: Question, reply: Reply, mux: Multiplexer, patience: Patience | None) -> None:
+        """``patience``: instead of what the configuration says."""
+        self._question = question
+        self._reply = reply
+        self._mux = mux
+        self._fixed_patience = patience
+        self._since: float | None = None
+        """When it began to wait, if it had to."""
+        self._beat_at = self._chunk_at = self._limit = self._every = 0.0
+
+    def tend(self, now: float) -> None:
+        """Look at the client, a few times a second: ClientGone, ModelLoading, or a sign of life for it."""
+        self._reply.stay()
+        if self._since is None:
+            self._plan(now)
+        self._turn_to_fallback(now)
+        if self._question.stream:
+            if now >= self._beat_at or now >= self._chunk_at:
+                self._beat(now)
+        elif now >= self._limit:
+            model = self._question.target.model
+            if self._mux.overview.is_ready(model):
+                raise Overloaded(f"overloaded: {model} has no place for this request yet. Try again.")
+            text = f"{model} is still loading. Send the request again to wait on."
+            raise ModelLoading(text, retry_after=self._mux.overview.eta(model))
+
+    def _turn_to_fallback(self, now: float) -> None:
+        """Raise if the request has waited for as long as it may before its model's fallback answers."""
+        question = self._question
+        if question.target.external:
+            self._mux.circuits.check(question.target.external)
+        if question.after is not None and self._since is not None and now - self._since >= question.after:
+            raise FellBack(
+                f"{question.target.model} could not serve this request within {question.after:g} s."
+            )
+
+    @property
+    def _patience(self) -> Patience:
+        grace = self._question.context.access.config.loading_grace
+        return self._fixed_patience or Patience(grace=grace)
+
+    def _plan(self, now: float) -> None:
+        patience = self._patience
+        own = _own_limit(self._question.context.request)
+        self._since = now
+        self._every = min(patience.comment_every, own / 2)
+        self._beat_at = now + min(patience.grace, own / 2)
+        self._chunk_at = max(now + patience.chunk_every, self._beat_at)
+        silence = min(own, patience.silence)
+        self._limit = now + max(silence - patience.margin, silence / 2)
+
+    def _beat(self, now: float) -> None:
+        context, model = self._question.context, self._question.target.model
+        text = api.comment(f"anvil-mux {self._mux.overview.how_far(model)}", context.api)
+        if now >= self._chunk_at:
+            self._chunk_at = now + self._patience.chunk_every
+            text += api.beat(context.route.beat, model, context.id, int(time.time()))
+        self._beat_at = now + self._every
+        if self._reply.form == "answer":
+            self._reply.begin()
+        self._reply.event(text)
+
+
+def _own_limit(request: http1.Request) -> float:
+    """How long the client waits for bytes, as the SDKs of OpenAI and Anthropic say: Python's, else Node's."""
+    limit = request.fields.get(b"x-stainless-read-timeout") or request.fields.get(
+        b"x-stainless-timeout", b"0"
+    )
+    try:
+        seconds = float(limit)
+    except ValueError:
+        return FOREVER
+    return seconds if seconds > 0 else FOREVER

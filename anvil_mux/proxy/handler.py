@@ -1,8 +1,8 @@
 """One request from its head to its record: who may ask, a local answer or one from an engine, the error.
 
 ``Handler.serve`` runs in the connection's thread and returns whether another request may follow on it. One
-request has three objects: what was asked (``asked``), the writer of its answer (``reply``), and its record
-for the log.
+request has three objects: what was asked (``RequestContext``, and with a body ``Question``), the writer of
+its answer (``Reply``), and its record for the log (``Served``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
@@ -21,27 +22,19 @@ from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy.access import Access, challenge
-from anvil_mux.proxy.asked import Asked
-from anvil_mux.proxy.capture import Capture
-from anvil_mux.proxy.captures import Captures
-from anvil_mux.proxy.client import Client
-from anvil_mux.proxy.dispatch import Dispatcher
+from anvil_mux.proxy.client import Client, Spool
+from anvil_mux.proxy.dispatch import Dispatcher, Patience
+from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.local import Local
-from anvil_mux.proxy.operations import HostReports, Keep
+from anvil_mux.proxy.operations import HostReports, Keep, Operations, Reloads
 from anvil_mux.proxy.page import Page
-from anvil_mux.proxy.probes import Probes
-from anvil_mux.proxy.questions import Questions
-from anvil_mux.proxy.relay import Relay
-from anvil_mux.proxy.reloads import Reloads
-from anvil_mux.proxy.reply import Reply
-from anvil_mux.proxy.spool import Spool
-from anvil_mux.proxy.stored_responses import StoredResponses
-from anvil_mux.proxy.usage import UsageSince
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy.question import Questions, StoredResponses
+from anvil_mux.proxy.reply import Capture, Reply
+from anvil_mux.proxy.reports import Captures, Diagnosis, Lists, Probes, UsageSince
 from anvil_mux.telemetry.accesslog import Served, Sink
 from anvil_mux.telemetry.feed import Feed
 
-UNREAD = http1.Request(
+NO_REQUEST = http1.Request(
     method="-",
     target=b"",
     path="",
@@ -61,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class Handler:
-    """Answers requests, in any thread; the server alone writes ``only_local_hosts`` and calls ``drain``."""
+    """Answers requests, in any thread; the server alone calls ``drain``."""
 
     def __init__(
         self,
@@ -82,47 +75,41 @@ class Handler:
         hosts: HostReports = list,
         keep_pause: Keep = lambda pause: False,
         usage: UsageSince = lambda since: [],
+        only_local_hosts: bool = False,
     ) -> None:
+        """``only_local_hosts``: bound to loopback, so that any other Host is a web page named to mean this
+        machine."""
         self._mux = mux
         self._records = records
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
-        self._access = Access(config, keys or Keyring(), only_local_hosts=False)
+        self._access = Access(config, keys or Keyring(), only_local_hosts=only_local_hosts)
         self._feed = feed or Feed()
         self._captures = Captures(config.capture)
         stored = StoredResponses()
         self._questions = Questions(mux, stored)
         self._dispatcher = Dispatcher(mux, relay, stored, patience)
         self.probes = Probes(mux, metrics, checks or {}, sight=sight, reloads=reloads, notes=notes or {})
-        page = Page(
-            mux, self._feed, lambda: {**self.probes.state(brief=True), "capture": self._captures.most}
-        )
         self.local = Local(
-            mux,
             self.probes,
-            page,
-            tail,
-            reloads=reloads,
-            reports=hosts,
-            keep_pause=keep_pause,
-            usage=usage,
+            Lists(mux),
+            Diagnosis(mux, tail, self.probes),
+            page=Page(mux, self._feed, self._followed),
+            operations=Operations(mux, self._feed, reloads, hosts, keep_pause),
             captures=self._captures,
-            feed=self._feed,
+            usage=usage,
+            reloads=reloads is not None,
         )
 
-    @property
-    def only_local_hosts(self) -> bool:
-        """Whether it is bound to loopback: any other Host is a web page named to mean this machine."""
-        return self._access.only_local_hosts
-
-    @only_local_hosts.setter
-    def only_local_hosts(self, only: bool) -> None:
-        self._access = Access(self._access.config, self._access.keys, only_local_hosts=only)
+    def _followed(self) -> dict[str, Any]:
+        """The state as the page follows it."""
+        return {**self.probes.state(brief=True), "capture": self._captures.most}
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
         """Answer requests by this from now on, also those of connections that are open already."""
-        if keys is not self._access.keys:
-            self._access.keys.give_way(keys)
-        self._access = Access(config, keys, only_local_hosts=self.only_local_hosts)
+        before = self._access
+        if keys is not before.keys:
+            before.keys.give_way(keys)
+        self._access = Access(config, keys, only_local_hosts=before.only_local_hosts)
         self._captures.resize(config.capture)
 
     def drain(self) -> None:
@@ -135,19 +122,19 @@ class Handler:
         given = request.fields.get(b"x-request-id")
         id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         access = self._access
-        asked = Asked(id, time.monotonic(), request, access, *access.route(request))
-        reply = Reply(client, asked, keep=request.keep_alive and not self.probes.draining)
+        context = access.context(id, time.monotonic(), request)
         record = Served(id, client.address, request.method, request.path)
+        reply = Reply(client, context, record, keep=request.keep_alive and not self.probes.draining)
         try:
-            if key := access.check(request, asked.route, asked.reader):
-                asked = reply.asked = replace(asked, key=key)
-            if asked.route is api.NO_ROUTE:
-                self.local.answer(asked, reply, record)
-            elif asked.key and asked.key.requests is not None:
-                with self._mux.counts.under_way(asked.key):
-                    self._ask_engine(asked, reply, record)
+            if key := access.check(context, self.local.right):
+                context = reply.context = replace(context, key=key)
+            if context.route is api.NO_ROUTE:
+                self.local.answer(reply)
+            elif key and key.requests is not None:
+                with self._mux.counts.under_way(key):
+                    self._ask_engine(reply)
             else:
-                self._ask_engine(asked, reply, record)
+                self._ask_engine(reply)
         except ClientGone as gone:
             reply.left(gone)
         except Unauthorized as error:
@@ -157,37 +144,39 @@ class Handler:
         except Exception:
             log.exception("request %s failed", id)
             reply.refuse(MuxError("Internal error in anvil-mux; its log says more."))
-        self._record(record, asked, reply)
+        self._end(reply)
         return reply.keep
 
-    def _ask_engine(self, asked: Asked, reply: Reply, record: Served) -> None:
-        question = self._questions.read(asked, reply.client)
+    def _ask_engine(self, reply: Reply) -> None:
+        context, record = reply.context, reply.record
+        question = self._questions.read(context, reply.client)
         record.model, record.preset = question.target.model, question.target.preset
         record.stream = question.stream
-        if asked.access.config.capture:
-            reply.capture = Capture()
-            reply.capture.asked(question.body)
+        if context.access.config.capture:
+            reply.capture = Capture(question.body)
         try:
-            self._dispatcher.answer(question, reply, record)
+            self._dispatcher.answer(question, reply)
         finally:
             if isinstance(question.body, Spool):
                 question.body.close()
 
-    def refuse_unread(self, client: Client, error: MuxError) -> None:
+    def refuse_bad_head(self, client: Client, error: MuxError) -> None:
         """Answers something that could not be read as a request."""
-        asked = Asked(next(self._ids), time.monotonic(), UNREAD, self._access, *self._access.route(UNREAD))
-        reply = Reply(client, asked, keep=False)
+        id = next(self._ids)
+        context = self._access.context(id, time.monotonic(), NO_REQUEST)
+        reply = Reply(client, context, Served(id, client.address, "-", ""), keep=False)
         reply.refuse(error)
-        self._record(Served(asked.id, client.address, "-", ""), asked, reply)
+        self._end(reply)
 
-    def _record(self, record: Served, asked: Asked, reply: Reply) -> None:
-        record.ended, record.seconds = time.time(), time.monotonic() - asked.since
-        record.status, record.code, record.sent = reply.status, reply.code, reply.sent
-        if asked.key:
-            record.key = asked.key.name
+    def _end(self, reply: Reply) -> None:
+        """Hand the record on, which is whole now."""
+        context, record = reply.context, reply.record
+        record.ended, record.seconds = time.time(), time.monotonic() - context.since
+        if context.key:
+            record.key = context.key.name
         record.said = record.said[-api.USAGE_BYTES :]
         if not record.said:
             record.foreseen = None
         if reply.capture:
-            self._captures.keep(reply.capture, asked.request, record)
+            self._captures.keep(reply.capture, context.request, record)
         self._records.add(record)

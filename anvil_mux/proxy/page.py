@@ -29,12 +29,12 @@ from typing import Any
 
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.http1 import Field
-from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.reply import Reply
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed, FeedPosition
-from anvil_mux.telemetry.journal import told
+from anvil_mux.telemetry.journal import event_as_json
 
 LOOK_SECONDS = 1.0
 """How often a watcher looks at the state and at its client while nothing happens."""
@@ -45,6 +45,11 @@ SENSORS_SECONDS = 5.0
 """Seconds between two tellings of what GPUs measure, which differs at each look."""
 WAITERS = 50
 """The most waiting requests that are shown of each queue."""
+ENDED = (
+    *("ended", "id", "client", "path", "status", "code", "stream", "waited", "first_byte", "seconds"),
+    "bytes",
+)
+"""The fields that are shown of a request that has ended, as they are in its record."""
 
 TERMS = "<!-- terms -->"
 """The place in the page for what its terms mean."""
@@ -68,20 +73,20 @@ class Page:
         headers, body = _page()
         reply.whole(200, headers, body)
 
-    def events(self, asked: Asked, reply: Reply) -> None:
-        with self._feed.watching(asked.key, shares=asked.shares):
+    def events(self, reply: Reply) -> None:
+        with self._feed.watching(reply.context.key, shares=reply.context.shares):
             reply.begin()
-            self._watch(asked, reply, _rights(asked))
+            self._watch(reply, _rights(reply.context))
             reply.end()
 
-    def _watch(self, asked: Asked, reply: Reply, rights: Picture) -> None:
+    def _watch(self, reply: Reply, rights: Picture) -> None:
         news = self._feed.news(FeedPosition())
         shown = self._rendering(news.place)
         events = [self._event(event) for event in news.events]
         requests = [_request(served) for served in news.requests]
         reply.event(_message("snapshot", {**shown.picture, **rights, "events": events, "requests": requests}))
         beat = measured = time.monotonic()
-        while not self._feed.closed and asked.may_go_on:
+        while not self._feed.closed and reply.context.may_go_on:
             news = self._feed.news(news.place, LOOK_SECONDS)
             reply.stay()
             messages = [_message("lost", {"events": news.missed})] if news.missed else []
@@ -120,7 +125,7 @@ class Page:
         """An event for those who look on, with the host of its backend if that is not our own."""
         backend = self._mux.overview.backend(event.backend)
         host = {"host": backend.host} if backend and backend.host else {}
-        return {**told(event, self._at(event.at)), **host}
+        return {**event_as_json(event, self._at(event.at)), **host}
 
     def _at(self, moment: float) -> float:
         return round(self._mux.overview.wall(moment), 2)
@@ -166,12 +171,12 @@ def _explained(page: str) -> str:
     return "".join(f"<dt>{escape(term)}<dd>{escape(meanings[term])}" for term in dict.fromkeys(named))
 
 
-def _rights(asked: Asked) -> Picture:
+def _rights(context: RequestContext) -> Picture:
     """The rights of a watcher's key, by which its page offers things; empty where none is asked for."""
-    key = asked.key
+    key = context.key
     if key is None:
         return {}
-    models = None if key.models is None else asked.access.usable(key)
+    models = None if key.models is None else context.access.usable(key)
     return {"key": {"name": key.name, "admin": key.admin, "models": models}}
 
 
@@ -181,19 +186,10 @@ def _message(kind: str, data: Picture) -> bytes:
 
 
 def _request(served: Served) -> Picture:
+    fields = served.as_json()
     return {
-        "ended": round(served.ended, 3),
-        "id": served.request_id,
-        "client": served.client,
-        "path": served.path,
+        **{name: fields[name] for name in ENDED},
         "model": served.preset or served.model,
-        "status": served.status,
-        "code": served.code,
-        "stream": served.stream,
-        "waited": round(served.waited, 3),
-        "first_byte": round(served.first_byte, 3),
-        "seconds": round(served.seconds, 3),
-        "bytes": served.sent,
         "tokens": served.tokens or None,
         "fallback_of": served.fallback_of or None,
         "fallback_cause": served.fallback_cause or None,

@@ -14,12 +14,17 @@ Rules:
 * A client that does not read stops the reading of its engine: at most one read (``READ``) is held for it.
 * What goes wrong with one stream ends that stream.
 * Time is read once per batch; once a second a sweep ends streams that are silent or not read for too long.
+
+Where a body ends, and in which framing its client gets it, says its ``AnswerBody``. One that has ``ended`` is
+followed by its ``end`` (the last chunk, where the chunks are ours) once it is known to be whole: ``is_whole``
+says whether its framing, or its last event, tells.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import threading
 import time
@@ -31,8 +36,8 @@ from socket import MSG_DONTWAIT, socket
 
 from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BackendError
-from anvil_mux.proxy.bodies import AnswerBody, has_whole_last_event
-from anvil_mux.proxy.sockets import Unread
+from anvil_mux.protocol import http1
+from anvil_mux.proxy.sockets import Stall
 
 READ = 16384
 """Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""
@@ -61,32 +66,32 @@ class End(Enum):
     DIED = "died"
     """The engine's connection ended, or its framing broke, before the end of the body."""
     SEVERED = "severed"
-    STALLED = "stalled"
+    SILENT = "silent"
     """The engine was silent for longer than allowed."""
-    UNREAD = "unread"
+    CLIENT_STALLED = "client_stalled"
     """The client did not read for longer than allowed."""
 
 
 class Passed:
     """The parts that are kept of an answer while it passes to its client, piece by piece."""
 
-    __slots__ = ("_is_open", "events", "last", "said")
+    __slots__ = ("_is_open", "events", "last", "usage")
 
     def __init__(self) -> None:
         self.events = 0
         """Server-sent events with JSON in them."""
         self.last = b""
         """The last piece, with the few bytes of framing that came after it."""
-        self.said = b""
+        self.usage = b""
         """The last piece that told of tokens, the one before it and the beginning of the one after it: pieces
         end anywhere."""
         self._is_open = False
 
     def note(self, piece: bytes) -> None:
         if TOKENS in piece:
-            self.said, self._is_open = self.last + piece, True
+            self.usage, self._is_open = self.last + piece, True
         elif self._is_open:
-            self.said, self._is_open = self.said + piece[:REST_OF_NUMBER], False
+            self.usage, self._is_open = self.usage + piece[:REST_OF_NUMBER], False
         self.last = piece if len(piece) > FRAMING else (self.last + piece)[-READ:]
         self.events += piece.count(EVENT)
 
@@ -130,7 +135,7 @@ class PumpedStream:
         "passed",
         "pending",
         "relayed",
-        "unread",
+        "stall",
         "upstream",
         "woken",
     )
@@ -157,7 +162,7 @@ class PumpedStream:
 
         They are left to the stream's thread where the body has ended: the engine has said all.
         """
-        self.unread: Unread | None = None
+        self.stall: Stall | None = None
         """A watch over the client, while there is something pending."""
         self.relayed = 0
         """Bytes that the client was sent."""
@@ -187,7 +192,7 @@ class Pump:
         begin_thread: Callable[[], object] = lambda: None,
     ) -> None:
         self._silence = silence_timeout
-        self._unread = client_timeout
+        self._client_timeout = client_timeout
         self._begin_thread = begin_thread
         self._epoll = select.epoll()
         self._streams: dict[int, PumpedStream] = {}
@@ -290,7 +295,7 @@ class Pump:
         # Unregistered, not masked: a reset engine would otherwise be reported over and over.
         self._epoll.unregister(stream.upstream)
         self._epoll.modify(stream.client, CLIENT | select.EPOLLOUT)
-        stream.unread = Unread(stream.client, stream.active)
+        stream.stall = Stall(stream.client, stream.active)
 
     def _client_event(self, stream: PumpedStream, event: int, now: float) -> None:
         if event & LEFT:
@@ -309,20 +314,20 @@ class Pump:
         stream.active = now
         stream.relayed += sent
         stream.pending = stream.pending[sent:]
-        stream.unread = Unread(stream.client, now) if stream.pending else None
-        if not stream.unread:
+        stream.stall = Stall(stream.client, now) if stream.pending else None
+        if not stream.stall:
             self._epoll.modify(stream.client, CLIENT)
             self._epoll.register(stream.upstream, UPSTREAM)
 
     def _sweep(self, now: float) -> None:
         for stream in set(self._streams.copy().values()):
-            if stream.unread:
+            if stream.stall:
                 if stream.cut:
                     self._end(stream, End.SEVERED)
-                elif stream.unread.seconds(now) > self._unread:
-                    self._end(stream, End.UNREAD)
+                elif stream.stall.seconds(now) > self._client_timeout:
+                    self._end(stream, End.CLIENT_STALLED)
             elif now - stream.active > self._silence:
-                self._end(stream, End.STALLED)
+                self._end(stream, End.SILENT)
 
     def _end(self, stream: PumpedStream, how: End) -> None:
         for end in (stream.upstream, stream.client):
@@ -352,3 +357,152 @@ def _content(stream: PumpedStream) -> bytes:
     if not data and stream.cut:  # to some answers any end is a whole one
         raise BackendError("The stream was cut off.")
     return stream.body.feed(data)
+
+
+_LAST_EVENT = re.compile(
+    rb'\n(?:data: ?(?:\[DONE\]|\{"error")'
+    rb"|event: ?(?:message_stop|response\.(?:completed|failed|incomplete)|error)\b)"
+)
+"""How streams begin their last event, in the APIs that have one."""
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"[DONE]", b"[DONE]\n", b"[DONE]\r\n")
+TAIL = 32
+"""The length of the end of a piece that the beginning of a last event can lie in."""
+
+
+def has_last_event(text: bytes) -> bool:
+    """Whether a line of ``text`` but the first begins a stream's last event."""
+    return _LAST_EVENT.search(text) is not None
+
+
+def has_whole_last_event(text: bytes) -> bool:
+    """The same, and that event has come to its end."""
+    found = _LAST_EVENT.search(text)
+    return found is not None and any(end in text[found.start() :] for end in EVENT_ENDS)
+
+
+class _Chunked:
+    """A chunked body that stays so, byte for byte."""
+
+    __slots__ = ("_counter", "clean", "ended")
+    end, is_whole = b"", True
+
+    def __init__(self) -> None:
+        self._counter = http1.ChunkCounter()
+        self.ended = False
+        self.clean = True
+
+    @property
+    def aligned(self) -> bool:
+        return self._counter.between_chunks
+
+    def feed(self, data: bytes) -> bytes:
+        if not data:
+            raise BackendError("The engine's connection ended in the middle of its answer.")
+        end = self._counter.feed(data)
+        if end is None:
+            return data
+        self.ended = True
+        self.clean = end == len(data)
+        return data[:end]
+
+
+class _Decoded:
+    """A body in chunks, for a client that cannot take chunks."""
+
+    __slots__ = ("_decoder", "aligned", "clean", "ended")
+    end, is_whole = b"", True
+
+    def __init__(self) -> None:
+        self._decoder = http1.ChunkDecoder()
+        self.ended = False
+        self.clean = self.aligned = True
+
+    def feed(self, data: bytes) -> bytes:
+        if not data:
+            raise BackendError("The engine's connection ended in the middle of its answer.")
+        payload = self._decoder.feed(data)
+        self.ended = self._decoder.done
+        self.clean = not self._decoder.rest
+        return payload
+
+
+class _Counted:
+    """A body as long as its Content-Length said."""
+
+    __slots__ = ("_missing", "aligned", "clean", "ended")
+    end, is_whole = b"", True
+
+    def __init__(self, length: int) -> None:
+        self._missing = length
+        self.ended = length == 0
+        self.clean = True
+        self.aligned = False
+
+    def feed(self, data: bytes) -> bytes:
+        if not data:
+            raise BackendError("The engine's connection ended in the middle of its answer.")
+        self.clean = len(data) <= self._missing
+        data = data[: self._missing]
+        self._missing -= len(data)
+        self.ended = not self._missing
+        return data
+
+
+class _UntilClose:
+    """A body until the engine closes: only a last event in it tells that all of it came."""
+
+    __slots__ = ("_has_last_event", "_tail", "aligned", "clean", "ended")
+    end = b""
+
+    def __init__(self) -> None:
+        self.ended = self.clean = self._has_last_event = False
+        self.aligned = True
+        self._tail = b"\n"
+
+    @property
+    def is_whole(self) -> bool:
+        return self._has_last_event and self._tail.endswith(EVENT_ENDS)
+
+    def feed(self, data: bytes) -> bytes:
+        self.ended = not data
+        text = self._tail + data
+        self._has_last_event = self._has_last_event or has_last_event(text)
+        self._tail = text[-TAIL:]
+        return data
+
+
+class _Framed:
+    """Another body as chunks."""
+
+    __slots__ = ("_inner",)
+    aligned = True
+    end = http1.LAST_CHUNK
+
+    def __init__(self, inner: _Counted | _UntilClose) -> None:
+        self._inner = inner
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
+    @property
+    def clean(self) -> bool:
+        return self._inner.clean
+
+    @property
+    def is_whole(self) -> bool:
+        return self._inner.is_whole
+
+    def feed(self, data: bytes) -> bytes:
+        return http1.chunk(self._inner.feed(data))
+
+
+AnswerBody = _Chunked | _Decoded | _Counted | _UntilClose | _Framed
+
+
+def body_of(response: http1.Response, *, chunked: bool) -> AnswerBody:
+    """How the body of ``response`` passes to a client that gets it chunked, or else as bare bytes."""
+    if response.body == "chunked":
+        return _Chunked() if chunked else _Decoded()
+    source = _Counted(response.length or 0) if response.body == "length" else _UntilClose()
+    return _Framed(source) if chunked else source

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from socket import MSG_DONTWAIT, socket
 from typing import Literal
 
-from anvil_mux.proxy.sockets import LEFT, Unread
+from anvil_mux.proxy.sockets import LEFT, Stall
 
 READ = 65536
 LOOK_SECONDS = 0.25
@@ -36,7 +36,7 @@ Side = Literal["client", "engine"]
 class Ended:
     """How a tunnel has ended."""
 
-    by: Literal["client", "engine", "silence", "unread", "order"]
+    by: Literal["client", "engine", "silence", "client_stalled", "order"]
     passed: int
     """Bytes that the client was sent."""
     open: bool
@@ -98,7 +98,7 @@ class _Direction:
         self._ends = ends
         self._held = held
         """Bytes that the sink has not taken yet."""
-        self._unread: Unread | None = None
+        self._stall: Stall | None = None
         self._frames = frames
         self.passed = 0
 
@@ -106,9 +106,9 @@ class _Direction:
         """Whether the sink took nothing of what waits for it for more than ``patience`` seconds."""
         if not self._held:
             return False
-        if self._unread is None:
-            self._unread = Unread(self._sink, now)
-        return self._unread.seconds(now) > patience
+        if self._stall is None:
+            self._stall = Stall(self._sink, now)
+        return self._stall.seconds(now) > patience
 
     @property
     def awaits(self) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class _Direction:
             return None
         except OSError:
             return self._ends[end]
-        self._unread = None
+        self._stall = None
         if self._frames:
             self._frames.follow(self._held[:sent])
         self.passed += sent
@@ -142,24 +142,25 @@ class _Direction:
 def tunnel(
     client: socket,
     engine: socket,
-    said: bytes,
+    early: bytes,
     *,
     begun: bytes = b"",
     must_end: Callable[[], bool],
     silence: float,
-    unread: float,
+    client_timeout: float,
 ) -> Ended:
     """Blocks until the tunnel has ended.
 
-    ``said``: what the client has said already; ``begun``: what it was sent already. ``silence``: seconds in
-    which nobody may say anything; ``unread``: in which the client may take nothing of what waits for it.
+    ``early``: what the client has sent already; ``begun``: what it was sent already. ``silence``: seconds in
+    which neither may send anything; ``client_timeout``: in which the client may take nothing of what waits
+    for it.
     """
     frames = _Frames()
     frames.follow(begun)
-    up = _Direction(client, engine, ("client", "engine"), held=said)
+    up = _Direction(client, engine, ("client", "engine"), held=early)
     down = _Direction(engine, client, ("engine", "client"), frames=frames)
-    by = _pass_on(client, engine, (up, down), must_end=must_end, silence=silence, patience=unread)
-    return Ended(by, down.passed, by not in ("client", "unread") and frames.has_room)
+    by = _pass_on(client, engine, (up, down), must_end=must_end, silence=silence, patience=client_timeout)
+    return Ended(by, down.passed, by not in ("client", "client_stalled") and frames.has_room)
 
 
 def _pass_on(
@@ -170,14 +171,14 @@ def _pass_on(
     must_end: Callable[[], bool],
     silence: float,
     patience: float,
-) -> Literal["client", "engine", "silence", "unread", "order"]:
+) -> Literal["client", "engine", "silence", "client_stalled", "order"]:
     poll = select.poll()
     active = time.monotonic()
     sides: dict[int, Side] = {client.fileno(): "client", engine.fileno(): "engine"}
     while not must_end():
         now = time.monotonic()
         if ways[1].is_stalled(now, patience):
-            return "unread"
+            return "client_stalled"
         if now - active >= silence:
             return "silence"
         masks = {client.fileno(): LEFT, engine.fileno(): 0}  # an engine that has ended may be read on

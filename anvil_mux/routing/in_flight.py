@@ -202,14 +202,12 @@ class InFlightTracker:
         """Note the figures of a replica's engine; None: it answered, and has none."""
         self._accounts[backend].says(load, now)
 
-    def said(self, backend: str, now: float) -> EngineFigures | None:
+    def figures(self, backend: str, now: float) -> EngineFigures | None:
         """The last figures of a replica's engine; None where engines are not read, or not yet."""
         account = self._accounts[backend]
-        return (
-            EngineFigures(account.load, now - account.heard)
-            if self._full and account.heard is not None
-            else None
-        )
+        if not self._full or account.heard is None:
+            return None
+        return EngineFigures(account.load, now - account.heard)
 
     def reports(self, now: float) -> dict[str, Report]:
         """The reports for other anvil-mux."""
@@ -227,10 +225,10 @@ class InFlightTracker:
             for name, each in self._accounts.items()
         }
 
-    def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
+    def hear(self, heard: Mapping[str, Sequence[Report]], now: float) -> None:
         """Take over the reports of all other anvil-mux; a replica without one has nothing of theirs."""
         for name, account in self._accounts.items():
-            reports = told.get(name, ())
+            reports = heard.get(name, ())
             account.others = Report(
                 sum([each.num_requests for each in reports]),
                 sum([each.num_waiting_requests for each in reports]),
@@ -400,7 +398,7 @@ class InFlightTracker:
         rows = explain(self.routing, work, self.view(work, among, failed, now), self._memory)
         if self._full:
             for row in rows:
-                row["engine"] = told(self.said(row["backend"], now))
+                row["engine"] = as_json(self.figures(row["backend"], now))
         return rows
 
     def left_waiting(self, backend: str, among: Sequence[str], now: float) -> list[Hashable]:
@@ -587,16 +585,16 @@ def _beside(account: _Account, profile: Profile) -> float:
     return profile.next_token(batch, account.decode_tokens / batch) if batch else 0.0
 
 
-def told(said: EngineFigures | None) -> dict[str, Any] | None:
+def as_json(figures: EngineFigures | None) -> dict[str, Any] | None:
     """The figures as JSON."""
-    if said is None:
+    if figures is None:
         return None
-    running, waiting, usage = said.load or (None, None, None)
+    running, waiting, usage = figures.load or (None, None, None)
     return {
         "running": running,
         "waiting": waiting,
         "kv_usage": usage,
-        "age_seconds": round(said.age_seconds, 1),
+        "age_seconds": round(figures.age_seconds, 1),
     }
 
 

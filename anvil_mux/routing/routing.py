@@ -264,7 +264,7 @@ def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
     return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
 
 
-def delay(work: Work, replica: Replica) -> float:
+def weighted_prefill(work: Work, replica: Replica) -> float:
     """Input tokens to compute if the replica got this request, weighted by how much that delays others."""
     missing = max(work.tokens - replica.hit_tokens, 0)
     # Those who follow it there wait longer the larger it is, and all for room where answers fill the cache.
@@ -299,7 +299,7 @@ METRICS: dict[str, Callable[..., float]] = {
     "predicted_tpot": predicted_tpot,
     "lmetric": lmetric,
     "kappa_work": kappa_work,
-    "delay": delay,
+    "weighted_prefill": weighted_prefill,
     "bucket": bucket,
     "weighted_sum": weighted_sum,
 }

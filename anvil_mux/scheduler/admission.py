@@ -2,8 +2,8 @@
 
 When a model becomes ready its whole queue is leased at once, or as much of it as there are places; so is the
 next in queue whenever a place becomes free. Each ticket ends exactly once: leased, failed or gone. Tickets
-that had waited are ``settled``; the driver wakes them. Of the parts of a GPU group this is the only one that
-writes queues.
+that had waited are ``woken`` by the driver. Of the layers of a GPU group this is the only one that writes
+queues.
 """
 
 from __future__ import annotations
@@ -11,37 +11,68 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.causes import Cause, Severance
-from anvil_mux.scheduler.drains import too_late
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event, Severance
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.overdue import Bound, bound
+from anvil_mux.scheduler.overdue import Bound, bound, too_late
 from anvil_mux.scheduler.planner import could_spill
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.preloads import complete
-from anvil_mux.scheduler.refusals import not_resident, refusal
+from anvil_mux.scheduler.refusals import not_resident, of_crashes, refusal
 from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Ticket
-from anvil_mux.scheduler.swap import coming
 
+BUSY = Cause("busy")
 _BEGAN_BEFORE = Bound(FOREVER, 0.0, 0.0)
 """The bound in the event of a request that joins others: none."""
 
 
-class Admission:
+class Admission(GroupState):
     """The ends of tickets, and the queues of a GPU group."""
 
-    def __init__(self, state: GroupState) -> None:
-        self._state = state
-        self._emit, self._emit_leases = state.emit, state.emit_leases
+    __slots__ = ()
+
+    def request(self, ticket: Ticket, now: float) -> bool:
+        """A request arrived: it is leased, failed or queued; whether the next step is to be asked for."""
+        model = self.models[ticket.model]
+        if ticket.crashes and (error := of_crashes(ticket)):
+            self.fail(ticket, error, now)
+            return False
+        ready = model.ready
+        if not ready:
+            if ticket.never_swaps:
+                self.fail(ticket, not_resident(self, model.name, now), now)
+                return False
+            return self.wait_for_load(model, ticket, now)
+        if model.limited and ticket.takes_lease and not model.takes(ticket.work.owner):
+            only = model.needed(ticket.work.owner)
+            self.enqueue(model, ticket, now, only=only, cause=BUSY)
+            return model.replicas is not None and self._may_spill(model, now)
+        slot = self.route(model, ready, ticket, now) if model.replicas else ready[0]
+        if slot is None:
+            self.fail(ticket, nobody_takes(model.name), now)
+            return self.complete(model, now)
+        if not ticket.resent:
+            model.demand.arrived(now)
+        if not slot.holders:
+            model.demand.returned(now - slot.used, now)
+        elif not model.replicas:  # else others may be answered elsewhere
+            model.demand.overlapping += 1
+        self.lease(model, slot, ticket, now)
+        if model.replicas is None:
+            return False
+        completes = self.complete(model, now)
+        return completes or (ticket.takes_lease and self._may_spill(model, now))
+
+    def _may_spill(self, model: Model, now: float) -> bool:
+        """Whether loading another backend of a busy model may be worth it, in any GPU group."""
+        return bool(could_spill(self.groups_of(model), model, now))
 
     # Leases
 
     def route(self, model: Model, ready: list[Slot], ticket: Ticket, now: float) -> Slot | None:
         """The backend that a request is sent to; None: the policy lets none of them take it."""
-        if not model.replicas or not ticket.leases:
+        if not model.replicas or not ticket.takes_lease:
             return ready[0]
         slot, prefill = model.replicas.route(ready, ticket, now)
         if prefill:
@@ -52,51 +83,51 @@ class Admission:
     def lease(self, model: Model, slot: Slot, ticket: Ticket, now: float) -> None:
         ticket.backend = slot.name
         model.unload_when_idle = False
-        if ticket.leases:
+        if ticket.takes_lease:
             slot.count_time(now)
             ticket.share = -slot.gpu_seconds
             slot.holders[ticket] = now
             slot.last_used = now
-        if self._emit_leases:
+        if self.emit_leases:
             size, waited = len(slot.holders), now - ticket.since
             cause = Cause("routed", detail=ticket.choice.why) if ticket.choice else None
-            self._emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, cause))
+            self.emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, cause))
 
-    def wants_more(self, model: Model, ticket: Ticket, now: float) -> bool:
-        """Whether more backends of a model are to be loaded now that a request for it was leased."""
-        completes = complete(self._state, model, now)
-        return completes or (ticket.leases and self.may_spill(model, now))
-
-    def may_spill(self, model: Model, now: float) -> bool:
-        """Whether loading another backend of a busy model may be worth it, in any GPU group."""
-        return bool(could_spill(self._state.states_of(model), model, now))
+    def complete(self, model: Model, now: float) -> bool:
+        """Preload the stages that a model in use lacks; whether there are any."""
+        found = model.replicas.lacking(now) if model.replicas else []
+        any_lacking = False
+        for each in self.groups_of(model) if found else ():
+            if lacking := [slot for slot in found if slot.name in each.slots and slot not in each.preloads]:
+                each.preloads += lacking
+                each.changed()
+                any_lacking = True
+        return any_lacking
 
     def take_back(self, idle: Slot, now: float) -> None:
         """Send requests anew that wait behind others, and would be better off at ``idle``."""
-        model = self._state.models[idle.model]
+        model = self.models[idle.model]
         if model.replicas:
-            self.send_anew(
-                model.replicas.take_back(model.ready, idle, now), Cause("moved", backend=idle.name), now
-            )
+            found = model.replicas.take_back(model.ready, idle, now)
+            self._send_anew(found, Cause("moved", backend=idle.name), now)
 
-    def leave_silent(self, slot: Slot, now: float) -> None:
+    def silent(self, slot: Slot, now: float) -> None:
         """The engine of a replica does not answer: requests that wait at a stale one are sent anew."""
-        model = self._state.models[slot.model]
+        model = self.models[slot.model]
         if model.replicas and slot.serves:
-            self.send_anew(
-                model.replicas.take_from(model.ready, slot, now), Cause("stale", backend=slot.name), now
-            )
+            found = model.replicas.take_from(model.ready, slot, now)
+            self._send_anew(found, Cause("stale", backend=slot.name), now)
 
-    def send_anew(self, found: Iterable[tuple[Ticket, Slot]], cause: Cause, now: float) -> None:
+    def _send_anew(self, found: Iterable[tuple[Ticket, Slot]], cause: Cause, now: float) -> None:
         for ticket, slot in found:
             slot.count_time(now)
             ticket.share += slot.gpu_seconds
             del slot.holders[ticket]
             ticket.severed = Severance(cause)
-            self._state.taken_back.append(ticket)
-            if self._emit_leases:
+            self.cut.append(ticket)
+            if self.emit_leases:
                 size = len(slot.holders)
-                self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size=size, cause=cause))
+                self.emit(Event(now, "released", ticket.model, slot.name, ticket.id, size=size, cause=cause))
 
     # Queues
 
@@ -104,26 +135,26 @@ class Admission:
         """A request arrived for a model that is not ready; whether the next step is to be asked for."""
         begins = not model.queue.tickets
         # A queue that nobody can serve any more has failed already.
-        error = refusal(self._state, model, now) if begins else None
-        if error is None and (self._state.patient or model.is_spread):  # victims may be in another GPU group
-            error = too_late(self._state, model, now)
+        error = refusal(self, model, now) if begins else None
+        if error is None and (self.patient or model.is_spread):  # victims may be in another GPU group
+            error = too_late(self, model, now)
         if error:
             self.fail(ticket, error, now)
             return False
         if begins:
             self._note_pause(model, now)
         self.enqueue(model, ticket, now)
-        if self._state.deferred:
+        if self.deferred:
             return True
-        return len(model.queue.tickets) == 1 and model.name not in coming(self._state.swaps)
+        return len(model.queue.tickets) == 1 and model.name not in self.coming
 
     def _note_pause(self, model: Model, now: float) -> None:
         """Note the pause before a request for an evicted model, unless an answer of another led to it."""
         used = max(slot.last_used for slot in model.slots)
         if model.is_used or used == -FOREVER:
             return
-        gpus = {gpu for slot in self._state.own(model) for gpu in slot.holds}
-        rivals = [slot for slot in self._state.slots.values() if not slot.holds.keys().isdisjoint(gpus)]
+        gpus = self.gpus_of(model)
+        rivals = [slot for slot in self.slots.values() if not slot.holds.keys().isdisjoint(gpus)]
         if all(slot.loaded <= used for slot in (*model.slots, *rivals)):
             model.demand.returned(now - used)
 
@@ -137,32 +168,32 @@ class Admission:
         cause: Cause | None = None,
     ) -> None:
         """Add a request to its model's queue; ``only``: the one backend that can serve it."""
-        queue, found = model.queue, _BEGAN_BEFORE
+        queue = model.queue
+        most, load, seconds = _BEGAN_BEFORE
         if not ticket.resent:
             model.demand.arrived(now)
         if not queue.tickets:
-            self._state.changed()
-            found = bound(self._state, model, now)
-            queue.bound, queue.load_seconds = found.seconds, found.load_seconds
+            self.changed()
+            most, load, seconds = bound(self, model, now)
+            queue.bound, queue.load_seconds = most, load
         queue.join(ticket)
         name, size = only.name if only else "", len(queue.tickets)
-        most, load, seconds = found
-        self._emit(
+        self.emit(
             Event(now, "queued", ticket.model, name, ticket.id, size, seconds, cause, bound=most, load=load)
         )
 
-    def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
+    def abandoned(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
-        queue = self._state.models[ticket.model].queue
+        queue = self.models[ticket.model].queue
         if ticket not in queue.tickets:
             return
-        self._state.changed()
+        self.changed()
         queue.leave(ticket)
         if error:
             self.fail(ticket, error, now)
         else:
             waited = now - ticket.since
-            self._emit(Event(now, "gone", ticket.model, ticket=ticket.id, seconds=waited))
+            self.emit(Event(now, "gone", ticket.model, ticket=ticket.id, seconds=waited))
 
     def admit(self, model: Model, now: float) -> None:
         """Lease the queue of a model that is ready."""
@@ -171,27 +202,17 @@ class Admission:
             return  # its host was drained: it goes next
         if queue.tickets:
             model.demand.admitted(len(queue), now - queue.first.since)
-            complete(self._state, model, now)
+            self.complete(model, now)
         if queue.limited:
-            for ticket in [ticket for ticket in queue if not ticket.leases]:
+            for ticket in [ticket for ticket in queue if not ticket.takes_lease]:
                 queue.leave(ticket)
                 self._admit_one(model, ticket, model.ready, now)
             self.fill_places(model, now)
             return
         for ticket in queue.tickets:
-            if model.replicas:
-                self._lease_or_fail(model, ticket, model.ready, now)
-            else:
-                self.lease(model, model.ready[0], ticket, now)
-        self._state.settled += queue.tickets
+            self._lease_or_fail(model, ticket, model.ready, now)
+        self.woken += queue.tickets
         queue.clear()
-
-    def resume(self, now: float) -> None:
-        """The configuration is another: requests that can be served now are, or fail."""
-        for model in self._state.models.values():
-            if model.queue.tickets and model.ready:
-                self.admit(model, now)
-        self.fail_refused(now)
 
     def fill_places(self, model: Model, now: float) -> None:
         """Lease as many requests of a queue as there are places at its model's ready backends."""
@@ -200,13 +221,13 @@ class Admission:
             ticket = queue.take(lambda ticket: model.takes(ticket.work.owner))
             if ticket is None:
                 return
-            self._state.changed()
+            self.changed()
             places = [slot for slot in model.ready if not slot.full]
             self._admit_one(model, ticket, places, now)
 
     def _admit_one(self, model: Model, ticket: Ticket, ready: list[Slot], now: float) -> None:
         self._lease_or_fail(model, ticket, ready, now)
-        self._state.settled.append(ticket)
+        self.woken.append(ticket)
 
     def _lease_or_fail(self, model: Model, ticket: Ticket, ready: list[Slot], now: float) -> None:
         if slot := self.route(model, ready, ticket, now):
@@ -220,28 +241,28 @@ class Admission:
         ticket.error = error
         waited = now - ticket.since
         cause = Cause("error", detail=error.code)
-        self._emit(Event(now, "failed", ticket.model, ticket=ticket.id, seconds=waited, cause=cause))
+        self.emit(Event(now, "failed", ticket.model, ticket=ticket.id, seconds=waited, cause=cause))
 
     def fail_queue(self, model: Model, error: MuxError, now: float) -> None:
         """Fail every request that waits for ``model``."""
-        self._state.changed()
+        self.changed()
         queue = model.queue
         for ticket in queue.tickets:
             self.fail(ticket, error, now)
-        self._state.settled += queue.tickets
+        self.woken += queue.tickets
         queue.clear()
 
     def turn_away(self, model: Model, now: float) -> None:
         """The model is not resident any more: those of its queue fail that may force no swap."""
         for ticket in [ticket for ticket in model.queue if ticket.never_swaps]:
-            self._state.changed()
+            self.changed()
             model.queue.leave(ticket)
-            self.fail(ticket, not_resident(self._state, model.name, now), now)
-            self._state.settled.append(ticket)
+            self.fail(ticket, not_resident(self, model.name, now), now)
+            self.woken.append(ticket)
 
     def fail_all(self, error: MuxError, now: float) -> None:
         """Fail every request that waits."""
-        for model in self._state.models.values():
+        for model in self.models.values():
             self.fail_queue(model, error, now)
 
     def fail_refused(self, now: float) -> None:
@@ -249,7 +270,7 @@ class Admission:
 
         A backend that is being loaded or evicted is judged when that has ended: its queue may fail only then.
         """
-        for model in self._state.models.values():
-            error = refusal(self._state, model, now) if model.queue.tickets else None
+        for model in self.models.values():
+            error = refusal(self, model, now) if model.queue.tickets else None
             if error:
                 self.fail_queue(model, error, now)

@@ -1,54 +1,18 @@
-"""The events of backends and requests, and the table of a backend's states.
+"""Events: what happens to backends and requests, and why.
 
-``Slot.enter`` is the only user of the table, TRANSITIONS. Everything that can be observed (log, metrics,
-status page, simulated runs, assertions of tests) is a fold over ``Event``s.
+Everything that can be observed (log, metrics, status page, simulated runs, assertions of tests) is a fold
+over ``Event``s. Its ``Cause``, which also stands in the policies' decisions and with requests that were
+severed, is one of a closed list of kinds, each with its figures. Code decides by the ``kind`` and the
+figures; ``sentence`` is the only place where words are made of them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
-from anvil_mux.scheduler.causes import Cause
-
-TRANSITIONS: dict[tuple[str, str], str] = {
-    ("stopped", "load"): "loading",
-    ("standby", "load"): "loading",
-    ("stopped", "adopt"): "ready",
-    ("stopped", "adopt_standby"): "standby",
-    ("loading", "loaded"): "ready",
-    ("loading", "load_failed"): "stopped",
-    ("loading", "evict_failed"): "stuck",
-    ("loading", "cancel"): "cancelling",
-    ("cancelling", "cancelled"): "stopped",
-    ("cancelling", "loaded"): "ready",
-    ("cancelling", "evict_failed"): "stuck",
-    ("ready", "drain"): "draining",
-    ("draining", "reprieve"): "ready",
-    ("draining", "evict"): "evicting",
-    ("evicting", "stopped"): "stopped",
-    ("evicting", "standby"): "standby",
-    ("evicting", "evict_failed"): "stuck",
-    ("stuck", "evict"): "evicting",
-    ("ready", "died"): "stopped",
-    ("draining", "died"): "stopped",
-    ("standby", "died"): "stopped",
-    ("stuck", "died"): "stopped",
-    ("standby", "demote"): "demoting",
-    ("demoting", "stopped"): "stopped",
-    ("demoting", "standby"): "standby",
-    ("demoting", "evict_failed"): "standby",
-    ("loading", "gone"): "stopped",
-    ("cancelling", "gone"): "stopped",
-    ("ready", "gone"): "stopped",
-    ("draining", "gone"): "stopped",
-    ("evicting", "gone"): "stopped",
-    ("stuck", "gone"): "stopped",
-    ("standby", "gone"): "stopped",
-    ("demoting", "gone"): "stopped",
-    ("stopped", "unfit"): "stuck",
-}
-"""State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""
+from anvil_mux.scheduler.hosts import LOCAL
 
 KINDS = {
     "queued": "a request waits for its model, or for the one `backend` that has the answer it continues; "
@@ -92,6 +56,49 @@ KINDS = {
 }
 """Each kind of event -> what it means."""
 
+Leaving = Literal["", "changed", "removed"]
+"""Why a backend leaves for good; "": it does not."""
+
+BY_HAND = frozenset(("unloaded", "host_drained", "paused"))
+"""Causes of a drain that people ask for: a backend's own drain_timeout does not count."""
+DEATHS = frozenset(("died", "died_early"))
+"""Causes of a stop of a backend that ended without being told to."""
+FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
+"""Causes of a state that a backend was found in, and no step has led to."""
+CLEARING = frozenset(("host_drained", "paused", "others_hold"))
+"""Causes of an eviction after which nothing is loaded on the host, or on that GPU."""
+PRELOADS = frozenset(("preload", "missing_stage", "home", "gpu_given_back", "wake_to_demote"))
+"""Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
+RESENT = frozenset(("moved", "stale"))
+"""Causes for which a request is severed to be sent to another replica."""
+
+
+class Cause(NamedTuple):
+    """Why something happens. Which figures there are depends on the kind: ``SENTENCES`` names them."""
+
+    kind: str
+    """One of SENTENCES."""
+    model: str = ""
+    """Another model: that needs the room, or whose queue needs the GPUs."""
+    backend: str = ""
+    """Another backend: that is free, or does not answer."""
+    residents: tuple[str, ...] = ()
+    """Models or backends that hold GPUs which a queue needs."""
+    way: str = ""
+    """A standby level."""
+    seconds: float = 0.0
+    """A time that has passed, a time without requests, or what a swap costs."""
+    waiting: int = 0
+    """Requests that wait."""
+    expected: float = 0.0
+    """Requests that will wait when the model is loaded."""
+    required: float = 0.0
+    """Requests that have to wait until a swap is worth it."""
+    detail: str = ""
+    """Text from elsewhere: an engine's, a policy's, a difference of configurations, the code of an error."""
+    host: str = ""
+    """The host that is lost, back or drained."""
+
 
 class Event(NamedTuple):
     """One change of state. Everything that can be observed is a fold over these."""
@@ -117,3 +124,182 @@ class Event(NamedTuple):
     """Seconds after which a queue is overdue, in the event of its first ticket."""
     load: float = 0.0
     """Seconds that the load of its model is expected to take, in that event."""
+
+
+_EARLY = "{detail} {seconds:.1f} s after it was loaded, before it had completed an answer"
+
+DECISIONS = {
+    "room_free": "{waiting} waiting, room is free",
+    "oldest_first": "{waiting} waiting, oldest first",
+    "waited_enough": "{waiting} waiting, waited long enough",
+    "quiet": "{waiting} waiting, queue quiet",
+    "not_quiet": "its requests still arrive less than {seconds:g} s apart",
+    "held_longest": "{waiting} waiting, held back for the longest time allowed",
+    "enough_wait": "{waiting} waiting, {required:g} are worth a swap of {seconds:.1f} s",
+    "none_awaited": "{waiting} waiting, no more are expected",
+    "more_awaited": "more requests may come",
+    "swap_cost": "the resident model may serve for as long as a swap costs",
+    "slice_over": "{waiting} waiting, the slice of {residents} is over",
+    "slice": "the slice of {residents} is not over",
+    "worth_it": "{waiting} waiting, and {residents} is idle",
+    "too_few": "{waiting} waiting, too few yet to evict {residents}, which may be asked again",
+    "in_use": "{residents} was just in use",
+    "turn": "{residents} has its turn first",
+    "turn_over": "{waiting} waiting, and the turn of {residents} is over",
+    "replicas_busy": "{waiting} wait at busy replicas",
+    "min_residency": "{residents} may stay for min_residency",
+    "policy": "decided by the policy",
+    "policy_text": "{detail}",
+}
+"""Kind of cause that a policy may give for its decision -> its sentence: see ``SENTENCES``."""
+
+SENTENCES = DECISIONS | {
+    "overdue": "overdue",
+    "outranked": "{model} has a higher priority, and needs the same GPUs",
+    "idle": "idle for {seconds:g} s",
+    "unloaded": "unload requested",
+    "changed": "its configuration changed",
+    "removed": "removed from the configuration",
+    "silent": "its engine does not answer",
+    "make_room": "room to preload {model}",
+    "host_memory_needed": "idle, and {model} needs host memory",
+    "host_memory_short": "host memory is short",
+    "memory_needed": "its memory is needed",
+    "demote_timer": "at standby level {way} for {seconds:.0f} s",
+    "retry_stuck": "trying again to stop it",
+    "host_drained": "the host {host} is drained",
+    "others_hold": "other programs hold {detail}",
+    "host_undrained": "the host {host} is no longer drained",
+    "paused": "anvil-mux is paused",
+    "resumed": "resumed by hand",
+    "pause_over": "the pause of {seconds:.0f} s is over",
+    "host_away": "the agent of the host {host} does not answer, but its engines do",
+    "host_heard": "the agent of the host {host} answers again",
+    "surplus": "its model is already loaded as often as `most` allows",
+    "standby_full": "no room for standby level {way}",
+    "preload": "preloaded before the first request",
+    "missing_stage": "preloaded because the other stage is loaded",
+    "home": "home model, and its GPUs are idle",
+    "gpu_given_back": "other programs have left its GPUs for {seconds:.0f} s",
+    "wake_to_demote": "woken to go to standby level {way}",
+    "unwanted": "nobody waits for it any more, and {model} needs its GPUs",
+    "policy_failed": "the policy failed: {detail}",
+    "eviction_failed": "the eviction failed, and `cost` chooses in its place: {detail}",
+    "adopted": "was running already",
+    "reprieved": "stays loaded: it no longer has to make room",
+    "load_failed": "load failed: {detail}",
+    "died": "died: {detail}",
+    "died_early": f"died: {_EARLY}",
+    "evict_failed": "{detail}",
+    "busy": "busy",
+    "routed": "{detail}",
+    "incomplete": "its answer is not complete",
+    "moved": "moved to {backend}",
+    "stale": "the engine of {backend} is silent",
+    "host_back": "the host {host} is back",
+    "not_found": "not found when the host {host} came back",
+    "host_gone": "the host {host} was declared gone",
+    "unfit": "found when the host {host} came back, but does not fit beside the others",
+    "evicted": "evicted for {model}",
+    "host_lost": "the host {host} is lost",
+    "shutdown": "anvil-mux shut down",
+    "cancelled": "cancelled by hand",
+    "error": "{detail}",
+    "reconfigured": "{detail}",
+    "bad_configuration": "{detail}",
+}
+"""Kind of cause -> its sentence; the names in braces are the figures that it has."""
+
+_SEVERED = {
+    "evicted": "{of} was evicted for {model}",
+    "unloaded": "{of} was unloaded on request",
+    "changed": "the configuration of {of} changed",
+    "removed": "{of} was removed from the configuration",
+    "host_drained": "{of} ran on the host {host}, which was drained",
+    "paused": "anvil-mux was paused",
+    "others_hold": "{of} made way for other programs on its GPU",
+    "surplus": "{of} was already loaded as often as `most` allows",
+    "idle": "{of} was evicted because nobody used it",
+    "policy": "the policy unloaded {of}",
+    "silent": "the engine of {of} did not answer",
+    "host_lost": "{of} ran on the host {host}, which was lost",
+    "shutdown": "anvil-mux shut down",
+    "moved": "another replica of {of} became free",
+    "stale": "the engine of {of} did not answer",
+}
+"""The same for the client of a request that was severed; ``of``: the model that was asked."""
+
+ADOPTED = Cause("adopted")
+UNLOADED = Cause("unloaded")
+PAUSED = Cause("paused")
+POLICY = Cause("policy")
+"""The cause where a policy gives none of its own."""
+
+
+class Severance(NamedTuple):
+    """Why a request was ended that ran."""
+
+    cause: Cause
+    seconds: float = 0.0
+    """How long the drain was."""
+
+    def sentence(self, model: str) -> str:
+        """The sentence for the client, without a full stop; ``model``: the request's."""
+        cause = self.cause
+        what = _SEVERED[cause.kind].format(of=model, model=cause.model, host=cause.host or LOCAL)
+        drained = f", after a drain of {self.seconds:.1f} s" if self.seconds else ""
+        return f"{what} before this request ended{drained}"
+
+
+def sentence(cause: Cause | None) -> str:
+    """The cause in words, without a full stop; "" for none."""
+    return _filled(SENTENCES[cause.kind], cause) if cause else ""
+
+
+def ending(cause: Cause) -> str:
+    """How a backend died, in words that go on from its name."""
+    return _filled(_EARLY if cause.kind == "died_early" else "{detail}", cause)
+
+
+def _filled(template: str, cause: Cause) -> str:
+    figures = {**cause._asdict(), "residents": " and ".join(cause.residents), "host": cause.host or LOCAL}
+    return template.format(**figures)
+
+
+_NUMBER = (int, float)
+_FIGURES: tuple[Any, ...] = (str, str, str, tuple, str, _NUMBER, _NUMBER, _NUMBER, _NUMBER, str, str)
+"""The types of a cause's figures, in their order."""
+
+
+def is_decided(value: object) -> bool:
+    """Whether a value is the cause of a decision, with figures of their types: a policy may be anybody's."""
+    if (
+        not isinstance(value, Cause)
+        or value.kind not in DECISIONS
+        or not all(map(isinstance, value, _FIGURES))
+    ):
+        return False
+    return all(isinstance(each, str) for each in value.residents)
+
+
+def mistake(error: Exception) -> str:
+    """An exception of anybody's code in words, also if it has none."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
+
+
+def to_json(cause: Cause) -> dict[str, Any]:
+    """Return the kind, and the figures that are not empty."""
+    return {name: value for name, value in cause._asdict().items() if value}
+
+
+def parse(made: Mapping[str, Any]) -> Cause:
+    """Read what ``to_json`` made; ValueError or TypeError says what is wrong with it."""
+    figures: dict[str, Any] = {**made, "residents": tuple(made.get("residents", ()))}
+    cause = Cause(**figures)
+    if cause.kind not in SENTENCES:
+        raise ValueError(f"unknown cause {cause.kind!r}")
+    sentence(cause)
+    return cause

@@ -1,138 +1,189 @@
-"""The facts about the backends of a GPU group and about its host, each in the past tense.
+"""The facts about a GPU group, each in the past tense; that a request arrived is told in admission.py.
 
-How steps ended, which backends died, which ran before this program came, and whether their host is lost, is
-back, is declared gone, or is drained by hand. The record of a host says whether it is lost. Its backends keep
-the states that they had meanwhile: they may still run. When the host is back each backend is what it was
-found to be, whatever its state was. One that was found and may not stay is stuck until it is stopped.
+How leases and steps ended, which backends died, which ran before this program came, whether their host is
+lost, is back, is declared gone or is drained by hand, and what people ask for: unload a model, pin it, take
+another configuration. The record of a host says whether it is lost. Its backends keep the states that they
+had meanwhile: they may still run. When the host is back each backend is what it was found to be, whatever its
+state was. One that was found and may not stay is stuck until it is stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from types import MappingProxyType
 
-from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.admission import Admission
-from anvil_mux.scheduler.causes import ADOPTED, UNLOADED, Cause, ending
-from anvil_mux.scheduler.events import TRANSITIONS, Event
-from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.errors import Cancelled, LoadError, UnknownModel
+from anvil_mux.scheduler.events import ADOPTED, UNLOADED, Cause, Event, Leaving, ending
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.slot import LOADING, Slot
-from anvil_mux.scheduler.standby import PINS
-from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.steps import Crash, FoundBackend
+from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.slot import LOADING, TRANSITIONS, Slot
+from anvil_mux.scheduler.steps import NO_USAGE, Crash, FoundBackend, Ticket, TokenUsage
+from anvil_mux.scheduler.upkeep import Upkeep
 
+INCOMPLETE = Cause("incomplete")
 NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
-class GroupFacts:
-    """The facts about the backends of one GPU group, and about its host."""
+class GroupFacts(Upkeep):
+    """The facts about one GPU group: from requests, steps, engines, hosts and people."""
 
-    def __init__(self, state: GroupState, admission: Admission, moves: Moves, swaps: GroupSwaps) -> None:
-        self._state = state
-        self._admission = admission
-        self._moves = moves
-        self._swaps = swaps
+    __slots__ = ()
+
+    # Requests
+
+    def release(
+        self, ticket: Ticket, now: float, usage: TokenUsage = NO_USAGE, *, whole: bool = True
+    ) -> bool:
+        """A lease ended; whether the next step is to be asked for. Late after a severed drain, or twice, is
+        harmless.
+
+        ``usage``: tokens of the input and how many were cached, if the engine said so. ``whole``: the engine
+        gave its answer to the end.
+        """
+        slot = self.slots.get(ticket.backend or "")
+        if slot is None or ticket not in slot.holders:
+            return False
+        slot.count_time(now)
+        ticket.share += slot.gpu_seconds
+        since = slot.holders.pop(ticket)
+        model = self.models[ticket.model]
+        _note_use(model, slot, ticket, now - since, now)
+        if whole:
+            slot.answered, slot.crashes = now, 0
+        replicas = model.replicas if ticket.choice else None
+        if replicas:
+            replicas.in_flight.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1], now=now)
+        if self.emit_leases:
+            size, cause = len(slot.holders), None if whole else INCOMPLETE
+            self.emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
+        if model.limited and slot.state == "ready":
+            self.fill_places(model, now)
+        if replicas and not slot.holders and slot.state == "ready":
+            self.take_back(slot, now)
+        is_sooner = slot.state == "draining" and self.bound_anew(slot, now)
+        if model.unload_when_idle and self.unload_when_idle(model, now):
+            return True
+        if self.deferred:
+            self._reopen(slot)
+        return is_sooner or self._matters(slot)
+
+    def _reopen(self, slot: Slot) -> None:
+        """Have the policy asked again, now that a lease has ended, where it says that this may matter."""
+        leases = len(slot.holders)
+        for model, held in self.deferred.items():
+            if leases < held.stay.leases and slot in held.residents:
+                self.deferred[model] = held._replace(is_over=True)
+
+    def _matters(self, slot: Slot) -> bool:
+        """Whether the end of a lease may change what is to be done next.
+
+        It does where swaps are held back if the policy says so, if there is a choice of victims, or if a
+        drain, memory or another replica may depend on it; and at the end of a drain, and where a ttl or the
+        return of a home backend begins.
+        """
+        if self.deferred:
+            if self.swaps or self.idlers or self.routed or self.memory.budget is not None:
+                return True
+            held = self.deferred.values()
+            if any(each.is_over or not each.contest or len(each.residents) > 1 for each in held):
+                return True
+        if slot.holders:
+            return False
+        comes_back = bool(self.homes) and not slot.backend.home
+        return slot.state == "draining" or slot.ttl is not None or comes_back
 
     # Before this program came
 
-    def expect(self, name: str) -> None:
-        """The backend may run already: until it is adopted or ``looked_at`` requests only wait."""
-        self._state.unseen.add(name)
-
-    def looked_at(self, name: str) -> None:
+    def looked_at(self, slot: Slot, now: float) -> None:
         """The backend was looked at: if it was not adopted it holds nothing (any more)."""
-        self._state.unseen.discard(name)
-        self._state.changed()
+        self.unseen.discard(slot.name)
+        self.changed()
 
-    def adopt(self, slot: Slot, now: float) -> bool:
-        """The backend ran before this program did; False if it cannot stay beside those already adopted."""
-        if not self._state.placement.fits(slot, runs=True):
+    def adopt(self, slot: Slot, now: float, found: FoundBackend, cause: Cause | None = None) -> bool:
+        """The backend ran before this program came, or was in standby (for this ``cause``).
+
+        False if it cannot stay beside those already adopted, or what it keeps has no room.
+        """
+        return self._adopt_standby(slot, now, found, cause) if found.level else self._adopt_running(slot, now)
+
+    def _adopt_running(self, slot: Slot, now: float) -> bool:
+        if not self.placement.fits(slot, runs=True):
             return False
-        self._moves.enter(slot, "adopt", now)
-        self._state.unseen.discard(slot.name)
+        self.enter(slot, "adopt", now)
+        self.unseen.discard(slot.name)
         slot.last_used = now  # since when it has been resident is not known
-        self._state.emit(Event(now, "ready", slot.model, slot.name, cause=ADOPTED))
-        model = self._state.model_of(slot)
+        self.emit(Event(now, "ready", slot.model, slot.name, cause=ADOPTED))
+        model = self.models[slot.model]
         if model.queue.tickets:
-            self._admission.admit(model, now)
+            self.admit(model, now)
         if slot.pinned:
-            self._admission.fail_refused(now)
+            self.fail_refused(now)
         return True
 
-    def adopt_standby(
-        self,
-        slot: Slot,
-        now: float,
-        way: str,
-        residual: Mapping[str, int],
-        host_bytes: int,
-        cause: Cause | None = None,
-    ) -> bool:
-        """The backend was in standby before this program came; False if what it keeps has no room."""
-        residual = slot.named(residual)
-        if self._state.placement.crowds(residual):
+    def _adopt_standby(self, slot: Slot, now: float, found: FoundBackend, cause: Cause | None) -> bool:
+        residual = slot.named(found.residual)
+        if self.placement.crowds(residual):
             return False
-        self._moves.enter(slot, "adopt_standby", now)
-        self._state.unseen.discard(slot.name)
-        slot.level, slot.residual, slot.host_bytes = way, residual, host_bytes
-        if way in PINS:
-            slot.ram = max(slot.ram, host_bytes)
-        self._state.emit(Event(now, "standby", slot.model, slot.name, cause=cause, way=way))
+        self.enter(slot, "adopt_standby", now)
+        self.unseen.discard(slot.name)
+        slot.keep_in_standby(found.level, residual, found.host_bytes)
+        self.emit(Event(now, "standby", slot.model, slot.name, cause=cause, way=found.level))
         return True
 
     # Loads
 
-    def loaded(self, slot: Slot, now: float, way: str) -> None:
-        """The backend answers, brought back from the standby level ``way``; its whole queue is leased."""
-        seconds, model = now - slot.since, self._state.model_of(slot)
+    def loaded(self, slot: Slot, now: float, level: str) -> None:
+        """The backend answers, brought back from the standby ``level``; its whole queue is leased."""
+        seconds, model = now - slot.since, self.models[slot.model]
         wanted = bool(model.queue.tickets)
-        unwanted = any(swap.cancel == UNLOADED for swap in self._state.swaps if swap.target is slot)
-        self._moves.enter(slot, "loaded", now)
-        slot.note_loaded(now, seconds, way)
-        self._state.keep_alive(slot, None)
-        self._swaps.learn(slot, way, seconds)
-        self._swaps.end_to(slot)
-        self._state.emit(Event(now, "ready", slot.model, slot.name, seconds=seconds, way=way))
+        unwanted = any(swap.cancel == UNLOADED for swap in self.swaps if swap.target is slot)
+        self.enter(slot, "loaded", now)
+        slot.note_loaded(now, seconds, level)
+        for other in self.slots.values():
+            if other is slot or not self.placement.fit_together(slot, other):
+                other.made_way = None
+        self.keep_alive(slot, None)
+        self.learn(slot, level, seconds)
+        self.end_to(slot)
+        self.emit(Event(now, "ready", slot.model, slot.name, seconds=seconds, way=level))
         if slot.leaving:
-            self._swaps.begin_leaving(slot, now)
+            self.begin_leaving(slot, now)
             return
-        self._admission.admit(model, now)
+        self.admit(model, now)
         if unwanted:  # it was unloaded a moment too late to be cancelled
-            self._swaps.evict(slot, now, UNLOADED)
+            self.begin_eviction(slot, now, UNLOADED)
         elif wanted:
             slot.next_level = ""
         elif slot.next_level:
             cause = Cause("wake_to_demote", way=slot.next_level)
-            self._swaps.evict(slot, now, cause, severs=Cause("idle"))
+            self.begin_eviction(slot, now, cause, severs=Cause("idle"))
         if slot.state == "ready" and model.replicas and not model.queue.tickets:
-            self._admission.take_back(slot, now)
+            self.take_back(slot, now)
         if slot.pinned:
-            self._admission.fail_refused(now)  # what does not fit beside it
+            self.fail_refused(now)  # what does not fit beside it
 
     def load_failed(self, slot: Slot, now: float, error: LoadError) -> None:
         """The backend did not become ready, and was cleaned up."""
         if slot.state == "cancelling":  # it was to end anyway
             self.load_cancelled(slot, now)
             return
-        self._moves.enter(slot, "load_failed", now)
+        self.enter(slot, "load_failed", now)
         slot.note_load_failed(now, error.reason, error.log)
-        self._swaps.end_to(slot)
+        self.end_to(slot)
         cause = Cause("load_failed", detail=error.reason)
-        self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
-        self._admission.fail_refused(now)
+        self.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+        self.fail_refused(now)
 
     def load_cancelled(self, slot: Slot, now: float) -> None:
         """The load of the backend ended before its time, and all that it had begun was stopped."""
         if slot.state != "cancelling":  # nobody here wanted that
             self.load_failed(slot, now, LoadError("its load was cancelled by somebody else"))
             return
-        self._moves.enter(slot, "cancelled", now)
+        self.enter(slot, "cancelled", now)
         slot.next_level = ""
-        self._swaps.end_to(slot)
-        self._state.emit(Event(now, "stopped", slot.model, slot.name))
-        self._admission.fail_refused(now)
+        self.end_to(slot)
+        self.emit(Event(now, "stopped", slot.model, slot.name))
+        self.fail_refused(now)
 
     # Evictions
 
@@ -142,40 +193,38 @@ class GroupFacts:
         now: float,
         *,
         residual: Mapping[str, int] = NOTHING_HELD,
-        how: str = "stop",
+        level: str = "stop",
         host_bytes: int = 0,
         freed: Mapping[str, int] = NOTHING_HELD,
         died: str = "",
         log: Iterable[str] = (),
     ) -> None:
-        """The backend left its GPUs; unless it was stopped it is in standby, at the level ``how``.
+        """The backend left its GPUs; unless it was stopped it is in standby, at this ``level``.
 
         It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
         ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
         and ``log`` what it had printed last.
         """
-        state, standby, cause = self._state, how != "stop", None
+        standby, cause = level != "stop", None
         host_bytes = host_bytes if standby else 0
         if died and not slot.failed_stops:  # else it had been told to stop before, in vain
             cause = slot.judge_end(now, died)
         if not slot.failed_stops:  # else an earlier attempt freed some of it
             gave_up = freed if slot.state == "evicting" else {}  # what is demoted held less than all
             described = slot.backend.service.digest
-            state.footprints.learn(
-                slot.name, how, gave_up, residual, host_bytes=host_bytes, described=described
+            self.footprints.learn(
+                slot.name, level, gave_up, residual, host_bytes=host_bytes, described=described
             )
-            state.placement.measure(slot, state.footprints.held(slot.name, described))
-        self._moves.enter(slot, "standby" if standby else "stopped", now)
-        slot.level, slot.next_level = how, "stop" if slot.leaving else ""
-        slot.residual, slot.host_bytes = slot.named(residual) if standby else {}, host_bytes
-        if how in PINS:
-            slot.ram = max(slot.ram, host_bytes)
+            self.placement.measure(slot, self.footprints.held(slot.name, described))
+        self.enter(slot, "standby" if standby else "stopped", now)
+        slot.next_level = "stop" if slot.leaving else ""
+        slot.keep_in_standby(level, slot.named(residual) if standby else {}, host_bytes)
         slot.note_left(now)
-        self._swaps.left(slot)
+        self.left(slot)
         if cause:
             slot.error, slot.log = ending(cause), tuple(log)
-        state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=how if standby else ""))
-        self._admission.fail_refused(now)
+        self.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=level if standby else ""))
+        self.fail_refused(now)
 
     def evict_failed(self, slot: Slot, now: float, why: str) -> None:
         """The backend may still hold its GPUs: nothing is loaded there until a later stop succeeds.
@@ -183,13 +232,13 @@ class GroupFacts:
         One that was in standby holds what it held, and stays so.
         """
         slot.failed_starts += slot.state == "loading"
-        self._moves.enter(slot, "evict_failed", now)
+        self.enter(slot, "evict_failed", now)
         slot.note_stop_failed(now, why)
         way, cause = slot.level if slot.state == "standby" else "", Cause("evict_failed", detail=why)
-        self._state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way))
-        for swap in [each for each in self._state.swaps if each.target is slot or slot in each.victims]:
-            self._swaps.dissolve(swap, now)
-        self._admission.fail_refused(now)
+        self.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way))
+        for swap in [each for each in self.swaps if each.target is slot or slot in each.victims]:
+            self.dissolve(swap, now)
+        self.fail_refused(now)
 
     # Ends by themselves
 
@@ -198,53 +247,66 @@ class GroupFacts:
         if (slot.state, "died") not in TRANSITIONS:
             return  # the step under way reports that instead
         cause = slot.judge_end(now, why)
-        self._moves.enter(slot, "died", now)
+        self.enter(slot, "died", now)
         slot.note_left(now)
-        self._swaps.left(slot)
+        self.left(slot)
         slot.note_died(ending(cause), log)
         size, crash = len(slot.holders), Crash(slot.name, slot.error, slot.log)
         for ticket in slot.holders:
             ticket.crash = crash
         slot.let_go(now)
-        self._state.emit(Event(now, "stopped", slot.model, slot.name, size=size, cause=cause))
-        self._admission.fail_refused(now)
+        self.emit(Event(now, "stopped", slot.model, slot.name, size=size, cause=cause))
+        self.fail_refused(now)
 
     def unanswering(self, slot: Slot, now: float) -> None:
         """The engine of the backend does not answer: it is stopped without a drain, not put in standby."""
         if slot.state == "ready":
             slot.next_level = "stop"
-            self._swaps.begin(None, [slot], now, Cause("silent"))
+            self.begin(None, [slot], now, Cause("silent"))
 
-    def memory_seen(self, held: Mapping[str, int]) -> bool:
+    def memory_seen(self, held: Mapping[str, int], now: float) -> bool:
         """Other processes hold so many bytes, by GPU; whether that is news.
 
-        It is not believed while a backend is loaded or evicted: its processes may be taken for others.
+        It is not believed while a backend is loaded or evicted: its processes may be taken for others. GPUs
+        of which they hold much are left to them: all there goes, and returns later (upkeep.py).
         """
-        state = self._state
-        moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in state.slots.values())
-        if moving or held == state.placement.others:
+        moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in self.slots.values())
+        if moving or held == self.placement.others:
             return False
-        state.placement.others = held
-        state.changed()
+        self.placement.others = held
+        self.changed()
+        if self.config.yield_above is not None:
+            self._note_way_made(now)
         return True
+
+    def _note_way_made(self, now: float) -> None:
+        """Note for whom GPUs are left to other programs, or are no longer."""
+        self.reprieve_all(now)
+        for slot in [slot for slot in self.slots.values() if slot.made_way is not None]:
+            if self.left_gpu(slot):
+                slot.made_way = FOREVER
+            elif slot.state == "ready":
+                slot.made_way = None
+            elif slot.made_way == FOREVER:
+                slot.made_way = now
+        self.fail_refused(now)
 
     # The host
 
     def host_lost(self, now: float) -> None:
         """Sever all leases and end all swaps there; the queues go elsewhere, or fail."""
-        state = self._state
-        cause = Cause("host_lost", host=state.host.name)
-        state.changed()
-        state.unseen.clear()
-        state.ready = [slot for slot in state.ready if slot.serves]
-        self._swaps.end_lost()
-        for slot in state.slots.values():
-            state.taken_back += self._moves.sever(slot, now, cause)
-            if replicas := state.models[slot.model].replicas:
+        cause = Cause("host_lost", host=self.host.name)
+        self.changed()
+        self.unseen.clear()
+        self.ready = [slot for slot in self.ready if slot.serves]
+        self.end_all()
+        for slot in self.slots.values():
+            self.cut += self.sever(slot, now, cause)
+            if replicas := self.models[slot.model].replicas:
                 replicas.in_flight.forget(slot.name)
-        for model in state.models.values():
+        for model in self.models.values():
             self._leave(model, now)
-        self._admission.fail_refused(now)
+        self.fail_refused(now)
 
     def _leave(self, model: Model, now: float) -> None:
         """Take the backends of a model on the lost host out of those that may be leased."""
@@ -252,65 +314,158 @@ class GroupFacts:
         were_more, model.ready = len(model.ready) > len(ready), ready
         if were_more and model.queue.limited:
             model.queue.left = now
-            self._admission.fill_places(model, now)  # requests that needed one of these go elsewhere
+            self.fill_places(model, now)  # requests that needed one of these go elsewhere
 
     def host_back(self, now: float, found: Mapping[str, FoundBackend], held: Collection[Slot]) -> None:
         """Give each backend the state in which it was found: first those that run, then those in standby.
 
         ``held``: those that held something before, of which nothing is counted any more (``host_freed``).
         """
-        state = self._state
-        state.changed()
-        cause = Cause("not_found", host=state.host.name)
+        self.changed()
+        cause = Cause("not_found", host=self.host.name)
         for slot in sorted(
-            state.slots.values(), key=lambda slot: slot.name in found and found[slot.name].level != ""
+            self.slots.values(), key=lambda slot: slot.name in found and found[slot.name].level != ""
         ):
             if slot.name in found:
-                self._take_over(slot, found[slot.name], now)
+                self._find(slot, found[slot.name], now)
             elif slot in held:
-                state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+                self.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
 
-    def _take_over(self, slot: Slot, found: FoundBackend, now: float) -> None:
+    def _find(self, slot: Slot, found: FoundBackend, now: float) -> None:
         """Adopt a backend, or have it stopped if it may not stay; until then it holds its GPUs."""
-        if not slot.leaving and self._adopt(slot, found, now):
-            return
-        self._moves.enter(slot, "unfit", now)
-        slot.error, slot.retry_at = "it was found running, and cannot stay", now
-        cause = Cause("unfit", host=self._state.host.name)
-        self._state.emit(Event(now, "stuck", slot.model, slot.name, cause=cause))
-
-    def _adopt(self, slot: Slot, found: FoundBackend, now: float) -> bool:
-        """Take over a backend as it was found; False if it may not stay."""
-        if not found.level:
+        runs = not found.level
+        if runs and not slot.leaving:
             slot.retry_at = now  # it runs, so its last failure says nothing any more
-            runs = self.adopt(slot, now)
-            slot.failed_starts *= not runs
-            return runs
-        return self.adopt_standby(
-            slot, now, found.level, found.residual, host_bytes=found.host_bytes, cause=ADOPTED
-        )
+        if not slot.leaving and self.adopt(slot, now, found, ADOPTED):
+            if runs:
+                slot.failed_starts = 0
+            return
+        self.enter(slot, "unfit", now)
+        slot.error, slot.retry_at = "it was found running, and cannot stay", now
+        cause = Cause("unfit", host=self.host.name)
+        self.emit(Event(now, "stuck", slot.model, slot.name, cause=cause))
 
     def host_cleared(self, now: float, *, cleared: bool) -> None:
         """Have all go that is on the host (upkeep.py), or stay: it was drained or paused, or is no longer."""
-        state = self._state
-        state.changed()
-        if not cleared and not state.host.is_lost:
-            self._swaps.reprieve_all(now)
-            for slot in state.slots.values() if state.host.takes_loads else ():
+        self.changed()
+        if not cleared and not self.host.is_lost:
+            self.reprieve_all(now)
+            for slot in self.slots.values() if self.host.takes_loads else ():
                 if slot.state == "standby" and not slot.failed_stops and not slot.leaving:
                     slot.next_level = ""
-        self._admission.fail_refused(now)
+        self.fail_refused(now)
 
     def host_gone(self, now: float) -> None:
         """Declare that nothing runs there: its backends hold nothing any more, and none is loaded."""
-        cause = Cause("host_gone", host=self._state.host.name)
+        cause = Cause("host_gone", host=self.host.name)
         for slot in self.host_freed(now):
-            self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+            self.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
 
     def host_freed(self, now: float) -> list[Slot]:
         """Stop counting what the backends hold, and return those that held something."""
-        held = [slot for slot in self._state.slots.values() if slot.state != "stopped"]
+        held = [slot for slot in self.slots.values() if slot.state != "stopped"]
         for slot in held:
-            self._moves.enter(slot, "gone", now)
+            self.enter(slot, "gone", now)
             slot.note_gone(now)
         return held
+
+    # People
+
+    def unload(self, model: Model, now: float) -> bool:
+        """Evict the backends of ``model``, in all GPU groups, after their drain; False: nothing is to do.
+
+        Those in standby are stopped, and loads under way are cancelled; requests that wait for them fail.
+        """
+        is_ready = bool(model.ready)
+        found = [each._unload_here(model, is_ready, now) for each in self.groups_of(model)]
+        return any(found)
+
+    def _unload_here(self, model: Model, is_ready: bool, now: float) -> bool:
+        """Unload what is in this GPU group; ``is_ready``: the model was resident, here or elsewhere."""
+        slots = [s for s in self.own(model) if not s.host.is_lost and not s.backend.url]
+        if not slots:
+            return False
+        for slot in slots:
+            slot.unloaded = True
+        ready = [slot for slot in slots if slot.state == "ready"]
+        given_up = self._give_up_load(model, is_ready, now)
+        for slot in ready:
+            self.begin_eviction(slot, now, UNLOADED)
+        standby = [] if is_ready else [slot for slot in slots if self.may_be_stopped(slot)]
+        for slot in standby:
+            slot.next_level = "stop"
+        hastened = [slot for slot in slots if self.hasten(slot, now)]
+        return bool(ready or standby or given_up or hastened)
+
+    def _give_up_load(self, model: Model, is_ready: bool, now: float) -> bool:
+        """End the swaps to ``model`` here, and the wait for them; False if there is neither."""
+        swaps = [swap for swap in self.swaps if swap.target and swap.target.model == model.name]
+        for swap in swaps:
+            if swap.target and swap.target.state in LOADING:
+                swap.cancel = UNLOADED
+            else:
+                self.call_off(swap, now)
+        if is_ready:
+            return bool(swaps)
+        waits = bool(model.queue.tickets)
+        text = (
+            f"{model.name} was unloaded by hand while this request waited for it. Send it again to load it."
+        )
+        self.fail_queue(model, Cancelled(text), now)
+        return bool(swaps) or waits
+
+    def unload_when_idle(self, model: Model, now: float) -> bool:
+        """Evict the backends of ``model`` once nobody uses it, unless it is asked for before; True: now.
+
+        A load under way counts as used if requests wait for it.
+        """
+        model.unload_when_idle = False
+        if not model.ready:
+            idle = model.is_loading and not model.queue.tickets
+            return idle and self.unload(model, now)
+        if model.is_used:
+            model.unload_when_idle = True
+            return False
+        return self.unload(model, now)
+
+    def pin(self, model: Model, now: float, *, pinned: bool) -> None:
+        """Keep ``model``, once it is resident, from being evicted for others; or do so no longer."""
+        if not any(slot.pinned != pinned and not slot.leaving for slot in model.slots):
+            return
+        self.emit(Event(now, "pinned" if pinned else "unpinned", model.name))
+        for each in self.groups_of(model):
+            each._pin_here(model, now, pinned=pinned)
+
+    def _pin_here(self, model: Model, now: float, *, pinned: bool) -> None:
+        self.changed()
+        self.memory.changed()
+        for slot in [s for s in self.own(model) if s.pinned != pinned and not s.leaving]:
+            slot.pinned = pinned
+            if pinned:
+                self.spare(slot, now)
+        self.fail_refused(now)
+
+    def retire(self, leaving: Mapping[str, Leaving], served: Set[str], now: float) -> None:
+        """Have backends leave for good, for these reasons; fail the queues of models not ``served``."""
+        slots = [slot for name, slot in self.slots.items() if name in leaving]
+        for slot in slots:
+            slot.leaving, slot.pinned = slot.leaving or leaving[slot.name], False
+        for swap in tuple(self.swaps):
+            if swap.target and swap.target.leaving and swap.target.state not in LOADING:
+                self.dissolve(swap, now)
+        for slot in [slot for slot in slots if not slot.host.is_lost]:
+            if slot.state == "ready":
+                self.begin_leaving(slot, now)
+            elif slot.state == "standby":
+                slot.next_level = "stop"
+        for model in self.models.values():
+            if model.queue.tickets and model.name not in served:
+                self.fail_queue(model, UnknownModel(model.name, served), now)
+
+
+def _note_use(model: Model, slot: Slot, ticket: Ticket, seconds: float, now: float) -> None:
+    slot.last_used = now
+    if ticket.work.infer_type != "prefill":
+        model.demand.served(seconds)
+    if not slot.holders and not model.replicas:
+        model.demand.idle(now)

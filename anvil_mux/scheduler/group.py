@@ -6,15 +6,21 @@ of them at a time (layout.py). A ``GpuGroup`` takes facts, and answers one quest
 is asked until it answers ``Wait``. It performs nothing: whoever drives the scheduler performs the steps and
 reports how they ended. It has no lock, no clock and no I/O; calls must not overlap.
 
-The arrival of a request and the end of a lease are here. All other facts are told to its parts, which share
-one ``GroupState`` (state.py):
+It is one object in six layers, each a module that builds on those before it:
 
+    state.py       what stands still: models, slots (slot.py), swaps under way
     admission.py   leases, queues, failures: every end of a ticket
-    planner.py     the backends that could be loaded, and their victims; snapshot.py: what the policy is shown
-    decider.py     the next step: overdue queues, the policy, preloads (preloads.py), upkeep.py
-    group_swaps.py swaps under way (swap.py); moves.py: states of backends (slot.py), events and steps
-    facts.py       the facts about backends, and about their host
-    orders.py      unloads, pins, another configuration
+    swaps.py       how swaps begin, go on and end; states of backends, events and steps
+    upkeep.py      what happens to backends although no queue needs their GPUs
+    facts.py       the facts about backends, about their host, and from people
+    group.py       the next step, or until when there is none
+
+The next step is looked for in this order: swaps under way go on, upkeep is done, the oldest overdue queue
+gets its swap, a queue of higher priority takes over the drain for a lower one, the policy is asked, a load
+that no request waits for any more is cancelled for a queue, and a preload is begun. Which
+backends could be loaded, and whom they evict, planner.py says; what the policy is shown, snapshot.py. The
+policy proposes, the group disposes: an overdue queue waits for no policy, and the GPUs that it needs go to no
+younger queue meanwhile.
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Load`` until its ``evicted``; the sum of what residents and
@@ -29,7 +35,7 @@ Invariants:
     loaded instead on GPUs that nobody holds, where it is served no later. A queue of higher priority takes a
     drain over, but not that for an overdue queue. One begun is finished, unless its load is cancelled: when
     it is unloaded by hand (requests that wait for it fail), or when nobody waits for it any more and another
-    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (preloads.py),
+    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (upkeep.py),
     which makes way for a queue. If a target that nobody waits for any more does not fit although its victims
     have left, no others go for it: the swap ends. Requests that wait behind others at a busy replica count as
     waiting for another replica, if no queue waits for its GPUs; so do those in the queue of a resident model
@@ -46,7 +52,7 @@ Invariants:
     evicted: what is pinned, and what is in standby and could not be stopped.
 10. The leases of a lost host are severed, and nothing is begun there: its backends may still run and hold
     their GPUs until the host is back and they are adopted, or until it is declared gone by hand.
-11. While it is not known of some backend whether it runs already (``expect``), nothing is begun.
+11. While it is not known of some backend whether it runs already (``unseen``), nothing is begun.
 
 A backend that the configuration has no longer, or not as it is (``retire``), is leaving: it gets no new
 leases, is drained and stopped, whatever its standby levels, and its slot is left for good. Then layout.py
@@ -55,156 +61,41 @@ fills the GPU group anew: another slot may take the place of that one; the queue
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
 
-from anvil_mux.scheduler.admission import Admission
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.decider import Decider
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import POLICY, Cause, Event
 from anvil_mux.scheduler.facts import GroupFacts
-from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.orders import Orders
-from anvil_mux.scheduler.preloads import complete
-from anvil_mux.scheduler.refusals import not_resident, of_crashes
-from anvil_mux.scheduler.replicas import nobody_takes
+from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, takeover, victims, waiting
+from anvil_mux.scheduler.policies import FOREVER, Decision, Spill, Stay, Unload
+from anvil_mux.scheduler.refusals import lack_of_memory
 from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.steps import NO_USAGE, Step, Ticket, TokenUsage, Wait
+from anvil_mux.scheduler.snapshot import Contest, ask, contests, snapshot
+from anvil_mux.scheduler.state import Deferred, SwapInProgress
+from anvil_mux.scheduler.steps import Step, Ticket, Wait
 
-INCOMPLETE, BUSY = Cause("incomplete"), Cause("busy")
+SHORTEST_DEFERRAL = 1.0
+"""Seconds for which a swap is held back before that is announced, and before it is announced again."""
 
 
-class GpuGroup:
-    """One GPU group and its parts. Only ``Scheduler`` tells it facts."""
+@dataclass(eq=False, slots=True)
+class GpuGroup(GroupFacts):
+    """One GPU group: what to begin, and when. Only ``Scheduler`` tells it facts."""
 
-    def __init__(self, state: GroupState, groups_of: Mapping[str, Sequence[GpuGroup]]) -> None:
-        """``groups_of``: model -> the GPU groups that have backends of it."""
-        self.state, self.name, self.host, self.slots = state, state.name, state.host, state.slots
-        self._models = state.models
-        self.admission = Admission(state)
-        self.moves = Moves(state, self.admission)
-        self.swaps = swaps = GroupSwaps(
-            state, self.moves, lambda model: [group.swaps for group in groups_of[model]]
-        )
-        self.facts = GroupFacts(state, self.admission, self.moves, swaps)
-        self.orders = Orders(
-            state, self.admission, swaps, lambda model: [group.orders for group in groups_of[model]]
-        )
-        self._decider = Decider(state, self.admission, self.moves, swaps)
+    _plans: dict[str, Plan] = field(init=False, default_factory=dict)
+    """The swaps that could begin now; set anew before the policy is asked."""
+    _ask_again: float = field(init=False, default=FOREVER)
+    """When the policy is asked again."""
+    _announce: dict[Ticket, float] = field(init=False, default_factory=dict)
+    """The first tickets of queues whose swaps are held back, and when that is announced (again)."""
 
     def __repr__(self) -> str:
         slots = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.slots.values())
-        waiting = {model.name: len(model.queue) for model in self._models.values() if model.queue}
+        waiting = {model.name: len(model.queue) for model in self.models.values() if model.queue}
         queues = ", ".join(f"{name}: {count} waiting" for name, count in waiting.items())
         return f"<GpuGroup {self.name} [{slots}] [{queues}]>"
-
-    def next_step(self, now: float) -> Step | Wait:
-        """Return the step to perform now, each once, or until when to wait."""
-        return self._decider.next_step(now)
-
-    # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for: it is
-    # after every other fact, but these are many, and matter only if the policy holds a swap back, or if they
-    # begin a queue or end a drain.
-
-    def request(self, ticket: Ticket, now: float) -> bool:
-        """A request arrived: it is leased, failed or queued."""
-        state, model = self.state, self._models[ticket.model]
-        if ticket.crashes and (error := of_crashes(ticket)):
-            self.admission.fail(ticket, error, now)
-            return False
-        ready = model.ready
-        if not ready:
-            if ticket.never_swaps:
-                self.admission.fail(ticket, not_resident(state, model.name, now), now)
-                return False
-            return self.admission.wait_for_load(model, ticket, now)
-        if model.limited and ticket.leases and not model.takes(ticket.work.owner):
-            only = model.needed(ticket.work.owner)
-            self.admission.enqueue(model, ticket, now, only=only, cause=BUSY)
-            return model.replicas is not None and self.admission.may_spill(model, now)
-        slot = self.admission.route(model, ready, ticket, now) if model.replicas else ready[0]
-        if slot is None:
-            self.admission.fail(ticket, nobody_takes(model.name), now)
-            return complete(state, model, now)
-        if not ticket.resent:
-            model.demand.arrived(now)
-        if not slot.holders:
-            model.demand.returned(now - slot.used, now)
-        elif not model.replicas:  # else others may be answered elsewhere
-            model.demand.overlapping += 1
-        self.admission.lease(model, slot, ticket, now)
-        return model.replicas is not None and self.admission.wants_more(model, ticket, now)
-
-    def release(
-        self,
-        ticket: Ticket,
-        now: float,
-        usage: TokenUsage = NO_USAGE,
-        *,
-        whole: bool = True,
-    ) -> bool:
-        """A lease ended. Late after a severed drain, or twice, is harmless.
-
-        ``usage``: tokens of the input and how many were cached, if the engine said so. ``whole``: the engine
-        gave its answer to the end.
-        """
-        slot = self.slots.get(ticket.backend or "")
-        if slot is None or ticket not in slot.holders:
-            return False
-        slot.count_time(now)
-        ticket.share += slot.gpu_seconds
-        since = slot.holders.pop(ticket)
-        state, model = self.state, self._models[ticket.model]
-        self._note_use(model, slot, ticket, now - since, now)
-        if whole:
-            slot.answered, slot.crashes = now, 0
-        replicas = model.replicas if ticket.choice else None
-        if replicas:
-            replicas.in_flight.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1], now=now)
-        if state.emit_leases:
-            size, cause = len(slot.holders), None if whole else INCOMPLETE
-            state.emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
-        if model.limited and slot.state == "ready":
-            self.admission.fill_places(model, now)
-        if replicas and not slot.holders and slot.state == "ready":
-            self.admission.take_back(slot, now)
-        is_sooner = slot.state == "draining" and self.swaps.bound_anew(slot, now)
-        if model.unload_when_idle and self.orders.unload_when_idle(model, now):
-            return True
-        leases = len(slot.holders)
-        if state.deferred and self._matters(slot, leases):
-            return True
-        if leases:
-            return is_sooner
-        comes_back = bool(state.homes) and not slot.backend.home
-        return slot.state == "draining" or slot.ttl is not None or comes_back
-
-    def _matters(self, slot: Slot, leases: int) -> bool:
-        """Whether the end of a lease may change what is decided about swaps that are held back.
-
-        It does where the policy says so, where there is a choice of victims, and where a drain, a ttl, memory
-        or another replica may depend on it.
-        """
-        state, held = self.state, self.state.deferred
-        for model, each in held.items():
-            if leases < each.stay.leases and slot in each.residents:
-                held[model] = each._replace(is_over=True)
-        if state.swaps or state.idlers or state.routed or state.memory.budget is not None:
-            return True
-        return any(each.is_over or not each.contest or len(each.residents) > 1 for each in held.values())
-
-    def _note_use(self, model: Model, slot: Slot, ticket: Ticket, seconds: float, now: float) -> None:
-        slot.last_used = now
-        if ticket.work.infer_type != "prefill":
-            model.demand.served(seconds)
-        if not slot.holders and not model.replicas:
-            model.demand.idle(now)
-
-    def begin_anew(self) -> None:
-        """Plan anew: the configuration is another."""
-        self._decider.begin_anew()
 
     @property
     def leaving(self) -> list[Slot]:
@@ -215,3 +106,228 @@ class GpuGroup:
     def is_outgrown(self) -> bool:
         """Whether a slot was left for good: the GPU group is to be filled anew."""
         return any(slot.is_left for slot in self.slots.values())
+
+    def begin_anew(self, now: float) -> None:
+        """The configuration is another: plan and announce anew; lease or fail what can be now."""
+        self._announce, self.deferred = {}, {}
+        self.changed()
+        for model in self.models.values():
+            if model.queue.tickets and model.ready:
+                self.admit(model, now)
+        self.fail_refused(now)
+
+    def next_step(self, now: float) -> Step | Wait:
+        """Return the step to perform now, each once, or until when to wait."""
+        if self.unseen:
+            return Wait(FOREVER)
+        if self.is_out_of_reach:
+            return self.advance(now) or Wait(FOREVER)
+        self.clear(now)
+        if self.bounded:
+            self.give_up_surplus(now)
+        while True:
+            step = self.advance(now) if self.swaps else None
+            step = step or self.upkeep_step(now)
+            if step:
+                return step
+            models = waiting(self)
+            if not (
+                self.evict_idle(now)
+                or self._begin_swap(models, now)
+                or self._cancel_unwanted(models, now)
+                or (not (models or self.swaps) and self.begin_preload(now))
+            ):
+                return self._wait(self._next_moment(models, now), now)
+
+    def _wait(self, until: float, now: float) -> Wait:
+        if mistake := self.placement.mistake:
+            self.placement.mistake = ""
+            self._blame(self.common.settings.eviction, Cause("eviction_failed", detail=mistake), now)
+        soonest = self._ask_again if now < self._ask_again < until else until
+        return Wait(soonest, min([at for at in self._announce.values() if at > now], default=FOREVER))
+
+    def _next_moment(self, models: list[Model], now: float) -> float:
+        """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
+        moments = [model.queue.overdue_at for model in models]
+        moments += self.upkeep_moments(now)
+        for slot in self.stayers if models or self.preloads else ():
+            moments.append(slot.stays_until)
+        for swap in self.swaps:
+            moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
+        for slot in self.slots.values():
+            stuck, model = slot.state in ("stuck", "standby"), self.models[slot.model]
+            if slot.retry_at > now and (stuck or model.queue.tickets):
+                moments.append(slot.retry_at)
+        return min([moment for moment in moments if moment > now], default=FOREVER)
+
+    # Swaps
+
+    def _begin_swap(self, models: list[Model], now: float) -> bool:
+        """Begin at most one swap: that of the oldest overdue queue, else what the policy proposes."""
+        busy = self.busy_gpus()
+        if self._serve_overdue(models, busy, now):
+            return True
+        staying = self.staying(now) if self.stayers else set[str]()
+        plans: dict[str, Plan] = {}
+        held = []
+        for model in models:
+            if found := plan(self, model, busy, now, staying):
+                plans[model.name] = found
+            elif staying and (found := plan(self, model, busy, now)):
+                held.append((model, found.victims))
+        self._plans = plans
+        if (self.swaps and self._begin_takeover(models, now)) or self._ask_policy(plans, now):
+            return True
+        if held and not plans:
+            self._defer_for_stay(*held[0], now)
+        return False
+
+    def _begin_takeover(self, models: list[Model], now: float) -> bool:
+        """Have a drain for one queue go on for another of higher priority, which could not begin otherwise.
+
+        Overdue queues come first, the oldest of them before all others, and keep the GPUs that they wait for.
+        """
+        kept = set[str]()
+        late = [model for model in models if model.queue.overdue_at <= now]
+        others = [model for model in models if model not in late]
+        for model in [*late, *sorted(others, key=attrgetter("priority"), reverse=True)]:
+            if model.name not in self._plans and (found := takeover(self, model, kept, now)):
+                self.take_over(found, now)
+                return True
+            if model in late:
+                kept.update([gpu for slot in reserved(self, model, now) for gpu in slot.holds])
+        return False
+
+    def _serve_overdue(self, models: list[Model], busy: set[str], now: float) -> bool:
+        """Serve the oldest overdue queue, or fail it; the GPUs of those that must wait on become ``busy``."""
+        for model in models:
+            if model.queue.overdue_at > now:
+                continue
+            if found := plan(self, model, busy, now):
+                self.begin(found.target, found.victims, now, Cause("overdue"))
+                return True
+            if error := lack_of_memory(self, model, busy, now):
+                self.fail_queue(model, error, now)
+                return True
+            for slot in reserved(self, model, now):
+                busy.update(slot.holds)
+        return False
+
+    def _cancel_unwanted(self, models: list[Model], now: float) -> bool:
+        """Cancel loads that no request waits for any more, if a queue could have their GPUs then."""
+        unwanted = [swap for swap in self.swaps if self._is_unwanted(swap)] if models else []
+        if not unwanted:
+            return False
+        loads = [swap.target for swap in unwanted if swap.target]
+        busy = self.busy_gpus(but=unwanted)
+        stays = self.staying(now)
+        for model in models:
+            staying = stays if model.queue.overdue_at > now else frozenset[str]()
+            for slot in () if model.name in self._plans else self.loadable(model, now):
+                there = [s for s in unwanted if s.target and s.target.holds.keys() & slot.holds.keys()]
+                if there and victims(self, slot, busy, staying, now, without=loads) is not None:
+                    for swap in there:
+                        swap.cancel = Cause("unwanted", model.name)
+                    return True
+        return False
+
+    def _is_unwanted(self, swap: SwapInProgress) -> bool:
+        """Whether a swap loads a backend that no request waits for any more."""
+        slot = swap.target
+        if slot is None or slot.state != "loading" or swap.cancel:
+            return False
+        if swap.preload and swap.cause.kind != "home":
+            return False
+        return not (slot.pinned or self.models[slot.model].queue.tickets)
+
+    # The policy
+
+    def _ask_policy(self, plans: Mapping[str, Plan], now: float) -> bool:
+        """Do what the policy says of each set of queues that compete; whether that was anything."""
+        before, self.deferred, self._ask_again = self.deferred, {}, FOREVER
+        for ticket in [ticket for ticket in self._announce if not self._waits(ticket)]:
+            del self._announce[ticket]
+        more = spills(self, now)
+        if not (plans or more or self.ready):
+            return False  # nothing to be loaded, nothing to be evicted
+        apart = contests(self, plans)
+        if more and apart[-1].plans:
+            apart.append(Contest({}, ()))  # more replicas compete with no queue
+        for each in apart:
+            if self._decide(each, before, {} if each.plans else more, now):
+                self.deferred = before | self.deferred
+                return True
+        return False
+
+    def _decide(
+        self,
+        contest: Contest,
+        before: Mapping[str, Deferred],
+        more: Mapping[str, tuple[Plan, Spill]],
+        now: float,
+    ) -> bool:
+        """Do what the policy says of queues that compete, or of more replicas; whether that was anything.
+
+        Of the same queues and plans it is asked again only when its answer may be another: what becomes of
+        them does not depend on how often something happens on other GPUs.
+        """
+        plans = contest.plans
+        first = next(iter(plans), "")
+        held, subject = before.get(first), contest.subject(self)
+        if (
+            held
+            and held.contest == subject
+            and not held.is_over
+            and now < min(held.stay.until, held.stay.again)
+        ):
+            decision: Decision = held.stay
+        else:
+            spilling = [spill for _, spill in more.values()] if more else ()
+            decision = ask(self.policy, snapshot(self, now, plans, spilling, here=contest.residents))
+        if isinstance(decision, Stay):
+            self._ask_again = min(self._ask_again, decision.until, decision.again)
+            if decision.cause.kind == "policy_failed":
+                self._blame(self.policy, decision.cause, now)
+            if plans:
+                self._defer(self.models[first], Deferred(decision, subject, contest.residents), now)
+            return False
+        if isinstance(decision, Unload):
+            return self._unload(self.models[decision.model], decision.cause, now)
+        found = plans.get(decision.model) or more[decision.model][0]
+        self.begin(found.target, found.victims, now, decision.cause, preload=not plans)
+        return True
+
+    def _waits(self, ticket: Ticket) -> bool:
+        model = self.models.get(ticket.model)
+        return model is not None and ticket in model.queue.tickets
+
+    def _blame(self, plugin: object, cause: Cause, now: float) -> None:
+        """Report a mistake of a plug-in, the first of each."""
+        blamed = self.common.blamed
+        if blamed.get(cause.kind) is not plugin:
+            blamed[cause.kind] = plugin
+            self.emit(Event(now, "plugin_failed", "", cause=cause))
+
+    def _unload(self, model: Model, cause: Cause, now: float) -> bool:
+        slots = [slot for slot in self.own(model) if slot.state == "ready" and not slot.pinned]
+        for slot in slots:
+            self.begin_eviction(slot, now, cause, severs=POLICY)
+        return bool(slots)
+
+    def _defer_for_stay(self, model: Model, evicted: list[Slot], now: float) -> None:
+        """Note that the queue of ``model`` waits for the min_residency of its victims."""
+        stays = {slot.name: until for slot in evicted if (until := slot.stays_until) > now}
+        until = min(max(stays.values()), model.queue.overdue_at)
+        stay = Stay(until, Cause("min_residency", residents=tuple(stays)))
+        self._defer(model, Deferred(stay, (), evicted), now)
+
+    def _defer(self, model: Model, deferred: Deferred, now: float) -> None:
+        """Note a swap that is held back, and announce it: once it has been, and when its time is over."""
+        self.deferred[model.name] = deferred
+        first, stay = model.queue.first, deferred.stay
+        if now >= self._announce.setdefault(first, now + SHORTEST_DEFERRAL):
+            self._announce[first] = max(stay.until, now + SHORTEST_DEFERRAL)
+            size, left = len(model.queue.tickets), stay.until - now
+            self.emit(
+                Event(now, "deferred", model.name, ticket=first.id, size=size, seconds=left, cause=stay.cause)
+            )

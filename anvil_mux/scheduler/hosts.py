@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from anvil_mux.config.kinds import span
 from anvil_mux.errors import Paused
-from anvil_mux.scheduler.progress import span
 
 LOCAL = "local"
 """The name, for people, of the host that anvil-mux runs on."""
@@ -95,4 +95,4 @@ class HostRecord:
     @property
     def is_steered(self) -> bool:
         """Whether steps may be begun there; what was declared gone needs none."""
-        return not (self.is_away or (self.is_lost and not self.is_gone))
+        return not (self.is_away or self.is_cut_off)

@@ -20,13 +20,14 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
+from anvil_mux.errors import UnknownModel
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
-from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord, Pause
 from anvil_mux.scheduler.model import Model, model_settings, settings_of
@@ -35,7 +36,7 @@ from anvil_mux.scheduler.planner import nearest, worth
 from anvil_mux.scheduler.policies import build_policy
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import LISTED, Common, GroupState, SharedSettings, Timeouts
+from anvil_mux.scheduler.state import Common, SharedSettings
 
 BY_NAME = attrgetter("name")
 
@@ -65,7 +66,6 @@ class Layout:
         *,
         emit_leases: bool,
     ) -> None:
-        self.config = config
         self.groups: list[GpuGroup] = []
         """All groups, in the order of their last backends in the configuration."""
         self.by_name: dict[str, GpuGroup] = {}
@@ -76,8 +76,6 @@ class Layout:
         """Model -> the group in which its queue stands."""
         self.groups_of: dict[str, list[GpuGroup]] = {}
         """Model -> the groups that have backends of it, by name."""
-        self.states_of: dict[str, list[GroupState]] = {}
-        """Model -> the states of these groups."""
         self.spread: list[str] = []
         """The models with backends in several groups."""
         self.hosts: dict[str, HostRecord] = {}
@@ -100,14 +98,19 @@ class Layout:
             hosts=self.hosts,
             memories=self.memories,
             models=self.models,
-            states=self.states_of,
+            groups_of=self.groups_of,
         )
-        self.touched = common.touched
-        """The states in which something has changed: see ``Common.touched``."""
-        self.take(config, settings)
+        self.touched: dict[GpuGroup, None] = common.touched
+        """The groups in which something has changed: see ``Common.touched``."""
+        self.take(settings)
         self.regroup()
 
     # Questions
+
+    @property
+    def config(self) -> Config:
+        """The configuration that holds."""
+        return self._common.settings.config
 
     @property
     def gpus(self) -> Mapping[str, Gpu]:
@@ -123,6 +126,13 @@ class Layout:
     def served(self) -> Set[str]:
         """The models that backends of the configuration serve."""
         return self._common.settings.models.keys()
+
+    def find(self, model: str) -> tuple[GpuGroup, Model]:
+        """The GPU group in which a model's queue stands, and the model; UnknownModel if there is none."""
+        try:
+            return self.of_model[model], self.models[model]
+        except KeyError:
+            raise UnknownModel(model, self.served) from None
 
     def slot(self, backend: str) -> Slot | None:
         """The slot of a backend, also of one that is leaving; None if there is none of that name."""
@@ -142,7 +152,7 @@ class Layout:
     @property
     def unseen(self) -> list[str]:
         """The backends of which it is not known yet whether they run."""
-        return sorted(name for group in self.groups for name in group.state.unseen)
+        return sorted(name for group in self.groups for name in group.unseen)
 
     @property
     def records(self) -> list[HostRecord]:
@@ -173,9 +183,9 @@ class Layout:
 
     # Changes
 
-    def take(self, config: Config, settings: SharedSettings) -> None:
+    def take(self, settings: SharedSettings) -> None:
         """Another configuration holds from now on, also for the backends and models that go on."""
-        before, self.config, self._common.settings = self.config, config, settings
+        before, config, self._common.settings = self.config, settings.config, settings
         self.pause.waits = config.when_paused == "wait"
         for host in dict.fromkeys(("", *(each.host for each in config.backends))):
             if host not in self.hosts:
@@ -185,9 +195,10 @@ class Layout:
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         for group in self.groups:
             for slot in group.slots.values():
-                wanted = settings.wanted.get(slot.name)
-                if wanted and not slot.leaving and slot.backend != wanted:
-                    _describe(group.state, slot, wanted)
+                leaves = config.completed(slot.backend) if slot.leaving else None
+                wanted = leaves or settings.wanted.get(slot.name)
+                if wanted and slot.backend != wanted:
+                    _describe(group, slot, wanted)
         self._set_models(self.models.values(), rerouted=_routing_of(before) != _routing_of(config))
 
     def regroup(self) -> Exchanged:
@@ -199,35 +210,35 @@ class Layout:
         drafts = []
         for name, together in gpu_groups(members, lambda each: [group.name for group in self._before(each)]):
             own = {each.name: staying.get(each.name, each) for each in together}
-            before = dict.fromkeys(group.state for each in together for group in self._before(each))
+            before = dict.fromkeys(group for each in together for group in self._before(each))
             drafts.append(Draft(name, together[0].host, list(own.values()), list(before)))
-        go_on = {state for draft in drafts for state in draft.before}
-        gone = [group for group in self.groups if group.state not in go_on]
+        go_on = {group for draft in drafts for group in draft.before}
+        gone = [group for group in self.groups if group not in go_on]
         models = dict.fromkeys(self.models)
         self._note([self._filled(draft) for draft in drafts])
         return Exchanged(self.groups, gone, models | dict.fromkeys(self.models))
 
     def renew(self, group: GpuGroup) -> Exchanged:
         """Have a group do without a slot that was left for good, or with another of the same backend."""
-        models = dict.fromkeys(group.state.own_slots)
+        models = dict.fromkeys(group.own_slots)
         staying = {slot.name: slot.backend for slot in group.leaving}
         described = {name: self._description(name) for name in group.slots if name in self.wanted}
         here = [each for name in group.slots if (each := staying.get(name) or described.get(name))]
-        made = self._filled(Draft(group.name, group.host.name, here, [group.state]))
+        made = self._filled(Draft(group.name, group.host.name, here, [group]))
         self._note([made if each is group else each for each in self.groups])
-        return Exchanged([made], (), models | dict.fromkeys(made.state.own_slots))
+        return Exchanged([made], (), models | dict.fromkeys(made.own_slots))
 
-    def place_queue(self, model: Model, now: float, changed: Collection[GroupState] | None = None) -> None:
+    def place_queue(self, model: Model, now: float, changed: Collection[GpuGroup] | None = None) -> None:
         """Choose anew in which group the queue of a model with backends in several stands.
 
-        ``changed``: the states that have changed since it was chosen last. As long as the one where it stands
-        has not, only these may be better.
+        ``changed``: those that have changed since it was chosen last. As long as the one where it stands has
+        not, only these may be better.
         """
-        states, home = self.states_of[model.name], self.of_model[model.name].state
+        groups, home = self.groups_of[model.name], self.of_model[model.name]
         if changed is not None and home not in changed:
-            states = [home, *changed]
-        model.queue_group = nearest(states, model, now).name
-        self.of_model[model.name] = self.by_name[model.queue_group]
+            groups = [home, *changed]
+        self.of_model[model.name] = found = nearest(groups, model, now)
+        model.queue_group = found.name
 
     def _description(self, backend: str) -> Backend:
         """The description of a backend of the configuration: that of its slot, if it goes on."""
@@ -242,11 +253,11 @@ class Layout:
     def _filled(self, draft: Draft) -> GpuGroup:
         """The group of a draft: the one that it goes on from, if that need not be another."""
         group = self.by_name.get(draft.name)
-        if not (group and list(draft.before) == [group.state] and draft.host == group.host.name):
-            group = GpuGroup(build_state(draft, self._common), self.groups_of)
-        fill(group.state, draft)
+        if not (group and list(draft.before) == [group] and draft.host == group.host.name):
+            group = build_group(draft, self._common)
+        fill(group, draft)
         settings = self._common.settings
-        for name in [name for name in group.state.own_slots if name not in self.models]:
+        for name in [name for name in group.own_slots if name not in self.models]:
             of_model = settings.models[name]
             self.models[name] = Model(name, of_model, settings.routings[of_model.routing], full=settings.full)
         return group
@@ -266,13 +277,11 @@ class Layout:
         groups_of: dict[str, list[GpuGroup]] = {}
         for group in by_name.values():
             self._on_host.setdefault(group.host.name, []).append(group)
-            for name in group.state.own_slots:
+            for name in group.own_slots:
                 groups_of.setdefault(name, []).append(group)
         _exchange(self.groups_of, groups_of)
-        _exchange(self.states_of, {name: [each.state for each in own] for name, own in groups_of.items()})
-        states = {group.state for group in self.groups}
-        for state in [each for each in self.touched if each not in states]:
-            del self.touched[state]
+        for group in [each for each in self.touched if self.by_name.get(each.name) is not each]:
+            del self.touched[group]
         for host, memory in self.memories.items():
             memory.keep({slot.name for each in self.on_host(host) for slot in each.slots.values()})
         self._note_models()
@@ -281,7 +290,7 @@ class Layout:
         """Have all models, and the groups, know which backends are a model's own."""
         slots: dict[str, list[Slot]] = {}
         for group in self.groups:
-            for name, own in group.state.own_slots.items():
+            for name, own in group.own_slots.items():
                 slots.setdefault(name, []).extend(own)
         _exchange(self.models, {name: model for name, model in self.models.items() if name in slots})
         homes = {name: self._home(self.models[name]) for name in self.models}
@@ -292,7 +301,7 @@ class Layout:
             model.queue_group = homes[name].name if len(self.groups_of[name]) > 1 else ""
         self._set_models(self.models.values())
         for group in self.groups:
-            group.state.remodelled()
+            group.remodelled()
 
     def _home(self, model: Model) -> GpuGroup:
         """The group in which a model's queue stands: where it was, if it has backends there."""
@@ -323,13 +332,13 @@ class Draft(NamedTuple):
     name: str
     host: str
     backends: Sequence[Backend]
-    before: Sequence[GroupState] = ()
-    """The states of the groups that it goes on from."""
+    before: Sequence[GpuGroup] = ()
+    """The groups that it goes on from."""
 
 
-def build_state(draft: Draft, common: Common) -> GroupState:
-    """The state of a GPU group that is new, with what was under way in those that it goes on from."""
-    state = GroupState(
+def build_group(draft: Draft, common: Common) -> GpuGroup:
+    """A GPU group that is new, with what was under way in those that it goes on from."""
+    group = GpuGroup(
         name=draft.name,
         common=common,
         placement=Placement((), (), lambda: common.settings.eviction, common.hosts),
@@ -337,37 +346,34 @@ def build_state(draft: Draft, common: Common) -> GroupState:
         memory=common.memories[draft.host],
     )
     for each in draft.before:
-        state.settled += each.settled
-        state.taken_back += each.taken_back
-        state.swaps += each.swaps
-        state.preloads += each.preloads
-        state.unseen |= each.unseen
-        state.placement.others = {**state.placement.others, **each.placement.others}
-    return state
+        group.woken += each.woken
+        group.cut += each.cut
+        group.swaps += each.swaps
+        group.preloads += each.preloads
+        group.unseen |= each.unseen
+        group.placement.others = {**group.placement.others, **each.placement.others}
+    return group
 
 
-def fill(state: GroupState, draft: Draft) -> None:
+def fill(group: GpuGroup, draft: Draft) -> None:
     """Give a GPU group its backends. They keep the slots that they have, unless they left them for good."""
-    settings, placement = state.common.settings, state.placement
+    settings, placement = group.common.settings, group.placement
     kept = {name: slot for each in draft.before for name, slot in each.slots.items() if not slot.is_left}
     names = dict.fromkeys(gpu for backend in draft.backends for gpu in backend.gpu_names)
     gpus = [settings.gpus.get(name) or Gpu(name) for name in names]
     for slot in placement.fill(draft.backends, gpus, kept):
-        state.memory.join(slot, partial(worth, state))
-        placement.measure(slot, state.footprints.held(slot.name, slot.backend.service.digest))
-    new = [slot for slot in state.slots.values() if slot.backend.preload and slot.name not in kept]
-    state.filled(_by_model(state.slots.values(), settings.wanted))
-    state.preloads = [*new, *state.preloads]
+        group.memory.join(slot, partial(worth, group))
+        placement.measure(slot, group.footprints.held(slot.name, slot.backend.service.digest))
+    new = [slot for slot in group.slots.values() if slot.backend.preload and slot.name not in kept]
+    group.filled(_by_model(group.slots.values(), settings.wanted))
+    group.preloads = [*new, *group.preloads]
 
 
-def _describe(state: GroupState, slot: Slot, backend: Backend) -> None:
+def _describe(group: GpuGroup, slot: Slot, backend: Backend) -> None:
     """Have a backend that goes on described otherwise."""
-    before = slot.backend
-    state.placement.describe(backend, slot)
-    state.placement.measure(slot, state.footprints.held(slot.name, slot.backend.service.digest))
-    state.models[slot.model].described(slot)
-    if LISTED(before) != LISTED(backend):
-        state.described()
+    group.placement.describe(backend, slot)
+    group.placement.measure(slot, group.footprints.held(slot.name, slot.backend.service.digest))
+    group.models[slot.model].described(slot)
 
 
 def _by_model(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str, list[Slot]]:
@@ -383,10 +389,10 @@ def _by_model(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str,
 
 def shared_settings(config: Config) -> SharedSettings:
     """The settings of a configuration that GPU groups and models go by; ValueError: a plug-in is unfit."""
-    names = dict.fromkeys((config.routing, *filter(None, [each.routing for each in config.backends])))
+    names = dict.fromkeys((config.routing, *[each.routing for each in config.backends]))
     routings: dict[str, Routing] = {name: pipeline.build(name, config.routing_policies) for name in names}
     return SharedSettings(
-        timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
+        config=config,
         policy=build_policy(config.policy, config.policy_settings),
         eviction=build_eviction(config.eviction, config.eviction_settings),
         gpus={gpu.name: gpu for gpu in config.gpus},

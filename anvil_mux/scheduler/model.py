@@ -1,23 +1,44 @@
 """One model: its backends, which may be in several GPU groups, its queue, its demand, its settings.
 
 It is there as long as any backend is its own: a reload changes it in place.
+
+A queue is overdue some seconds, its bound, after its first request came. The bound is fixed when the queue
+begins. Where a model takes only so many requests at once its queue is admitted in parts, and senders take
+turns (``FairQueue``): a sender of a hundred requests at once delays only itself; the first request of another
+waits for one of them, not for a hundred. A sender that comes back after its last request was taken comes
+last.
+
+A backend with a ``most`` is loaded only while fewer backends of its model than that are resident or coming,
+over all GPU groups and hosts; of a model that is served in two stages, fewer of the same stage. Counted are
+the backends that are ready, and the targets of swaps. Not counted are those
+
+- that drain or are being evicted, or whose load is being cancelled: they leave, and a queue that they were
+  evicted for need not wait for them;
+- in standby, or stuck;
+- that the configuration has no longer, or not as it is;
+- on a host that is lost or drained: what is there serves nobody, or is about to stop.
+
+So there may be too many at times: a drain is reprieved, a host is back, two were adopted, ``most`` became
+less. Then backends are given up until there are as many as there may be: first a swap whose load has not
+begun, then a load that no request waits for, then the backend with the fewest requests in flight, which is
+drained and evicted as for any other reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from anvil_mux.config.config import EITHER, Backend, Config
-from anvil_mux.config.settings import AUTO
+from anvil_mux.config.kinds import AUTO
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.demand import Demand
-from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.replicas import Replicas
 from anvil_mux.scheduler.slot import LOADING, Slot
+from anvil_mux.scheduler.steps import Ticket
 
 
 class ModelSettings(NamedTuple):
@@ -33,7 +54,7 @@ class ModelSettings(NamedTuple):
     limited: bool
     """Whether any backend takes only so many requests at once."""
     bounded: bool
-    """Whether only so many of its backends are resident at once: see residents.py."""
+    """Whether only so many of its backends are resident at once."""
     staged: bool
     """Whether prefill and decode may be done by different backends."""
     routing: str
@@ -50,7 +71,7 @@ def model_settings(config: Config) -> dict[str, ModelSettings]:
 
 def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
     """The settings of the model of these backends."""
-    waits = [config.max_wait if each.max_wait is None else each.max_wait for each in backends]
+    waits = [each.max_wait for each in backends]
     return ModelSettings(
         priority=max([each.priority for each in backends]),
         max_wait=min([each for each in waits if not isinstance(each, str)], default=math.inf),
@@ -59,8 +80,124 @@ def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
         limited=any(each.concurrency for each in backends),
         bounded=any(each.most is not None for each in backends),
         staged=any(each.infer_type in ("prefill", EITHER) for each in backends),
-        routing=backends[0].routing or config.routing,
+        routing=backends[0].routing,
     )
+
+
+class FairQueue:
+    """The tickets that wait, in the order in which they are to be taken: one of each sender, in rounds."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, dict[Ticket, None]] = {}
+        """Sender -> tickets, the oldest first; the senders in the order of their turns."""
+
+    def join(self, sender: Hashable, ticket: Ticket) -> None:
+        self._waiting.setdefault(sender, {})[ticket] = None
+
+    def leave(self, sender: Hashable, ticket: Ticket) -> None:
+        """Take a ticket out, if it is there; no turn changes."""
+        tickets = self._waiting.get(sender, {})
+        tickets.pop(ticket, None)
+        if not tickets:
+            self._waiting.pop(sender, None)
+
+    def take(self, fits: Callable[[Ticket], bool]) -> Ticket | None:
+        """Take out the next ticket that ``fits``; its sender's next turn comes after all others'."""
+        found = (
+            (sender, each) for sender, tickets in self._waiting.items() for each in tickets if fits(each)
+        )
+        sender, ticket = next(found, (None, None))
+        if ticket is None:
+            return None
+        tickets = self._waiting.pop(sender)
+        del tickets[ticket]
+        if tickets:
+            self._waiting[sender] = tickets
+        return ticket
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+
+class ModelQueue:
+    """The requests that wait for one model."""
+
+    __slots__ = ("_turns", "bound", "left", "load_seconds", "tickets")
+
+    def __init__(self, *, limited: bool = False) -> None:
+        """``limited``: the queue is admitted in parts, as its backends take only so many at once."""
+        self.tickets: dict[Ticket, None] = {}
+        """The tickets that wait, oldest first."""
+        self.bound = math.inf
+        """After how many seconds it is overdue."""
+        self.load_seconds = 0.0
+        """The time that the load of its model was expected to take when it began."""
+        self.left = -math.inf
+        """When a backend of a limited model last ceased to be ready: no request waited for a load before."""
+        self._turns = FairQueue() if limited else None
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self.tickets)
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def __contains__(self, ticket: object) -> bool:
+        return ticket in self.tickets
+
+    def __repr__(self) -> str:
+        return f"<ModelQueue {[ticket.id for ticket in self.tickets]}>"
+
+    @property
+    def limited(self) -> bool:
+        """Whether it may have requests although its model is resident."""
+        return self._turns is not None
+
+    @property
+    def first(self) -> Ticket:
+        return next(iter(self.tickets))
+
+    @property
+    def since(self) -> float:
+        """Since when the first of its requests has waited for a load."""
+        return max(next(iter(self.tickets)).since, self.left)
+
+    @property
+    def overdue_at(self) -> float:
+        """When its swap begins, whatever the policy says."""
+        return self.since + self.bound
+
+    def join(self, ticket: Ticket) -> None:
+        self.tickets[ticket] = None
+        if self._turns is not None and ticket.takes_lease:
+            self._turns.join(ticket.sender, ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        del self.tickets[ticket]
+        if self._turns is not None:
+            self._turns.leave(ticket.sender, ticket)
+
+    def take(self, fits: Callable[[Ticket], bool]) -> Ticket | None:
+        """Take out the next ticket by turns that ``fits``. Of a limited model."""
+        assert self._turns is not None
+        ticket = self._turns.take(fits)
+        if ticket is not None:
+            del self.tickets[ticket]
+        return ticket
+
+    def clear(self) -> None:
+        self.tickets.clear()
+        if self._turns is not None:
+            self._turns.clear()
+
+    def go_on(self, *, limited: bool, most: float) -> None:
+        """Go on under a bound of at most ``most`` seconds, ``limited`` or not."""
+        if self.tickets:
+            self.bound = min(self.bound, most)
+        if limited != self.limited:
+            self._turns = FairQueue() if limited else None
+            for ticket in self.tickets:
+                self.join(ticket)
 
 
 @dataclass(eq=False, slots=True)
@@ -98,10 +235,6 @@ class Model:
     @property
     def priority(self) -> int:
         return self.settings.priority
-
-    @property
-    def max_wait(self) -> float:
-        return self.settings.max_wait
 
     @property
     def bounded(self) -> bool:
@@ -203,6 +336,45 @@ class Model:
         not stay.
         """
         return any(slot.coming and not slot.host.is_cleared for slot in self.active)
+
+    # How many are resident
+
+    def may_come(self, slot: Slot) -> bool:
+        """Whether one more backend like ``slot`` may be resident."""
+        most = slot.backend.most
+        return most is None or len(self._counted(slot)) < most
+
+    @property
+    def surplus(self) -> Slot | None:
+        """The next backend to give up because more are resident or coming than may be; None: none is."""
+        found = [slot for slot in reversed(self.active) if self._is_too_many(slot)]
+        able = [slot for slot in found if slot.state != "loading" or not self.queue.tickets]
+        return min(able, key=_loss, default=None)
+
+    def _is_too_many(self, slot: Slot) -> bool:
+        most = slot.backend.most
+        return most is not None and _counts(slot) and len(self._counted(slot)) > most
+
+    def _counted(self, like: Slot) -> list[Slot]:
+        """The backends that are resident or coming, for the same stage."""
+        stage = like.backend.infer_type
+        return [
+            slot
+            for slot in self.active
+            if slot.model == like.model and slot.backend.infer_type == stage and _counts(slot)
+        ]
+
+
+def _loss(slot: Slot) -> tuple[int, int, float]:
+    """How much is lost with a backend, the least first."""
+    stage = 2 if slot.state == "ready" else int(slot.state == "loading")
+    return stage, len(slot.holders), slot.used
+
+
+def _counts(slot: Slot) -> bool:
+    if slot.leaving or not slot.host.takes_loads:
+        return False
+    return slot.state in ("ready", "loading") or (slot.coming and slot.state != "cancelling")
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
-from anvil_mux.config.config import Backend, Gpu, gpu_name
-from anvil_mux.config.settings import gib
+from anvil_mux.config.config import Backend
+from anvil_mux.config.kinds import gib
+from anvil_mux.config.machines import Gpu, gpu_name
 from anvil_mux.scheduler import eviction as whom
-from anvil_mux.scheduler.causes import mistake
+from anvil_mux.scheduler.events import mistake
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.slot import HOLDING, STAYING, Slot
 

@@ -19,8 +19,7 @@ from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER, Spill
 from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import HOLDING, Slot
-from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.swap import SwapInProgress, coming, swap_to
+from anvil_mux.scheduler.state import G, GroupState, SwapInProgress
 
 FIRST_SERVICE_SECONDS = 10.0
 """How long a lease is taken to last, of a model that has not answered yet."""
@@ -56,7 +55,7 @@ def waiting(state: GroupState) -> list[Model]:
     if models and state.routed:
         models = [model for model in models if model.queues_in(state.name) and not model.is_coming]
     elif models and state.swaps:
-        under_way = coming(state.swaps)
+        under_way = state.coming
         models = [model for model in models if model.name not in under_way]
     models = [model for model in models if not (model.queue.limited and model.ready)]
     return sorted(models, key=_age) if len(models) > 1 else models
@@ -74,8 +73,9 @@ def plan(
     best = _choose(state, state.loadable(model, now), busy, now, staying)
     if best is None:
         return None
-    evicts = tuple([victim.model for victim in best[1]])
-    return Plan(*best, evicts, _cost_of_loading(state, *best))
+    target, leaving = best
+    evicts = tuple([victim.model for victim in leaving])
+    return Plan(target, leaving, evicts, state.cost(evicts, target, target.level))
 
 
 def _choose(
@@ -114,24 +114,16 @@ def victims(
 # What it costs
 
 
-def cost(state: GroupState, source: str, target: Slot, way: str) -> Cost:
-    return state.costs.estimate(source, target.model, way, target.backend.engine, target.host.name)
-
-
-def _cost_of_loading(state: GroupState, target: Slot, leaving: Sequence[Slot]) -> Cost:
-    return cost(state, source_of([victim.model for victim in leaving]), target, target.level)
-
-
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
     """The cost of a swap under way."""
-    return cost(state, source_of(swap.evicts), target, swap.way or target.level)
+    return state.cost(swap.evicts, target, swap.level or target.level)
 
 
 def expected_load(state: GroupState, slot: Slot) -> float | None:
     """How long the load under way of a backend will take; None if it was never loaded by that way."""
-    for each in state.states_of(state.models[slot.model]):
-        if swap := swap_to(each.swaps, slot):
-            is_known = each.costs.knows(slot.model, swap.way, slot.host.name)
+    for each in state.groups_of(state.models[slot.model]):
+        if swap := each.swap_to(slot):
+            is_known = each.costs.knows(slot.model, swap.level, slot.host.name)
             return cost_of(each, swap, slot).load_seconds if is_known else None
     return None
 
@@ -141,12 +133,12 @@ def loss(state: GroupState, now: float, slot: Slot) -> float:
 
     Of a model with residents in several GPU groups it is a share of the arrivals.
     """
-    way = "stop" if slot.state == "standby" else slot.backend.evict_to[0]
+    level = "stop" if slot.state == "standby" else slot.backend.evict_to[0]
     model = state.models[slot.model]
     rate = model.demand.rate(now)
     if model.is_spread:
         rate /= max(len(model.ready), 1)  # the others go on serving
-    return rate * cost(state, "", slot, way).load_seconds
+    return rate * state.load_seconds(slot, level)
 
 
 def waiting_at(state: GroupState, slot: Slot) -> float:
@@ -159,7 +151,7 @@ def waiting_at(state: GroupState, slot: Slot) -> float:
 
 def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, float]:
     """How much a backend deserves a light standby level: see standby.HostMemory."""
-    cold = cost(state, "", slot, "stop").load_seconds
+    cold = state.load_seconds(slot, "stop")
     model = state.models[slot.model]
     lost = model.demand.rate(now) * cold
     return bool(model.queue.tickets), slot.backend.priority, lost, slot.used
@@ -187,7 +179,7 @@ def _first_choice(state: GroupState, model: Model, now: float) -> _TargetAndVict
     return _choose(state, slots, state.busy_gpus(), now, frozenset())
 
 
-def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupState:
+def nearest(states: Sequence[G], model: Model, now: float) -> G:
     """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
     if len(states) == 1:
         return states[0]
@@ -200,20 +192,20 @@ def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float)
     ``swap`` is under way in the GPU group ``here``, and only drains.
     """
     assert swap.target is not None
-    roomy = with_room(here.states_of(model))
+    roomy = with_room(here.groups_of(model))
     if not roomy:
         return None
-    soonest = _drain_left(here, swap, now) + cost_of(here, swap, swap.target).seconds
+    soonest = _seconds_to_drain(here, swap, now) + cost_of(here, swap, swap.target).seconds
     best = None
     for state in roomy:
         for slot in _free_places(state, model, swap, now):
-            seconds = cost(state, "", slot, slot.level).load_seconds
+            seconds = state.load_seconds(slot, slot.level)
             if seconds < soonest or (best is None and seconds == soonest):
                 best, soonest = slot, seconds
     return best
 
 
-def with_room(states: Iterable[GroupState]) -> list[GroupState]:
+def with_room(states: Iterable[G]) -> list[G]:
     """The GPU groups with a GPU that no backend has to itself. Most are full, and this is asked often."""
     found = []
     for state in states:
@@ -239,8 +231,7 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
     ]
     if not slots:
         return []
-    wanted = {gpu for each in waiting(state) for slot in state.own(each) for gpu in slot.holds}
-    taken = state.busy_gpus(but=[swap]) | wanted
+    taken = state.busy_gpus(but=[swap]).union(*map(state.gpus_of, waiting(state)))
     with _unwanted(target):
         loadable = state.loadable(model, now)
         return [
@@ -282,7 +273,7 @@ def takeover(state: GroupState, model: Model, kept: Set[str], now: float) -> Tak
             continue
         for slot in state.loadable(model, now):
             more = None if kept & slot.holds.keys() else _more_victims(state, slot, swap, now)
-            if more is not None and not any(v.holders and state.drain_timeout(v) == FOREVER for v in more):
+            if more is not None and not any(v.holders and v.backend.drain_timeout == FOREVER for v in more):
                 return Takeover(swap, slot, more)
     return None
 
@@ -310,12 +301,12 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
         return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)
 
 
-def _drain_left(state: GroupState, swap: SwapInProgress, now: float) -> float:
+def _seconds_to_drain(state: GroupState, swap: SwapInProgress, now: float) -> float:
     """How long a swap may drain yet: as answers do on average; one that takes longer, until it is severed."""
     left = 0.0
     for victim in swap.victims:
         usual = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        most = victim.drain_until - now if victim.state == "draining" else state.drain_timeout(victim)
+        most = state.drain_left(victim, now)
         for since in victim.holders.values():
             rest = usual - (now - since)
             left = max(left, min(rest, most) if rest > 0 else most)
@@ -369,8 +360,7 @@ def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
     """The same for one backend whose GPUs are in other swaps: their targets are loaded, then evicted."""
     goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
     others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
-    way = slot.level if slot.state in ("stopped", "standby") else slot.backend.evict_to[0]
-    swapped = cost(state, source_of([other.model for other in others]), slot, way)
+    swapped = state.cost([other.model for other in others], slot, slot.load_level)
     return _drain_seconds(state, others) + swapped.seconds
 
 
@@ -397,7 +387,7 @@ def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
     for victim in leaving:
         service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
         answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
-        longest = max(longest, min(answers, state.drain_timeout(victim)))
+        longest = max(longest, min(answers, victim.backend.drain_timeout))
     return longest
 
 
@@ -408,25 +398,17 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
     """Busy models of which another replica could be loaded on GPUs that no queue waits for."""
     if not state.routed:
         return {}
-    busy = [each for each in state.routed if each.ready]
-    if not busy:
-        return {}
-    found = {model.name: each for model in busy if (each := spill(state, model, now))}
-    lacking = [model for model in state.models.values() if _lacks_load(state, model)] if found else ()
-    wanted = {gpu for model in lacking for slot in state.own(model) for gpu in slot.holds}
+    found = {model.name: each for model in state.routed if (each := spill(state, model, now))}
+    lacking = [model for model in state.models.values() if state.lacks_load(model)] if found else ()
+    wanted = set[str]().union(*map(state.gpus_of, lacking))
     return {name: each for name, each in found.items() if wanted.isdisjoint(each[0].gpus)}
 
 
-def could_spill(states: Iterable[GroupState], model: Model, now: float) -> list[GroupState]:
+def could_spill(states: Iterable[G], model: Model, now: float) -> list[G]:
     """The GPU groups in which loading another backend of a busy model may be worth it."""
     if model.is_coming or not _behind(model, now):
         return []
     return [state for state in states if spill(state, model, now)]
-
-
-def _lacks_load(state: GroupState, model: Model) -> bool:
-    """Whether its queue stands here, and none of its backends is ready."""
-    return bool(model.queue.tickets) and not model.ready and model.queues_in(state.name)
 
 
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
@@ -440,7 +422,7 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     found = plan(state, model, state.busy_gpus(), now, used | state.staying(now))
     if found is None:
         return None
-    reload = [cost(state, "", each, each.backend.evict_to[0]).load_seconds for each in found.victims]
+    reload = [state.load_seconds(each, each.backend.evict_to[0]) for each in found.victims]
     return found, Spill(
         model=model.name,
         backend=found.target.name,

@@ -23,8 +23,8 @@ from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
 from anvil_mux.clock import YEAR_SECONDS
-from anvil_mux.config.settings import meant, show, unfit
-from anvil_mux.scheduler.causes import POLICY, Cause, Kind
+from anvil_mux.config.kinds import meant, show, unfit
+from anvil_mux.scheduler.events import POLICY, Cause
 
 FOREVER = math.inf
 
@@ -238,7 +238,7 @@ class Debounce:
             return queue.oldest
         return min(queue.newest + self.quiet, queue.oldest + self.max_hold, queue.oldest + queue.max_wait)
 
-    def _why(self, queue: Queue, now: float) -> Kind:
+    def _why(self, queue: Queue, now: float) -> str:
         if not queue.evicts:
             return "room_free"
         return "quiet" if queue.newest + self.quiet <= now else "held_longest"
@@ -417,7 +417,7 @@ class Adaptive:
         return Stay(until, cause, again=min(again, turn.quiet))
 
 
-def _because(kind: Kind, queue: Queue) -> Cause:
+def _because(kind: str, queue: Queue) -> Cause:
     return Cause(kind, residents=queue.evicts, waiting=queue.waiting)
 
 

@@ -1,10 +1,10 @@
-"""Why no backend of a model can be loaded, or not in time: pure functions over a GPU group's state."""
+"""Why no backend of a model can be loaded: functions over a GPU group's state, which they do not change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import (
     Crashed,
     DoesNotFit,
@@ -20,7 +20,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.scheduler.hosts import LOCAL, HostRecord
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.slot import STAYING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Ticket
 
@@ -39,7 +39,7 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
         return pause.error(now)
     first: MuxError | None = None
     away: dict[HostRecord, None] = {}
-    for each in state.states_of(model):
+    for each in state.groups_of(model):
         own = each.own(model)
         able = [slot for slot in own if slot.host.is_awaited]
         away.update({slot.host: None for slot in own if not slot.host.is_awaited})
@@ -76,6 +76,9 @@ def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxEr
 
 
 def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
+    if (gpu := state.left_gpu(slot)) and slot.state not in STAYING:
+        theirs = f"other programs hold {gib(state.placement.others[gpu])} of GPU {gpu}"
+        return GpuMemoryShort(f"{slot.name} is not loaded: {theirs}, which is left to them (`yield`).")
     if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
         return None
     for other in state.slots.values():
@@ -105,12 +108,10 @@ def _stuck(other: Slot, slot: Slot, now: float) -> Stuck:
     return Stuck(text, retry_after=other.retry_at - now)
 
 
-def lack_of_memory(
-    state: GroupState, model: Model, busy: set[str], call: Callable[[Slot, int], bool]
-) -> MuxError | None:
+def lack_of_memory(state: GroupState, model: Model, busy: set[str], now: float) -> MuxError | None:
     """Why an overdue queue is not served: the memory is held by others than this GPU group's backends.
 
-    ``call``: asks other GPU groups to free so many bytes of host memory for a backend; None if they will.
+    Other GPU groups are asked to free host memory that a backend lacks; None if they will.
     """
     may_go = ("ready", "draining", "evicting")
     others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
@@ -118,21 +119,19 @@ def lack_of_memory(
     for slot in [slot for slot in state.own(model) if slot.host.is_awaited and slot.state != "stuck"]:
         if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
             return None  # its turn comes
-        error = _lack_of(state, slot, others, call)
+        error = _lack_of(state, slot, others, now)
         if error is None:
             return None
         first = first or error
     return first
 
 
-def _lack_of(
-    state: GroupState, slot: Slot, others: Sequence[Slot], call: Callable[[Slot, int], bool]
-) -> MuxError | None:
+def _lack_of(state: GroupState, slot: Slot, others: Sequence[Slot], now: float) -> MuxError | None:
     """The same for one backend; ``others``: those of its GPU group that could make room for it."""
     if lack := state.placement.others_before(slot):
         return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
     short = state.memory.short(slot, others)
-    if short > 0 and not call(slot, short):
+    if short > 0 and not state.memory.call(slot, short, state.slots.values(), now):
         who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
         return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
     return None

@@ -156,9 +156,9 @@ class Replicas:
         names = [slot.name for slot in among if not slot.full]
         work = work._replace(infer_type=kind)
         rows = self.in_flight.explain(work, names, self._failed(now), now) if names else []
-        told = {row["backend"] for row in rows}
+        shown = {row["backend"] for row in rows}
         for slot in self._slots:
-            if slot.name not in told:
+            if slot.name not in shown:
                 why = slot.state if slot.state != "ready" else self._left_out(slot, kind)
                 why = "host_lost" if slot.host.is_lost else why
                 rows.append({"backend": slot.name, "chosen": False, "removed_by": why, "metrics": {}})

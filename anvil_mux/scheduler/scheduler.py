@@ -11,25 +11,25 @@ No lock, no clock and no I/O: the multiplexer calls it under its lock, the simul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, ParamSpec
 
 from anvil_mux.config.change import compare
-from anvil_mux.config.config import Config, gpu_name
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.scheduler.causes import PAUSED, Cause, Leaving
-from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.events import TRANSITIONS, Event
-from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.costs import Costs, Footprints
+from anvil_mux.scheduler.events import PAUSED, Cause, Event, Leaving
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.layout import Layout, shared_settings
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.settling import Settling
-from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, Effects, FoundBackend, Step, Ticket, TokenUsage
+from anvil_mux.scheduler.slot import TRANSITIONS, Slot
+from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, RUNS, Effects, FoundBackend, Step, Ticket, TokenUsage
 
-BackendFact = Callable[[GpuGroup, Slot], object]
-"""A fact about a backend, told to its GPU group."""
+P = ParamSpec("P")
+BackendFact = Callable[Concatenate[GpuGroup, Slot, float, P], object]
+"""A fact about a backend that its GPU group takes."""
 
 
 class Scheduler:
@@ -83,15 +83,14 @@ class Scheduler:
             return NOTHING
         if group.release(ticket, now, usage, whole=whole):
             return self._settling.settle([group], now)
-        state = group.state
-        return self._settling.collected(group) if state.settled or state.taken_back else NOTHING
+        return self._settling.collected(group) if group.woken or group.cut else NOTHING
 
     def keep_alive_asked(self, ticket: Ticket, seconds: float, now: float) -> Effects:
         """A leased request says for how long its backend is to stay once nobody uses it."""
         group = self.layout.of_backend.get(ticket.backend or "")
         slot = group.slots[ticket.backend or ""] if group else None
         if group and slot and ticket in slot.holders:
-            group.state.keep_alive(slot, seconds)
+            group.keep_alive(slot, seconds)
         return NOTHING
 
     def abandoned(self, ticket: Ticket, now: float, error: MuxError | None = None) -> Effects:
@@ -100,7 +99,7 @@ class Scheduler:
         if model is None or ticket not in model.queue:
             return NOTHING
         group = self.layout.of_model[ticket.model]
-        group.admission.give_up(ticket, now, error)
+        group.abandoned(ticket, now, error)
         return self._settling.settle([group], now)
 
     def first_byte(self, ticket: Ticket, now: float) -> bool:
@@ -112,25 +111,25 @@ class Scheduler:
 
     # Facts from steps
 
-    def loaded(self, step: Step, now: float, how: str) -> Effects:
-        """The backend answers; ``how``: the standby level that it really came back from."""
-        return self._reported(step, now, lambda group, slot: group.facts.loaded(slot, now, how))
+    def loaded(self, step: Step, now: float, level: str) -> Effects:
+        """The backend answers; ``level``: the standby level that it really came back from."""
+        return self._reported(step, now, GpuGroup.loaded, level)
 
     def load_failed(self, step: Step, now: float, error: LoadError) -> Effects:
         """The backend did not become ready, and holds nothing."""
-        return self._reported(step, now, lambda group, slot: group.facts.load_failed(slot, now, error))
+        return self._reported(step, now, GpuGroup.load_failed, error)
 
     def load_cancelled(self, step: Step, now: float) -> Effects:
         """The load ended before its time, and what it had begun was stopped."""
-        return self._reported(step, now, lambda group, slot: group.facts.load_cancelled(slot, now))
+        return self._reported(step, now, GpuGroup.load_cancelled)
 
     def evicted(self, step: Step, now: float, **left: Any) -> Effects:
-        """The backend left its GPUs, or reached a deeper standby level; ``left``: see Outcomes.evicted."""
-        return self._reported(step, now, lambda group, slot: group.facts.evicted(slot, now, **left))
+        """The backend left its GPUs, or reached a deeper standby level; ``left``: see ``GroupFacts``."""
+        return self._reported(step, now, GpuGroup.evicted, **left)
 
     def evict_failed(self, step: Step, now: float, why: str) -> Effects:
         """The backend may still hold its GPUs."""
-        return self._reported(step, now, lambda group, slot: group.facts.evict_failed(slot, now, why))
+        return self._reported(step, now, GpuGroup.evict_failed, why)
 
     def report_failed(self, step: Step, now: float, why: str) -> Effects:
         """The report of a step was a mistake: if its backend is still as it was, it is to be stopped."""
@@ -138,10 +137,24 @@ class Scheduler:
         if slot is None or (slot.state, "evict_failed") not in TRANSITIONS:
             return NOTHING
         self._settling.forget_steps([step.backend])
-        return self._told(step.backend, now, lambda group, slot: group.facts.evict_failed(slot, now, why))
+        return self._told(step.backend, now, GpuGroup.evict_failed, why)
 
-    def _reported(self, step: Step, now: float, fact: BackendFact) -> Effects:
-        return self._told(step.backend, now, fact) if self._settling.ends(step) else NOTHING
+    def _reported(
+        self, step: Step, now: float, fact: BackendFact[P], *about: P.args, **more: P.kwargs
+    ) -> Effects:
+        """The group of its backend takes how a step ended, if the step is still under way."""
+        ends = self._settling.ends(step)
+        return self._told(step.backend, now, fact, *about, **more) if ends else NOTHING
+
+    def _told(
+        self, backend: str, now: float, fact: BackendFact[P], *about: P.args, **more: P.kwargs
+    ) -> Effects:
+        """The group of a backend takes a fact, if it is known what runs on its host."""
+        group = self.layout.of_backend.get(backend)
+        if group is None or group.slots[backend].host.is_cut_off:
+            return NOTHING
+        fact(group, group.slots[backend], now, *about, **more)
+        return self._settling.settle([group], now)
 
     # Facts from engines and hosts
 
@@ -150,44 +163,32 @@ class Scheduler:
         for name in backends:
             group = self.layout.of_backend.get(name)
             if group and not group.slots[name].host.is_lost:
-                group.facts.expect(name)
+                group.unseen.add(name)
         return NOTHING
 
     def looked_at(self, backend: str, now: float) -> Effects:
         """The backend was looked at: if it was not adopted it holds nothing (any more)."""
-        return self._told(backend, now, lambda group, slot: group.facts.looked_at(backend))
+        return self._told(backend, now, GpuGroup.looked_at)
 
-    def adopted(self, backend: str, now: float) -> Effects:
-        """The backend ran before this program did; NOTHING if it cannot stay beside the others."""
-        return self._took_over(backend, now, lambda group, slot: group.facts.adopt(slot, now))
-
-    def adopted_standby(
-        self, backend: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
-    ) -> Effects:
-        """The backend was in standby, at the level ``how``; NOTHING if there is no room for ``residual``."""
-
-        def fact(group: GpuGroup, slot: Slot) -> bool:
-            return group.facts.adopt_standby(slot, now, how, residual, host_bytes)
-
-        return self._took_over(backend, now, fact)
-
-    def _took_over(self, backend: str, now: float, fact: Callable[[GpuGroup, Slot], bool]) -> Effects:
+    def adopted(self, backend: str, now: float, found: FoundBackend = RUNS) -> Effects:
+        """The backend ran, or was in standby, before this program did; NOTHING if it cannot stay so."""
         group = self.layout.of_backend.get(backend)
-        if group is None or group.slots[backend].host.is_lost or not fact(group, group.slots[backend]):
+        if group is None or group.slots[backend].host.is_lost:
             return NOTHING
-        return self._settling.settle([group], now)
+        stays = group.adopt(group.slots[backend], now, found)
+        return self._settling.settle([group], now) if stays else NOTHING
 
     def died(self, backend: str, now: float, why: str, log: Iterable[str] = ()) -> Effects:
         """The backend ended without being told to; ``log``: what its engine had printed last."""
-        return self._told(backend, now, lambda group, slot: group.facts.died(slot, now, why, log))
+        return self._told(backend, now, GpuGroup.died, why, log)
 
     def unanswering(self, backend: str, now: float) -> Effects:
         """The engine of the backend does not answer: it is to be stopped without a drain."""
-        return self._told(backend, now, lambda group, slot: group.facts.unanswering(slot, now))
+        return self._told(backend, now, GpuGroup.unanswering)
 
     def silent(self, backend: str, now: float) -> Effects:
         """The engine of a replica was asked for its figures, and did not answer."""
-        return self._told(backend, now, lambda group, slot: group.admission.leave_silent(slot, now))
+        return self._told(backend, now, GpuGroup.silent)
 
     def observed(self, backend: str, load: EngineLoad | None, now: float) -> Effects:
         """The engine of a replica reported its load; None: it answered, and has no figures."""
@@ -213,7 +214,7 @@ class Scheduler:
         named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
         record = self.layout.hosts.get(host)
         there = [] if record is None or record.is_lost else self.layout.on_host(host)
-        return self._settling.settle([each for each in there if each.facts.memory_seen(named)], now)
+        return self._settling.settle([each for each in there if each.memory_seen(named, now)], now)
 
     # Facts about hosts
 
@@ -223,12 +224,16 @@ class Scheduler:
         if record is None or record.is_away is away:
             return NOTHING
         record.is_away = away
-        kind: Literal["host_away", "host_heard"] = "host_away" if away else "host_heard"
-        self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
-        groups = self.layout.on_host(host)
+        kind = "host_away" if away else "host_heard"
+        groups = self._host_is(kind, host, now)
         for group in groups:
-            group.state.changed()
+            group.changed()
         return self._settling.settle(groups, now)
+
+    def _host_is(self, kind: str, host: str, now: float) -> list[GpuGroup]:
+        """Emit what has become of a host; its groups."""
+        self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
+        return self.layout.on_host(host)
 
     def host_lost(self, host: str, now: float) -> Effects:
         """A host does not answer: its leases are severed, and nothing is begun there.
@@ -240,11 +245,10 @@ class Scheduler:
             return NOTHING
         record.is_lost, record.is_away = True, False
         record.since = now
-        self._emit(Event(now, "host_lost", "", cause=Cause("host_lost", host=host)))
-        groups = self.layout.on_host(host)
+        groups = self._host_is("host_lost", host, now)
         for group in groups:
             self._settling.forget_steps(group.slots)
-            group.facts.host_lost(now)
+            group.host_lost(now)
         return self._settling.settle(groups, now)
 
     def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
@@ -256,12 +260,12 @@ class Scheduler:
         if record is None or not record.is_lost:
             return NOTHING
         groups = self.layout.on_host(host)
-        held = [(group.facts, group.facts.host_freed(now)) for group in groups]
+        held = [(group, group.host_freed(now)) for group in groups]
         record.is_lost, record.is_gone = False, False
-        self._emit(Event(now, "host_back", "", cause=Cause("host_back", host=host)))
-        for facts, slots in held:
+        self._host_is("host_back", host, now)
+        for group, slots in held:
             self._settling.forget_steps([slot.name for slot in slots])
-            facts.host_back(now, found, slots)
+            group.host_back(now, found, slots)
         return self._settling.settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:
@@ -272,7 +276,7 @@ class Scheduler:
         record.is_gone = True
         groups = self.layout.on_host(host)
         for group in groups:
-            group.facts.host_gone(now)
+            group.host_gone(now)
         return self._settling.settle(groups, now)
 
     # Facts from people
@@ -283,11 +287,10 @@ class Scheduler:
         if record is None or record.is_drained is drained:
             return NOTHING
         record.is_drained = drained
-        kind: Literal["host_drained", "host_undrained"] = "host_drained" if drained else "host_undrained"
-        self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
-        groups = self.layout.on_host(host)
+        kind = "host_drained" if drained else "host_undrained"
+        groups = self._host_is(kind, host, now)
         for group in groups:
-            group.facts.host_cleared(now, cleared=drained)
+            group.host_cleared(now, cleared=drained)
         return self._settling.settle(groups, now)
 
     def paused(self, now: float, until: float = FOREVER) -> Effects:
@@ -312,34 +315,33 @@ class Scheduler:
     def _clear(self, now: float, *, cleared: bool) -> Effects:
         """Have all go that is on any host, or stay."""
         for group in self.layout.groups:
-            group.facts.host_cleared(now, cleared=cleared)
+            group.host_cleared(now, cleared=cleared)
         return self._settling.settle(self.layout.groups, now)
 
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:
         """The model is to be unloaded; ``when_idle``: once nobody uses it, unless it is asked for before.
 
-        NOTHING if there is nothing to be done now.
+        NOTHING if there is nothing to be done now; UnknownModel if it was served until a moment ago.
         """
-        groups, found = self.layout.groups_of[model], self.layout.models[model]
-        asked = groups[0].orders
-        is_now = asked.unload_when_idle(found, now) if when_idle else asked.unload(found, now)
-        return self._settling.settle(groups, now) if is_now else NOTHING
+        group, found = self.layout.find(model)
+        is_now = group.unload_when_idle(found, now) if when_idle else group.unload(found, now)
+        return self._settling.settle(self.layout.groups_of[model], now) if is_now else NOTHING
 
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
-        """Whether a model, once it is resident, is kept from being evicted for others."""
-        groups = self.layout.groups_of[model]
-        groups[0].orders.pin(self.layout.models[model], now, pinned=pinned)
-        return self._settling.settle(groups, now)
+        """Whether a model, once it is resident, is kept from being evicted for others; or UnknownModel."""
+        group, found = self.layout.find(model)
+        group.pin(found, now, pinned=pinned)
+        return self._settling.settle(self.layout.groups_of[model], now)
 
     def refused(self, error: MuxError, now: float) -> Effects:
         """Every request that waits fails with ``error``: the program ends."""
         for group in self.layout.groups:
-            group.admission.fail_all(error, now)
+            group.fail_all(error, now)
         return self._settling.settle(self.layout.groups, now)
 
     def severed(self, now: float) -> Effects:
         """Every request that runs is cut: the program ends."""
-        return Effects(cut=[ticket for group in self.layout.groups for ticket in group.moves.sever_all(now)])
+        return Effects(cut=[ticket for group in self.layout.groups for ticket in group.sever_all(now)])
 
     def closed(self) -> Effects:
         """The program ends: facts are still taken, but nothing is begun any more."""
@@ -353,10 +355,10 @@ class Scheduler:
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
         for group in self.layout.groups:
-            group.orders.retire(leaving, settings.models.keys(), now)
+            group.retire(leaving, settings.models.keys(), now)
         if not self.layout.served <= settings.models.keys():
             self.costs.keep(settings.models.__contains__)
-        self.layout.take(config, settings)
+        self.layout.take(settings)
         exchange = self.layout.regroup()
         self.expected(expected)
         return self._settling.settle(self._settling.exchanged(exchange, now), now, exchange.gone)
@@ -367,10 +369,3 @@ class Scheduler:
         if pause.until <= now:
             return self._resume(now, Cause("pause_over", seconds=now - pause.since))
         return self._settling.settle(self._settling.due(now), now)
-
-    def _told(self, backend: str, now: float, fact: BackendFact) -> Effects:
-        group = self.layout.of_backend.get(backend)
-        if group is None or group.slots[backend].host.is_cut_off:
-            return NOTHING
-        fact(group, group.slots[backend])
-        return self._settling.settle([group], now)

@@ -19,7 +19,6 @@ from anvil_mux.scheduler.layout import BY_NAME, Exchanged, Layout
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import could_spill, with_room
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
 
 AFTER_MISTAKE_SECONDS = 1.0
@@ -57,10 +56,6 @@ class Settling:
         self._numbers = count(first_step)
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
-        self._memory_changes: dict[str, int] = {}
-        """Host -> how often its memory had changed when its groups were last asked."""
-        self._memory_used: dict[str, int] = {}
-        """Host -> the bytes of its memory that were used then."""
         self._shared: dict[str, _SharedState] = {}
         """Models with backends in several groups, as they were when these were last asked."""
         self._is_closed = False
@@ -91,9 +86,7 @@ class Settling:
             self._shared.pop(name, None)
         found = self._layout.waiting_for(exchange)
         for group in found:
-            group.begin_anew()
-        for group in found:
-            group.admission.resume(now)
+            group.begin_anew(now)
         return found
 
     # Effects
@@ -102,7 +95,7 @@ class Settling:
         """The groups that are to be asked although no fact concerns them."""
         found = [group for group in self._layout.groups if self._moments.get(group, now) <= now]
         for group in found:
-            group.state.changed()  # a cool-down may be over: queues may have a better place there
+            group.changed()  # a cool-down may be over: queues may have a better place there
         return found
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
@@ -140,16 +133,13 @@ class Settling:
 
     def _affected(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked again since others have changed what they share."""
-        hosts = set()
+        found: list[GpuGroup] = []
         for name, memory in self._layout.bounded.items():
-            if memory.changes != self._memory_changes.get(name, 0):
-                self._memory_changes[name] = memory.changes
-                hosts.add(name)
-                used, before = memory.used, self._memory_used.get(name, 0)
-                self._memory_used[name] = used
-                for group in self._layout.on_host(name) if used < before else ():
-                    group.state.changed()  # queues may have a better place there
-        found = [group for host in hosts for group in self._layout.on_host(host)]
+            if memory.is_changed:
+                there = self._layout.on_host(name)
+                found += there
+                for group in there if memory.asked() else ():
+                    group.changed()  # queues may have a better place there
         if self._layout.spread:
             found += [group for model in self._moved(now) for group in self._concerned(model)]
         return sorted(dict.fromkeys(found), key=BY_NAME)
@@ -162,10 +152,9 @@ class Settling:
         moved, layout = self._moved(now), self._layout
         found = dict.fromkeys(groups)
         queues = {layout.of_model[model.name] for model in layout.models.values() if model.queue.tickets}
-        for model in dict.fromkeys(each for group in groups for each in group.state.routed if each.is_spread):
+        for model in dict.fromkeys(each for group in groups for each in group.routed if each.is_spread):
             found.update((group, None) for group in layout.groups_of[model.name] if group in queues)
-            states = could_spill(layout.states_of[model.name], model, now)
-            found.update(dict.fromkeys(layout.by_name[state.name] for state in states))
+            found.update(dict.fromkeys(could_spill(layout.groups_of[model.name], model, now)))
         for model in moved:
             found.update(dict.fromkeys(self._concerned(model)))
         return sorted(found, key=BY_NAME)
@@ -175,7 +164,7 @@ class Settling:
         layout = self._layout
         slots = [slot for slot in model.active if slot.coming or model.bounded]
         where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
-        return where + [group for group in layout.groups_of[model.name] if group.state.preloads]
+        return where + [group for group in layout.groups_of[model.name] if group.preloads]
 
     def _moved(self, now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.
@@ -184,20 +173,20 @@ class Settling:
         which others drain may be better off where a GPU is free.
         """
         layout, changed = self._layout, []
-        touched: dict[str, list[GroupState]] = {}
-        for state in layout.touched:
-            for model in state.routed:
+        touched: dict[str, list[GpuGroup]] = {}
+        for group in layout.touched:
+            for model in group.routed:
                 if model.is_spread:
-                    touched.setdefault(model.name, []).append(state)
+                    touched.setdefault(model.name, []).append(group)
         roomy = set(with_room(layout.touched))
         layout.touched.clear()
-        for name, states in touched.items():
+        for name, groups in touched.items():
             model, before = layout.models[name], self._shared.get(name, _UNSEEN)
             if model.queue.tickets:
-                layout.place_queue(model, now, states if before.waits else None)
+                layout.place_queue(model, now, groups if before.waits else None)
             waits = bool(model.queue.tickets)
             seen = _SharedState(model.queue_group, waits, len(model.ready), model.is_coming)
-            drains = seen.waits and seen.is_coming and not roomy.isdisjoint(states) and not model.is_loading
+            drains = seen.waits and seen.is_coming and not roomy.isdisjoint(groups) and not model.is_loading
             if seen != before or drains:
                 changed.append(model)
             self._shared[name] = seen
@@ -227,11 +216,10 @@ class Settling:
 
 
 def _collect(group: GpuGroup, found: _Gathered) -> None:
-    """Take the tickets that ended in a group, and those that it took back."""
-    state = group.state
-    if state.settled:
-        found.woken.extend(state.settled)
-        state.settled = []
-    if state.taken_back:
-        found.cut.extend(state.taken_back)
-        state.taken_back = []
+    """Take the tickets that ended in a group, and the leases that ended there before their requests."""
+    if group.woken:
+        found.woken.extend(group.woken)
+        group.woken = []
+    if group.cut:
+        found.cut.extend(group.cut)
+        group.cut = []

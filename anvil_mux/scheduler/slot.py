@@ -1,6 +1,6 @@
 """A backend's slot in its GPU group: its state, its leases, and what is known of its last load and failures.
 
-``Slot.enter`` is the only writer of a state, and ``events.TRANSITIONS`` the whole table of what it accepts:
+``Slot.enter`` is the only writer of a state, and ``TRANSITIONS`` the whole table of what it accepts:
 
     stopped --load--> loading --loaded--> ready --drain--> draining --evict--> evicting --> stopped | standby
                          |                  ^----reprieve-----'
@@ -10,7 +10,7 @@
 
 A backend that could not be stopped is ``stuck`` until a later stop succeeds; one in standby stays so. Once a
 lost host is back, each of its backends is ``gone``, that is stopped, and then adopted if it was found there,
-or ``unfit``. What follows from a new state for the rest of the GPU group is done in moves.py.
+or ``unfit``. What follows from a new state for the rest of the GPU group is done in swaps.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,58 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anvil_mux.config.config import Backend, gpu_name
-from anvil_mux.scheduler.causes import Cause, Leaving
-from anvil_mux.scheduler.events import TRANSITIONS
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import gpu_name
+from anvil_mux.scheduler.events import Cause, Leaving
 from anvil_mux.scheduler.hosts import HostRecord
+
+TRANSITIONS: dict[tuple[str, str], str] = {
+    ("stopped", "load"): "loading",
+    ("standby", "load"): "loading",
+    ("stopped", "adopt"): "ready",
+    ("stopped", "adopt_standby"): "standby",
+    ("loading", "loaded"): "ready",
+    ("loading", "load_failed"): "stopped",
+    ("loading", "evict_failed"): "stuck",
+    ("loading", "cancel"): "cancelling",
+    ("cancelling", "cancelled"): "stopped",
+    ("cancelling", "loaded"): "ready",
+    ("cancelling", "evict_failed"): "stuck",
+    ("ready", "drain"): "draining",
+    ("draining", "reprieve"): "ready",
+    ("draining", "evict"): "evicting",
+    ("evicting", "stopped"): "stopped",
+    ("evicting", "standby"): "standby",
+    ("evicting", "evict_failed"): "stuck",
+    ("stuck", "evict"): "evicting",
+    ("ready", "died"): "stopped",
+    ("draining", "died"): "stopped",
+    ("standby", "died"): "stopped",
+    ("stuck", "died"): "stopped",
+    ("standby", "demote"): "demoting",
+    ("demoting", "stopped"): "stopped",
+    ("demoting", "standby"): "standby",
+    ("demoting", "evict_failed"): "standby",
+    ("loading", "gone"): "stopped",
+    ("cancelling", "gone"): "stopped",
+    ("ready", "gone"): "stopped",
+    ("draining", "gone"): "stopped",
+    ("evicting", "gone"): "stopped",
+    ("stuck", "gone"): "stopped",
+    ("standby", "gone"): "stopped",
+    ("demoting", "gone"): "stopped",
+    ("stopped", "unfit"): "stuck",
+}
+"""State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""
+STATES = sorted({state for state, _ in TRANSITIONS} | {*TRANSITIONS.values()})
+"""The states of a backend. An event of one of these kinds tells that it entered it."""
 
 HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
 """States in which a backend's GPUs are its own."""
 STAYING = frozenset(("loading", "ready"))
 """States in which a pinned backend has its GPUs for good."""
+PINS = frozenset(("sleep",))
+"""Standby levels after which an engine keeps the host memory even when it is awake again (vLLM)."""
 LOADING = ("loading", "cancelling")
 """States of a backend whose load is under way."""
 
@@ -82,6 +125,11 @@ class Slot:
     """Whether it is kept, while it is resident, from being evicted for another model."""
     unloaded: bool = False
     """Whether it was unloaded by hand, and not loaded since."""
+    made_way: float | None = None
+    """Since when its GPUs are no longer left to other programs for which it was evicted; infinite: they are.
+
+    None: it was loaded since then, or another backend in its place.
+    """
     leaving: Leaving = ""
     """Why it leaves for good: the configuration has it no longer, or not as it is."""
     whole: bool = True
@@ -215,6 +263,11 @@ class Slot:
         """Whether the backend left for good, and holds nothing any more."""
         return bool(self.leaving) and self.state == "stopped"
 
+    @property
+    def load_level(self) -> str:
+        """The standby level from which it is loaded next, as things are."""
+        return self.level if self.state in ("stopped", "standby") else self.backend.evict_to[0]
+
     def is_loadable(self, now: float) -> bool:
         """Whether a load of it may begin, were its GPUs free."""
         if self.leaving:
@@ -223,13 +276,13 @@ class Slot:
 
     # Loads, evictions and failures
 
-    def note_loaded(self, now: float, seconds: float, way: str) -> None:
-        """The backend answers, loaded from the standby level ``way`` in so many seconds."""
+    def note_loaded(self, now: float, seconds: float, level: str) -> None:
+        """The backend answers, loaded from this standby level in so many seconds."""
         self.loaded, self.load_seconds = now, seconds
         self.failed_starts, self.failed_stops, self.error, self.log = 0, 0, "", ()
         self.retry_at = min(self.retry_at, now)  # a stop that failed while it was in standby is settled
         self.level = "stop"
-        if way == "stop":
+        if level == "stop":
             self.ram = self.least_ram
 
     def note_load_failed(self, now: float, error: str, log: tuple[str, ...]) -> None:
@@ -237,6 +290,12 @@ class Slot:
         self.failed_starts += 1
         self.retry_at = now + cool_down(self.failed_starts)
         self.error, self.log, self.next_level = error, log, ""
+
+    def keep_in_standby(self, level: str, residual: dict[str, int], host_bytes: int) -> None:
+        """The backend is at a standby level, or stopped, and keeps so much on its GPUs and in host memory."""
+        self.level, self.residual, self.host_bytes = level, residual, host_bytes
+        if level in PINS:
+            self.ram = max(self.ram, host_bytes)
 
     def note_left(self, now: float) -> None:
         """The backend left its GPUs; if its loads had failed it cools down from now on."""

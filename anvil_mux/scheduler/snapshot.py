@@ -1,8 +1,4 @@
-"""The snapshot of a GPU group that a policy decides by, and what a request would meet if it came now.
-
-Pure functions over a GPU group's state. ``awaited`` asks the policy as if one more request waited: the queue
-that it would begin stands in the snapshot, and nowhere else.
-"""
+"""The snapshot of a GPU group that a policy decides by, and the question to it: pure functions."""
 
 from __future__ import annotations
 
@@ -10,13 +6,9 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.causes import Cause, is_decided, mistake
-from anvil_mux.scheduler.costs import NO_COST, Cost
-from anvil_mux.scheduler.drains import too_late
+from anvil_mux.scheduler.events import Cause, is_decided, mistake
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.overdue import bound
-from anvil_mux.scheduler.planner import Plan, cost_of, nearest, plan, waiting
+from anvil_mux.scheduler.planner import Plan
 from anvil_mux.scheduler.policies import (
     FOREVER,
     Decision,
@@ -26,13 +18,13 @@ from anvil_mux.scheduler.policies import (
     Snapshot,
     Spill,
     Stay,
+    Swapping,
     SwapTo,
     Unload,
     decide,
 )
-from anvil_mux.scheduler.refusals import refusal
-from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.slot import LOADING, Slot
+from anvil_mux.scheduler.state import GroupState, SwapInProgress
 
 
 class Contest(NamedTuple):
@@ -92,7 +84,7 @@ def snapshot(
     queues = [_queue(state.models[name], found, now, most) for name, found in plans.items()]
     if len(queues) > 1:
         queues.sort(key=lambda queue: -queue.priority)
-    swaps = [swap.seen(swap.target) for swap in state.swaps if swap.target] if state.swaps else ()
+    swaps = [_swapping(swap, swap.target) for swap in state.swaps if swap.target] if state.swaps else ()
     return Snapshot(
         now, state.name, tuple(residents), tuple(queues), swapping=tuple(swaps), spills=tuple(spills)
     )
@@ -120,6 +112,13 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
         demand.service_seconds,
         reload_seconds,
     )
+
+
+def _swapping(swap: SwapInProgress, target: Slot) -> Swapping:
+    moving = ("draining", "evicting", *LOADING)
+    slots = [slot for slot in (*swap.victims, target) if slot.state in moving]
+    state, since = (slots[0].state, slots[0].since) if slots else ("evicting", swap.emptied)
+    return Swapping(target.model, swap.evicts, state, since)
 
 
 def _queue(model: Model, found: Plan, now: float, most: float) -> Queue:
@@ -175,63 +174,3 @@ def _check(decision: Decision, seen: Snapshot) -> None:
 def _check_name(decision: SwapTo | Unload, models: list[str]) -> None:
     if not isinstance(decision.model, str) or decision.model not in models:
         raise ValueError(f"it says {decision!r}, and that is none of {', '.join(models) or 'no models'}")
-
-
-class Awaited(NamedTuple):
-    """The situation that a request would meet if it came now."""
-
-    refusal: MuxError | None = None
-    target: Slot | None = None
-    """The backend that will serve it, if a swap to that is under way, or could begin now."""
-    victims: Sequence[Slot] = ()
-    cost: Cost = NO_COST
-    loaded_before: bool = False
-    """Whether it was loaded from that level before, so that ``cost`` is no mere guess."""
-    decision: Decision | None = None
-    """The policy's decision on that swap; None: it is under way."""
-    overdue_at: float = FOREVER
-    """When its swap begins, whatever the policy says."""
-    state: GroupState | None = None
-    """The GPU group of the backend, which need not be where the queue stood; None: no backend is known."""
-
-
-def awaited(state: GroupState, model: Model, now: float) -> Awaited:
-    """Find out what a request for ``model`` would meet if it came now; nothing is changed."""
-    if error := refusal(state, model, now) or too_late(state, model, now):
-        return Awaited(error)
-    for each in state.states_of(model):
-        for swap in each.swaps:
-            if swap.target and swap.target.model == model.name and not swap.cancel:
-                expected = cost_of(each, swap, swap.target)
-                known = each.costs.knows(model.name, expected.way, swap.target.host.name)
-                return Awaited(None, swap.target, swap.victims, expected, known, state=each)
-    return _planned(state if model.queue else nearest(state.states_of(model), model, now), model, now)
-
-
-def _planned(state: GroupState, model: Model, now: float) -> Awaited:
-    """The same where no swap to it is under way."""
-    queue = model.queue
-    most = queue.bound if queue else bound(state, model, now).seconds
-    overdue_at = queue.overdue_at if queue else max(now, queue.left) + most
-    models = waiting(state)
-    if not queue and not model.is_coming and not (model.queue.limited and model.ready):
-        models.append(model)
-    busy, staying = state.busy_gpus(), state.staying(now)
-    found = {each.name: plan(state, each, busy, now, staying) for each in models}
-    plans = {name: each for name, each in found.items() if each}
-    if model.name not in plans:
-        return Awaited(overdue_at=overdue_at)
-    together, here = next(each for each in contests(state, plans) if model.name in each.plans)
-    decision = ask(state.policy, snapshot(state, now, together, most=most, here=here))
-    target, victims, _, expected = plans[model.name]
-    known = state.costs.knows(model.name, target.level, target.host.name)
-    return Awaited(
-        None,
-        target,
-        victims,
-        expected,
-        loaded_before=known,
-        decision=decision,
-        overdue_at=overdue_at,
-        state=state,
-    )

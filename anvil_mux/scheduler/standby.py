@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.settings import gib
-from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.config.kinds import gib
+from anvil_mux.scheduler.costs import Footprints
 from anvil_mux.scheduler.slot import HOLDING, Slot
 
 DESCENTS: dict[tuple[str, str], bool] = {
@@ -34,9 +34,6 @@ DESCENTS: dict[tuple[str, str], bool] = {
 
 KEEPS_WEIGHTS = frozenset(("sleep", "checkpoint"))
 """Standby levels that move GPU memory to host memory."""
-
-PINS = frozenset(("sleep",))
-"""Standby levels after which an engine keeps the host memory even when it is awake again (vLLM)."""
 
 Worth = Callable[[Slot, float], Any]
 """The worth, at a moment, of a backend's staying at its level; the least valuable is demoted first."""
@@ -75,14 +72,22 @@ class HostMemory:
         self._footprints = footprints or Footprints()
         self.budget = budget
         """Bytes that all engines may have; None: it is not bounded."""
-        self.changes = 0
-        """How often a share of it changed: then all GPU groups of the host are to be asked again."""
+        self.is_changed = False
+        """Whether a share of it changed since the GPU groups of the host were asked: they are to be again."""
+        self._used_then = 0
+        """The bytes of it that were used then."""
         self._slots: dict[str, tuple[Slot, Worth]] = {}
         self._called: dict[str, str] = {}  # backend -> the model of another GPU group for which it is evicted
 
     def changed(self) -> None:
         """Note that a share of it changed."""
-        self.changes += 1
+        self.is_changed = True
+
+    def asked(self) -> bool:
+        """Note that all GPU groups of the host are being asked; whether less is used than the last time."""
+        before, self._used_then = self._used_then, self.used
+        self.is_changed = False
+        return self._used_then < before
 
     def join(self, slot: Slot, worth: Worth) -> None:
         self._slots[slot.name] = slot, worth
@@ -142,14 +147,14 @@ class HostMemory:
             return False
         if not called.items() <= self._called.items():
             self._called |= called
-            self.changes += 1
+            self.is_changed = True
         return True
 
     def answer(self, slot: Slot, now: float) -> str:
         """The model for which a resident is to be evicted; "" for none, and if it is not idle any more."""
         model = self._called.pop(slot.name, "")
         if model and not _is_idle(slot, now):
-            self.changes += 1
+            self.is_changed = True
             return ""
         return model
 
@@ -252,7 +257,7 @@ def _insists_on(slot: Slot) -> int:
 def _is_idle(slot: Slot, now: float) -> bool:
     if slot.state != "ready" or slot.holders or slot.pinned or not slot.host.is_steered:
         return False
-    return slot.loaded + slot.backend.min_residency <= now
+    return slot.stays_until <= now
 
 
 def _leaves(slot: Slot, now: float) -> bool:

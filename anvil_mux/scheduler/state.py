@@ -1,49 +1,39 @@
-"""The state that the parts of one GPU group share: its models, slots, swaps, and what was learned of them.
+"""The state of a GPU group: its models, slots and swaps under way, and what can be read off them.
 
-``GroupState`` decides nothing. Planner, refusals and snapshot read it; admission, moves, group_swaps,
-outcomes and decider write it, each its own part. ``changed()`` follows each change that may concern other GPU
-groups, which have backends of the same models.
+``GroupState`` decides nothing. It is the lowest layer of ``GpuGroup`` (group.py), and all that planner,
+refusals, snapshot and status need of one: they read it, the layers above write it. ``changed()`` follows each
+change that may concern other GPU groups, which have backends of the same models.
+
+The GPUs of a swap in progress are in no other swap until it ends. One without a target only evicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.costs import Cost, Costs, Footprints, source_of
+from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.eviction import Eviction
-from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model, ModelSettings, ready_slots
 from anvil_mux.scheduler.placement import Placement
-from anvil_mux.scheduler.policies import Policy, Stay
-from anvil_mux.scheduler.residents import may_come
-from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.policies import FOREVER, Policy, Stay
+from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
-from anvil_mux.scheduler.swap import SwapInProgress
 
-LISTED = attrgetter("ttl", "min_residency", "home", "drain_timeout")
-"""The settings of a backend that goes on by which GPU groups have lists of some of theirs."""
-
-
-class Timeouts(NamedTuple):
-    """The settings of the whole that GPU groups refer to; they are named as in ``Config``."""
-
-    drain_timeout: float
-    queue_timeout: float
-    home_after: float = 300.0
+G = TypeVar("G", bound="GroupState")
 
 
 class SharedSettings(NamedTuple):
-    """The part of a configuration that GPU groups and models go by."""
+    """A configuration, and what GPU groups and models go by that is made of it."""
 
-    timeouts: Timeouts
+    config: Config
     policy: Policy
     eviction: Eviction
     gpus: Mapping[str, Gpu]
@@ -72,12 +62,12 @@ class Common:
     memories: Mapping[str, HostMemory]
     """Host -> its memory."""
     models: Mapping[str, Model]
-    states: Mapping[str, list[GroupState]]
-    """Model -> the states of the GPU groups that have backends of it."""
+    groups_of: Mapping[str, list[Any]]
+    """Model -> the GPU groups that have backends of it, by name."""
     blamed: dict[str, object] = field(default_factory=dict)
     """Kind of cause -> the plug-in of which a mistake was reported."""
-    touched: dict[GroupState, None] = field(default_factory=dict)
-    """The states in which something has changed, until the GPU groups that share a model with them were asked
+    touched: dict[Any, None] = field(default_factory=dict)
+    """The GPU groups in which something has changed, until those that share a model with them were asked
     (settling.py)."""
 
 
@@ -92,6 +82,54 @@ class Deferred(NamedTuple):
     """The residents that it was shown."""
     is_over: bool = False
     """Whether the policy is to be asked again, since a lease ended that may matter."""
+
+
+@dataclass(eq=False, slots=True)
+class SwapInProgress:
+    """One swap, from its decision until its target answers, or until its last victim has left."""
+
+    target: Slot | None
+    victims: list[Slot]
+    """The victims that have not left yet; those that are ready still drain later than others."""
+    cause: Cause
+    severs: Cause
+    """Why a request is severed that outlasts the drain."""
+    begun: bool = False
+    """Whether a victim is evicted already: there is no reprieve any more."""
+    preload: bool = False
+    """Whether it is a preload: no request waits for the target."""
+    emptied: float = FOREVER
+    """When the last drain ended."""
+    evict_seconds: float = 0.0
+    """Seconds that evicting the victims took after that."""
+    gone: list[str] = field(default_factory=list)
+    """The models of the victims that have left."""
+    level: str = ""
+    """The standby level from which the target is loaded, once that has begun."""
+    cancel: Cause | None = None
+    """Why the load of the target is to end before its time: unloaded, or unwanted."""
+
+    def gpus(self) -> set[str]:
+        held = set(self.target.holds) if self.target else set()
+        for victim in self.victims:
+            if victim.state in HOLDING:
+                held.update(victim.holds)
+        return held
+
+    @property
+    def evicts(self) -> tuple[str, ...]:
+        """The models of all its victims."""
+        return (*self.gone, *(victim.model for victim in self.victims))
+
+
+def drains(swaps: Iterable[SwapInProgress]) -> dict[str, tuple[str, float]]:
+    """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
+    return {
+        victim.name: (swap.target.model if swap.target else "", victim.drain_until)
+        for swap in swaps
+        for victim in swap.victims
+        if victim.state == "draining"
+    }
 
 
 @dataclass(eq=False, slots=True)
@@ -113,10 +151,11 @@ class GroupState:
     """The backends that are to be loaded although no request waits for them."""
     unseen: set[str] = field(default_factory=set)
     """The backends that may run already: until that is known nothing is begun."""
-    settled: list[Ticket] = field(default_factory=list)
+    woken: list[Ticket] = field(default_factory=list)
     """Tickets that ended after waiting in a queue; the driver takes and wakes them."""
-    taken_back: list[Ticket] = field(default_factory=list)
-    """Tickets taken from a replica that had not begun with them; the driver takes and cuts them."""
+    cut: list[Ticket] = field(default_factory=list)
+    """Leases that ended before their requests did: taken from a replica that had not begun with them, or from
+    a host that is lost; the driver takes and cuts them."""
     deferred: dict[str, Deferred] = field(default_factory=dict)
     """The first model of each set of queues whose swaps the policy holds back."""
     slots: dict[str, Slot] = field(init=False)
@@ -133,9 +172,7 @@ class GroupState:
     sleepers: list[Slot] = field(default_factory=list)
     """The backends that may be in standby."""
     homes: list[Slot] = field(default_factory=list)
-    """The backends that come back when nothing else is wanted (preloads.py)."""
-    patient: bool = False
-    """Whether some backend has a drain_timeout of its own."""
+    """The backends that come back when nothing else is wanted (upkeep.py)."""
     routed: list[Model] = field(default_factory=list)
     """The models with several backends."""
     bounded: list[Model] = field(default_factory=list)
@@ -151,8 +188,13 @@ class GroupState:
         return self.common.settings.policy
 
     @property
-    def timeouts(self) -> Timeouts:
-        return self.common.settings.timeouts
+    def config(self) -> Config:
+        return self.common.settings.config
+
+    @property
+    def patient(self) -> bool:
+        """Whether some backend has a drain_timeout of its own."""
+        return any(slot.backend.has_own("drain_timeout") for slot in self.slots.values())
 
     def filled(self, models: Mapping[str, Iterable[Slot]]) -> None:
         """Compute anew what depends on which slots it has; ``models``: model -> its slots that are here."""
@@ -169,7 +211,6 @@ class GroupState:
         self.idlers = [slot for slot in slots if slot.ttl is not None]
         self.sleepers = [slot for slot in slots if slot.backend.evict_to != ("stop",)]
         self.homes = [slot for slot in slots if slot.backend.home]
-        self.patient = any(slot.backend.drain_timeout is not None for slot in slots)
 
     def keep_alive(self, slot: Slot, seconds: float | None) -> None:
         """Have a backend stay for so long while it is idle; None: for its own ttl."""
@@ -191,17 +232,49 @@ class GroupState:
         """Note that another swap may be possible, or one less, or that what GPU groups share has changed."""
         self.common.touched[self] = None
 
-    def states_of(self, model: Model) -> list[GroupState]:
-        """The states of all GPU groups that have backends of a model."""
-        return self.common.states[model.name]
+    def groups_of(self: G, model: Model) -> list[G]:
+        """All GPU groups that have backends of a model, by name."""
+        return self.common.groups_of[model.name]
 
     def swaps_of(self, model: Model) -> list[SwapInProgress]:
         """The swaps under way in all GPU groups that have backends of a model."""
-        return [swap for state in self.states_of(model) for swap in state.swaps]
+        return [swap for group in self.groups_of(model) for swap in group.swaps]
+
+    def swap_to(self, slot: Slot) -> SwapInProgress | None:
+        """The swap under way here whose target is ``slot``."""
+        return next((swap for swap in self.swaps if swap.target is slot), None)
+
+    @property
+    def coming(self) -> list[str]:
+        """The models that a swap under way here will make resident."""
+        return [swap.target.model for swap in self.swaps if swap.target]
 
     def own(self, model: Model) -> list[Slot]:
         """The backends of a model that are here."""
         return self.own_slots[model.name]
+
+    def takes_loads(self, slot: Slot) -> bool:
+        """Whether a backend may be loaded where it is."""
+        return slot.host.takes_loads and not self.left_gpu(slot)
+
+    def left_gpu(self, slot: Slot) -> str:
+        """A GPU of a backend that is left to other programs, since they hold much of it; "": none is."""
+        least = self.config.yield_above
+        if least is None:
+            return ""
+        return next((gpu for gpu in slot.holds if self.placement.others.get(gpu, 0) >= least), "")
+
+    def must_go(self, slot: Slot) -> bool:
+        """Whether a backend may not stay where it is."""
+        return slot.host.is_cleared or (not slot.pinned and bool(self.left_gpu(slot)))
+
+    def gpus_of(self, model: Model) -> set[str]:
+        """The GPUs of the backends of a model that are here."""
+        return {gpu for slot in self.own_slots[model.name] for gpu in slot.holds}
+
+    def lacks_load(self, model: Model) -> bool:
+        """Whether the queue of a model stands here, and none of its backends is ready."""
+        return bool(model.queue.tickets) and not model.ready and model.queues_in(self.name)
 
     @property
     def is_out_of_reach(self) -> bool:
@@ -215,20 +288,25 @@ class GroupState:
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
         own = self.own_slots[model.name]
-        found = [slot for slot in own if slot.host.takes_loads and slot.is_loadable(now)]
-        return [slot for slot in found if may_come(model, slot)] if model.bounded else found
-
-    def model_of(self, slot: Slot) -> Model:
-        return self.models[slot.model]
+        found = [slot for slot in own if self.takes_loads(slot) and slot.is_loadable(now)]
+        return [slot for slot in found if model.may_come(slot)] if model.bounded else found
 
     def fits(self, target: Slot) -> bool:
         """Whether a backend has room on its GPUs and in host memory without an eviction."""
         return self.placement.fits(target) and self.memory.short(target) <= 0
 
-    def drain_timeout(self, slot: Slot) -> float:
-        """How long a swap waits for the requests of a victim; infinite: as long as they take."""
-        own = slot.backend.drain_timeout
-        return self.timeouts.drain_timeout if own is None else own
+    def drain_left(self, slot: Slot, now: float) -> float:
+        """How long a drain of a backend may last from now on, whether it has begun or not."""
+        return slot.drain_until - now if slot.state == "draining" else slot.backend.drain_timeout
+
+    def cost(self, evicts: Iterable[str], target: Slot, level: str) -> Cost:
+        """The expected cost of a swap: to evict these models and load a backend from a standby level."""
+        source = source_of(evicts)
+        return self.costs.estimate(source, target.model, level, target.backend.engine, target.host.name)
+
+    def load_seconds(self, slot: Slot, level: str) -> float:
+        """How long a load from a standby level is expected to take."""
+        return self.costs.estimate("", slot.model, level, slot.backend.engine, slot.host.name).load_seconds
 
     def staying(self, now: float) -> set[str]:
         """The backends that may stay for their min_residency; only an overdue queue evicts them."""

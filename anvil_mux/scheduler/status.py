@@ -9,19 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from anvil_mux.config.config import Gpu
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.drains import RunningAnswer, answers
-from anvil_mux.scheduler.footprint import to_declare
+from anvil_mux.scheduler.costs import to_declare
+from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord, Pause
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.overdue import RunningAnswer, answers
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.preloads import comes_back_at
-from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.slot import HOLDING, Slot
-from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.swap import drains, promises
+from anvil_mux.scheduler.state import drains
+from anvil_mux.scheduler.waits import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +216,12 @@ class UnderWay:
     """When it came, or began to run."""
 
 
-def model_state(state: GroupState, model: Model, now: float, progress: Progress | None) -> ModelState:
+def model_state(group: GpuGroup, model: Model, now: float, progress: Progress | None) -> ModelState:
     """One model, whose queue stands in this GPU group."""
     slots = model.slots
     slot = min(slots, key=lambda slot: (slot.host.is_lost, _SHOWN.index(slot.state)))
     first = next(iter(model.queue), None)
-    target, until = drains(state.swaps_of(model)).get(slot.name, (None, now))
+    target, until = drains(group.swaps_of(model)).get(slot.name, (None, now))
     return ModelState(
         model=model.name,
         state=slot.state,
@@ -235,57 +234,57 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
         leases=sum(len(slot.holders) for slot in slots),
         last_error=slot.error,
         load_seconds=slot.load_seconds,
-        home_seconds=_home_seconds(state, model, now),
+        home_seconds=_home_seconds(group, model, now),
         pinned=any(each.pinned for each in slots),
         progress=progress,
         oldest_wait=now - first.since if first else None,
         draining_target=target,
         drain_seconds_left=max(until - now, 0.0),
         drained_for=answers([slot], now) if target is not None else (),
-        deferred=_deferral(state, model, now),
+        deferred=_deferral(group, model, now),
         backends=tuple(
-            _backend_state(each, now, state.footprints.held(each.name), _said(model, each, now), state)
+            _backend_state(each, now, group.footprints.held(each.name), _figures(model, each, now), group)
             for each in slots
         ),
     )
 
 
-def _home_seconds(state: GroupState, model: Model, now: float) -> float | None:
+def _home_seconds(group: GpuGroup, model: Model, now: float) -> float | None:
     """Seconds until a home backend of a model comes back, in whichever GPU group."""
     homes = [
-        (each, slot) for each in state.states_of(model) for slot in each.homes if slot.model == model.name
+        (each, slot) for each in group.groups_of(model) for slot in each.homes if slot.model == model.name
     ]
     if not homes or model.ready or model.is_coming:
         return None
-    soonest = min([comes_back_at(each, slot, now) for each, slot in homes])
+    soonest = min([each.comes_back_at(slot, now) for each, slot in homes])
     return max(soonest - now, 0.0) if soonest < FOREVER else None
 
 
-def _deferral(state: GroupState, model: Model, now: float) -> Deferral | None:
+def _deferral(group: GpuGroup, model: Model, now: float) -> Deferral | None:
     """Until when and why the policy holds the swap to a model back, in whichever GPU group."""
-    found = [each.deferred[model.name] for each in state.states_of(model) if model.name in each.deferred]
+    found = [each.deferred[model.name] for each in group.groups_of(model) if model.name in each.deferred]
     if not found or not model.queue:
         return None
     stay = found[0].stay
     return Deferral(max(stay.until - now, 0.0), stay.cause)
 
 
-def _said(model: Model, slot: Slot, now: float) -> EngineFigures | None:
+def _figures(model: Model, slot: Slot, now: float) -> EngineFigures | None:
     """The last figures of a replica's engine, in the mode full."""
-    return model.replicas.in_flight.said(slot.name, now) if model.replicas else None
+    return model.replicas.in_flight.figures(slot.name, now) if model.replicas else None
 
 
-def _vram_to_declare(state: GroupState, slot: Slot) -> str:
+def _vram_to_declare(group: GpuGroup, slot: Slot) -> str:
     """The size to declare for a backend that takes its GPUs whole, if another one needs them too."""
     if not slot.held_last or not slot.whole or slot.backend.vram_measured:
         return ""
-    others = [other for other in state.slots.values() if other is not slot]
+    others = [other for other in group.slots.values() if other is not slot]
     shared = any(other.holds.keys() & slot.holds.keys() for other in others)
     return to_declare(slot.held_last) if shared else ""
 
 
 def _backend_state(
-    slot: Slot, now: float, measured: Mapping[str, int], said: EngineFigures | None, state: GroupState
+    slot: Slot, now: float, measured: Mapping[str, int], figures: EngineFigures | None, group: GpuGroup
 ) -> BackendState:
     idle = slot.state == "ready" and not slot.holders
     unload_at = slot.idle_until
@@ -305,8 +304,8 @@ def _backend_state(
         retry_seconds=max(slot.retry_at - now, 0.0),
         error=slot.error,
         log=slot.log,
-        engine=said if slot.serves else None,
-        vram_to_declare=_vram_to_declare(state, slot),
+        engine=figures if slot.serves else None,
+        vram_to_declare=_vram_to_declare(group, slot),
         host=host_state(slot.host, now),
     )
 
@@ -328,16 +327,16 @@ _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "de
 """The states of a backend in the order in which one is shown for several backends."""
 
 
-def gpu_states(state: GroupState, known: Mapping[str, Gpu], now: float) -> list[GpuState]:
+def gpu_states(group: GpuGroup, known: Mapping[str, Gpu], now: float) -> list[GpuState]:
     """The GPUs of a GPU group; ``known``: those that the configuration describes, by name."""
-    names = sorted({gpu for slot in state.slots.values() for gpu in slot.holds})
-    return [_gpu_state(state, known.get(name) or Gpu(name), now) for name in names]
+    names = sorted({gpu for slot in group.slots.values() for gpu in slot.holds})
+    return [_gpu_state(group, known.get(name) or Gpu(name), now) for name in names]
 
 
-def _gpu_state(state: GroupState, gpu: Gpu, now: float) -> GpuState:
-    slots = state.slots.values()
+def _gpu_state(group: GpuGroup, gpu: Gpu, now: float) -> GpuState:
+    slots = group.slots.values()
     here = [slot for slot in slots if gpu.name in slot.holds and slot.state in HOLDING]
-    draining = drains(state.swaps)
+    draining = drains(group.swaps)
     leaving = next((slot for slot in here if slot.name in draining), None)
     target, until = draining[leaving.name] if leaving else ("", now)
     return GpuState(
@@ -350,6 +349,12 @@ def _gpu_state(state: GroupState, gpu: Gpu, now: float) -> GpuState:
         total=gpu.vram,
         reserve=gpu.reserve,
         residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),
-        reserved_for=promises(state.swaps).get(gpu.name, ()),
-        host=host_state(state.host, now),
+        reserved_for=tuple(_reserved_for(group, gpu.name)),
+        host=host_state(group.host, now),
     )
+
+
+def _reserved_for(group: GpuGroup, gpu: str) -> list[str]:
+    """The models that a swap under way keeps a GPU for, until it is theirs."""
+    targets = [swap.target for swap in group.swaps if swap.target]
+    return [slot.model for slot in targets if slot.state not in HOLDING and gpu in slot.holds]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from anvil_mux.errors import MuxError
 from anvil_mux.routing.routing import Choice, Work
-from anvil_mux.scheduler.causes import RESENT, Severance
+from anvil_mux.scheduler.events import RESENT, Severance
 
 NO_WORK = Work()
 
@@ -20,13 +20,16 @@ NO_USAGE: TokenUsage = (None, None)
 
 @dataclass(frozen=True)
 class FoundBackend:
-    """How a backend was found on a host that is back."""
+    """How a backend was found: when the program began, or on a host that is back."""
 
     level: str = ""
     """The standby level of the backend; "": it runs, and answers."""
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it holds in standby."""
     host_bytes: int = 0
+
+
+RUNS = FoundBackend()
 
 
 class Crash(NamedTuple):
@@ -51,7 +54,6 @@ class Ticket:
         "error",
         "granted",
         "id",
-        "leases",
         "model",
         "never_swaps",
         "prefill",
@@ -61,6 +63,7 @@ class Ticket:
         "severed",
         "share",
         "since",
+        "takes_lease",
         "wake",
         "work",
     )
@@ -70,7 +73,7 @@ class Ticket:
         id: int,
         model: str,
         since: float,
-        leases: bool = True,
+        takes_lease: bool = True,
         work: Work = NO_WORK,
         prefill: Ticket | None = None,
         sender: Hashable = None,
@@ -82,7 +85,7 @@ class Ticket:
         self.work = work
         self.sender = sender
         """The client that it counts for: where a queue is admitted in parts, senders take turns."""
-        self.leases = leases
+        self.takes_lease = takes_lease
         """Whether it takes a lease; if not it only wants the model loaded."""
         self.request = ""
         """The id of its request, as its client was told."""
@@ -128,7 +131,7 @@ class Load:
     """Load the backend, then report ``loaded``, ``load_failed``, ``load_cancelled`` or ``evict_failed``."""
 
     backend: str
-    how: str
+    level: str
     """The standby level that it comes back from; ``stop``: it is started."""
     number: int = 0
     """The number that the scheduler gives each step; its report has the same."""
@@ -147,7 +150,7 @@ class Evict:
     """Take the backend off its GPUs, then report ``evicted`` or ``evict_failed``."""
 
     backend: str
-    how: str
+    level: str
     """The standby level that is asked for; a deeper one may be taken."""
     severed: tuple[Ticket, ...] = ()
     """The leases that outlasted the drain: they are cut before."""
@@ -159,7 +162,7 @@ class Demote:
     """Take a backend in standby to a deeper level, then report ``evicted`` or ``evict_failed``."""
 
     backend: str
-    how: str
+    level: str
     """The standby level that it is in."""
     to: str
     """The deeper level that is asked for; an even deeper one may be taken."""

@@ -23,16 +23,15 @@ from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
-from anvil_mux.config.settings import gib
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import MuxError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler
-from anvil_mux.proxy.relay import Relay
-from anvil_mux.proxy.reloads import Reloads
-from anvil_mux.proxy.server import Server
-from anvil_mux.proxy.threads import CPUs, one_cpu, run_on
+from anvil_mux.proxy.operations import Reloads
+from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.configuration import checked, complete
 from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead, Stock
@@ -172,7 +171,7 @@ class Parts:
             self.mux,
             self.adoption,
             self.clock,
-            took=self.journal.told,
+            took=self.journal.note_phase,
             read_ahead=self._count_read_ahead,
             say=self.say,
             fenced=opened.fenced,
@@ -200,6 +199,12 @@ class Parts:
             time.time,
             opened.reloading,
         )
+        host, port = self.config.host, self.config.port
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
+            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
         self.handler = Handler(
             self.config,
             self.mux,
@@ -216,27 +221,23 @@ class Parts:
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
             usage=self._usage_since,
+            only_local_hosts=is_loopback(listener.getsockname()[0]),
         )
-        host, port = self.config.host, self.config.port
-        try:
-            self.server = Server(
-                (host, port),
-                self.handler,
-                self.mux,
-                max_connections=self.config.max_connections,
-                max_bodies=self.config.max_bodies or 0,
-                tls=opened.tls,
-                client_timeout=self.config.client_timeout,
-            )
-        except OSError as error:
-            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
-            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+        self.server = Server(
+            listener,
+            self.handler,
+            self.mux,
+            max_connections=self.config.max_connections,
+            max_bodies=self.config.max_bodies or 0,
+            tls=opened.tls,
+            client_timeout=self.config.client_timeout,
+        )
 
     @property
     def url(self) -> str:
         """The address of the server, as somebody on this machine calls it."""
-        host, port = self.server.server_address[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
+        host, port = self.server.address
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         scheme = "https" if self.server.tls else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -313,7 +314,7 @@ class Parts:
 
     def _count_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
         """Count what was read before a load, and say it."""
-        self.journal.told_read_ahead(backend, size, seconds)
+        self.journal.note_read_ahead(backend, size, seconds)
         if self.options.verbosity >= NORMAL:
             self.say(f"{backend.name}: {gib(size)} of its weights were read ahead in {seconds:.1f} s")
 

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from anvil_mux import state
 from anvil_mux.clock import Worker
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import SETTINGS, Config
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
-from anvil_mux.config.table import SETTINGS
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.local import LocalHost
-from anvil_mux.proxy.tls import build_context
+from anvil_mux.proxy.sockets import build_context
 
 FILES, FILES_WITH_TLS = 2, 4
 """The descriptors of a connection whose request is answered."""

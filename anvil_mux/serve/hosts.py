@@ -12,14 +12,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from anvil_mux.clock import Clock, Worker
+from anvil_mux.clock import Clock, Worker, side_by_side
 from anvil_mux.cluster.channel import AgentSilent, Nowhere
 from anvil_mux.cluster.cluster import Cluster
-from anvil_mux.cluster.links import Node
+from anvil_mux.cluster.frames import Node
 from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import ConfigError, MuxError
@@ -27,11 +26,7 @@ from anvil_mux.host.hosts import AnyHost, Hosts
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import Awake, Evicted, HostConfig, Unfit
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.causes import Cause, sentence
-from anvil_mux.scheduler.events import Event
-
-T = TypeVar("T")
-U = TypeVar("U")
+from anvil_mux.scheduler.events import Cause, Event, sentence
 
 TOO_MANY = "it cannot stay beside the others"
 
@@ -41,12 +36,6 @@ GATHER_SECONDS = 0.01
 """How long a queue is there before anything is read: a load that need not wait has begun by then."""
 MOST_READ_AHEAD = 8
 """The most backends of one host that are read ahead."""
-
-
-def side_by_side(do: Callable[[T], U], items: Sequence[T]) -> list[U]:
-    """Call a function for each item, side by side; each may take long."""
-    with ThreadPoolExecutor(len(items) or 1) as pool:
-        return list(pool.map(do, items))
 
 
 # Which hosts there are

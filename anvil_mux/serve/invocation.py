@@ -27,7 +27,7 @@ from types import FrameType
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.external import site
+from anvil_mux.config.values import site
 from anvil_mux.errors import MuxError
 from anvil_mux.telemetry import eventlog, journal
 from anvil_mux.telemetry.accesslog import Output, stamp, write_some
@@ -55,7 +55,7 @@ class Options:
     """Bytes after which a new file is begun; 0: never."""
     log_format: str = "human"
     pin: bool = True
-    """Whether the threads that serve requests run on one CPU (threads.py)."""
+    """Whether the threads that serve requests run on one CPU (proxy/server.py)."""
     insecure: bool = False
     watch: bool = False
     """Whether files are watched, and a change of them is a reload."""

@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
-from anvil_mux.clock import Worker
+from anvil_mux.clock import Worker, side_by_side
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.host.external import Finding, asked
+from anvil_mux.host.hosts import Finding, look_at_server
 from anvil_mux.multiplexer.circuits import Circuit, Circuits
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import foreign
 from anvil_mux.proxy.connections import Address
 from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.serve.hosts import side_by_side
 
 SCRAPE_SECONDS = 1.0
 SCRAPE_TIMEOUT = 2.0
@@ -67,9 +66,9 @@ class Scraper:
         """Ask each once; the seconds until they are to be asked again."""
         for backend, address in self._mux.overview.resident_replicas():
             try:
-                self._mux.facts.observed(backend.name, ask(backend, address))
+                self._mux.tell(self._mux.scheduler.observed, backend.name, ask(backend, address))
             except NoAnswer:
-                self._mux.facts.silent(backend.name)
+                self._mux.tell(self._mux.scheduler.silent, backend.name)
         return self._every
 
 
@@ -318,7 +317,7 @@ class ExternalServers:
         circuits: Circuits,
         say: Callable[[str], object],
         *,
-        ask: Callable[[Backend], Finding] = asked,
+        ask: Callable[[Backend], Finding] = look_at_server,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._circuits = circuits
@@ -369,6 +368,6 @@ def warnings(backends: Iterable[Backend]) -> list[str]:
             f"service {backend.name}: {backend.url} {finding.problem or finding.hint}",
             key=("services", backend.name, "x-anvil", "url"),
         )
-        for backend, finding in zip(external, side_by_side(asked, external), strict=True)
+        for backend, finding in zip(external, side_by_side(look_at_server, external), strict=True)
         if any(finding)
     ]

@@ -28,7 +28,7 @@ from contextlib import suppress
 
 from anvil_mux.clock import watch_threads
 from anvil_mux.cluster.cluster import Cluster
-from anvil_mux.cluster.messages import Claimed, Fenced
+from anvil_mux.cluster.frames import Claimed, Fenced
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.serve.building import Opened, Parts
@@ -49,7 +49,7 @@ from anvil_mux.serve.remote import RunningMux, announced
 from anvil_mux.serve.state_files import locked
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import journal
-from anvil_mux.telemetry.hooks import Telling
+from anvil_mux.telemetry.hooks import HookNotifier
 from anvil_mux.telemetry.journal import requests
 
 M_ARENA_MAX = -8
@@ -103,7 +103,7 @@ def serve(
             print_banner(config, program.parts.url, with_models=verbose, with_key=bool(keys))
             program.adopt()
             notifier.tell(READY="1")
-            beats = notifier.worker(program.look)
+            beats = notifier.worker(program.status_line)
             if notifier.is_heard:
                 beats.start()
             if options.watch:
@@ -174,7 +174,7 @@ class AnvilMux:
         for worker in parts.background:
             worker.start()
         for number, hook in enumerate(parts.config.hooks):
-            Telling(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()
+            HookNotifier(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()
         parts.clock.spawn(self._accept, "acceptor")
 
     def _accept(self) -> None:
@@ -193,7 +193,7 @@ class AnvilMux:
         self.parts.watches.await_seen()
         self.parts.look_at_rights()
 
-    def look(self) -> str:
+    def status_line(self) -> str:
         """How it goes, in a line; "" if nobody is let in. Hangs as long as somebody holds the lock."""
         status = self.parts.mux.overview.status()
         if self.parts.server.hangs:

@@ -26,10 +26,9 @@ from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.config.config import Config
 from anvil_mux.proxy.operations import KeptPause
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
-from anvil_mux.state import state_folder, write_whole
+from anvil_mux.state import once, state_folder, write_whole
 
 COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
@@ -169,7 +168,7 @@ class LearnedFile:
 
     def __init__(self, folder: Path, complain: Callable[[str], object]) -> None:
         self._file = folder / "learned"
-        self._complain: Callable[[str], object] | None = complain
+        self._complain = once(complain)
         self._saved = Known()
 
     def read(self, config: Config) -> Known:
@@ -179,7 +178,9 @@ class LearnedFile:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, Unreadable) as error:
-            self._say(f"{self._file} cannot be read, so the costs of swaps are learned from scratch: {error}")
+            self._complain(
+                f"{self._file} cannot be read, so the costs of swaps are learned from scratch: {error}"
+            )
         return self._saved
 
     def save(self, known: Known) -> None:
@@ -190,12 +191,9 @@ class LearnedFile:
         try:
             write_whole(self._file, as_text(known))
         except OSError as error:
-            self._say(f"{self._file} cannot be written, so the learned costs of swaps will be lost: {error}")
-
-    def _say(self, text: str) -> None:
-        if self._complain:
-            self._complain(text)
-            self._complain = None
+            self._complain(
+                f"{self._file} cannot be written, so the learned costs of swaps will be lost: {error}"
+            )
 
 
 # What was asked for

@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from anvil_mux.clock import Clock, Worker
+from anvil_mux.clock import Clock, Worker, side_by_side
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.frames import Unreadable
-from anvil_mux.cluster.messages import Fenced
+from anvil_mux.cluster.frames import Fenced, Unreadable
 from anvil_mux.cluster.remote import RemoteHost
-from anvil_mux.config.config import Backend, Config, gpu_name
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import gpu_name
 from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import (
     PHASES,
@@ -47,9 +47,9 @@ from anvil_mux.host.seam import (
     WeightsRead,
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, side_by_side, take_stock
+from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, take_stock
 from anvil_mux.serve.state_files import Known, as_text
 
 NEWS_SECONDS = 30.0
@@ -151,7 +151,7 @@ class HostWatches:
         """Look which hosts there are."""
         assert self._cluster
         try:
-            is_changed = self._cluster.look()
+            is_changed = self._cluster.refresh()
         except AgentSilent as error:
             if not self._is_away:
                 self._say(f"the cluster cannot be controlled at the moment, requests go on: {error.message}")
@@ -323,7 +323,7 @@ class HostWatch:
         elif self._is_unknown:
             self._find_dead()
         if self.state == "away":
-            self._mux.facts.host_away(self.host.name, False)
+            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=False)
 
     def _come_back(self, backends: list[Backend]) -> None:
         running = set(self.host.running())
@@ -350,7 +350,7 @@ class HostWatch:
         if self._is_any_engine_there():
             if self.state == "here":
                 self.state = "away"
-                self._mux.facts.host_away(self.host.name, True)
+                self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=True)
                 self._say(f"host {self.host.name}: its engines answer and its agent does not: {why}")
         elif self._mux.overview.serving(self.host.name) or silent >= ALONE_SECONDS or self.host.is_way_open():
             self._lose(why)
@@ -440,7 +440,10 @@ class NewsReader:
             case GpusSeen(sight):
                 self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
                 held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
-                self._mux.facts.memory_seen({id: n for id, n in held.items() if n > 0}, self._name)
+                others = {id: n for id, n in held.items() if n > 0}
+                self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
+                if self._mux.overview.leaves_gpus():  # who plays does not want to wait 10 s
+                    self._host.watch_gpus()
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):

@@ -17,9 +17,6 @@ from typing import Protocol
 from anvil_mux.errors import printable
 from anvil_mux.protocol import api
 
-PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
-"""The paths that programs, and the open page, ask for again and again."""
-
 PATIENCE_SECONDS = 1.0
 """How long whoever reads a pipe may take nothing before lines for it are lost."""
 
@@ -103,6 +100,8 @@ class Served:
     """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
     said: bytes = b""
     """The end of the answer, where engines say what it took; ``count`` reads it and lets go of it."""
+    is_quiet: bool = False
+    """Whether it makes no line if it was answered well: programs, and the open page, ask it over and over."""
 
     def count(self) -> None:
         """Reads what the answer took, of many records in a row: no client waits for that."""
@@ -115,6 +114,29 @@ class Served:
         self.prompt_tokens, self.cached_tokens = prompt or 0, cached or 0
         if cached is None:
             self.foreseen = None
+
+    def as_json(self) -> dict[str, object]:
+        """Return its fields as they are shown to people."""
+        return {
+            "id": self.request_id,
+            "ended": round(self.ended, 3),
+            "key": self.key,
+            "client": self.client,
+            "path": self.path,
+            "model": self.model,
+            "backend": self.backend,
+            "status": self.status,
+            "code": self.code,
+            "stream": self.stream,
+            "waited": round(self.waited, 3),
+            "first_byte": round(self.first_byte, 3),
+            "seconds": round(self.seconds, 3),
+            "bytes": self.sent,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "fallback_of": self.fallback_of,
+            "fallback_cause": self.fallback_cause,
+        }
 
 
 class Sink(Protocol):
@@ -138,7 +160,7 @@ def stamp(moment: float) -> str:
 
 
 def json_line(r: Served) -> str:
-    if _is_quiet(r):
+    if r.is_quiet and r.status == 200:
         return ""
     preset = f'"preset":{quoted(r.preset)},' if r.preset else ""
     turned = f'"fallback_of":{quoted(r.fallback_of)},"fallback_cause":"{r.fallback_cause}",'
@@ -164,7 +186,7 @@ def _used(r: Served) -> str:
 
 
 def human_line(r: Served) -> str:
-    if _is_quiet(r):
+    if r.is_quiet and r.status == 200:
         return ""
     code = f" {r.code}" if r.code else ""
     waited = f" waited {r.waited:.1f}s" if r.waited >= 0.1 else ""
@@ -175,7 +197,3 @@ def human_line(r: Served) -> str:
         f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where}{turned} "
         f"{r.seconds:.3f}s{waited} {r.sent}B {r.client}{f' {r.key}' if r.key else ''} {r.request_id}\n"
     )
-
-
-def _is_quiet(r: Served) -> bool:
-    return r.status == 200 and r.path in PROBES

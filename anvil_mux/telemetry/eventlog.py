@@ -26,19 +26,19 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple, TextIO
 
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
-from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.config.settings import ENDLESS
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
+from anvil_mux.config.config import INHERITED, SERVICE_SETTINGS, SETTINGS, Backend, Config, inherited
+from anvil_mux.config.kinds import ENDLESS, SECONDS_OR_NONE
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.settings import fields_of
 from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.causes import parse, to_json
-from anvil_mux.scheduler.events import KINDS, Event
-from anvil_mux.state import MOST, open_regular
+from anvil_mux.scheduler.events import KINDS, Event, parse, to_json
+from anvil_mux.state import MOST, once, open_regular
 from anvil_mux.telemetry.accesslog import PATIENCE_SECONDS, write_some
 from anvil_mux.telemetry.situation import Situation
 
@@ -79,6 +79,7 @@ class LoggedRun(NamedTuple):
 _OF_CONFIG = [name for name in fields_of(SETTINGS, lambda setting: setting.logged) if name != "gpus"]
 _OF_BACKEND = ("name", *fields_of(SERVICE_SETTINGS, lambda setting: setting.logged))
 """Not the service, whose environment may hold keys."""
+_MAYBE_ENDLESS = fields_of(SERVICE_SETTINGS, lambda setting: setting.kind is SECONDS_OR_NONE)
 _OF_GPU = tuple([field.name for field in fields(Gpu)])
 
 
@@ -88,32 +89,40 @@ def header(config: Config, began: float) -> dict[str, Any]:
     """
     gpus = [_changed(gpu, _OF_GPU) for gpu in config.gpus]
     backends = [_changed(backend, _OF_BACKEND) for backend in config.backends]
-    told = {key: getattr(config, key) for key in _OF_CONFIG}
-    named = {"kind": HEAD, "anvil_mux": __version__, "began": began}
-    return {**named, **told, "gpus": gpus, "backends": backends}
+    settings = {key: getattr(config, key) for key in _OF_CONFIG}
+    run = {"kind": HEAD, "anvil_mux": __version__, "began": began}
+    return {**run, **settings, "gpus": gpus, "backends": backends}
 
 
 def _changed(thing: Backend | Gpu, among: Sequence[str]) -> dict[str, Any]:
     """The fields of a dataclass, among some, that do not have their defaults; JSON knows no infinity."""
-    names = [field for field in fields(thing) if field.name in among]
-    values = {f.name: getattr(thing, f.name) for f in names if getattr(thing, f.name) != f.default}
+    names = [each.name for each in fields(thing) if each.name in among and _is_its_own(thing, each)]
+    values = {name: getattr(thing, name) for name in names}
     return {name: ENDLESS if value == math.inf else value for name, value in values.items()}
+
+
+def _is_its_own(thing: Backend | Gpu, field: Field[Any]) -> bool:
+    """Whether a field is to be told; what a backend inherits is in the header, but for ``preload``."""
+    if isinstance(thing, Backend) and field.name in INHERITED and field.name != "preload":
+        return thing.has_own(field.name)
+    return bool(getattr(thing, field.name) != field.default)
 
 
 def config_of(header: Mapping[str, Any]) -> Config:
     """The configuration of the program that wrote the header, as far as events depend on it."""
     return Config(
-        backends=tuple([_made(Backend, about) for about in header["backends"]]),
-        gpus=tuple([_made(Gpu, about) for about in header.get("gpus", ())]),
+        backends=tuple([_from_fields(Backend, about) for about in header["backends"]]),
+        gpus=tuple([_from_fields(Gpu, about) for about in header.get("gpus", ())]),
         **{key: header[key] for key in _OF_CONFIG if key in header},
     )
 
 
-def _made(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
+def _from_fields(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     given = {key: value for key, value in about.items() if key in known}
-    if given.get("drain_timeout") == ENDLESS:
-        given["drain_timeout"] = math.inf
+    given |= {key: math.inf for key in _MAYBE_ENDLESS if given.get(key) == ENDLESS}
+    if kind is Backend:
+        given["inherits"] = inherited(given)
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
@@ -153,7 +162,7 @@ class EventLog:
         self._situation = Situation()
         self._reloaded = math.inf
         """When the last reload was, after which no run has begun yet."""
-        self._complain: Callable[[str], object] | None = complain
+        self._complain = once(complain)
         self._events: deque[Event] = deque()
         self._pending = bytearray(_line_end(descriptor) + _encoded(header))
         self._lost = 0
@@ -226,7 +235,7 @@ class EventLog:
             fresh = self._rotation.turn()
         except OSError as error:
             self._rotation = None
-            self._complain_once(f"the event log cannot be set aside ({error.strerror}), so it keeps growing")
+            self._complain(f"the event log cannot be set aside ({error.strerror}), so it keeps growing")
             return False
         os.dup2(fresh, self._descriptor)  # whoever opened the first one closes it
         os.close(fresh)
@@ -250,13 +259,8 @@ class EventLog:
             why = error.strerror or str(error)
         self._patience = 0.0 if self._pending else PATIENCE_SECONDS
         if self._pending:
-            self._complain_once(f"the event log cannot be written ({why}); serving goes on")
+            self._complain(f"the event log cannot be written ({why}); serving goes on")
         return not self._pending
-
-    def _complain_once(self, text: str) -> None:
-        if self._complain:
-            self._complain(text)
-            self._complain = None
 
 
 def _line_end(descriptor: int) -> bytes:

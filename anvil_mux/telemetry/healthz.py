@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.external import site
+from anvil_mux.config.values import site
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight
-from anvil_mux.scheduler.causes import sentence, to_json
-from anvil_mux.scheduler.drains import RunningAnswer
+from anvil_mux.scheduler.events import sentence, to_json
 from anvil_mux.scheduler.hosts import LOCAL
-from anvil_mux.scheduler.progress import Progress
+from anvil_mux.scheduler.overdue import RunningAnswer
 from anvil_mux.scheduler.status import (
     BackendState,
     Deferral,
@@ -28,6 +27,7 @@ from anvil_mux.scheduler.status import (
     ModelState,
     PauseState,
 )
+from anvil_mux.scheduler.waits import Progress
 
 MANY = 8
 """More backends than that are summed up, also where there is but one host."""
@@ -170,7 +170,7 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "retry_seconds": _rounded(backend.retry_seconds),
         "error": backend.error or None,
         "log": list(backend.log),
-        "engine": in_flight.told(backend.engine),
+        "engine": in_flight.as_json(backend.engine),
         **({"kept_prompts": backend.kept_prompts._asdict()} if backend.kept_prompts else {}),
         **_place(backend.host),
     }

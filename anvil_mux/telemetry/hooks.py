@@ -18,17 +18,17 @@ from typing import Any
 
 from anvil_mux.clock import Worker
 from anvil_mux.command import without_keys
-from anvil_mux.config.hooks import Hook
-from anvil_mux.telemetry import journal
+from anvil_mux.config.values import Hook
 from anvil_mux.telemetry.feed import Feed, FeedPosition
+from anvil_mux.telemetry.journal import event_as_json
 
-SAID = 200
+MOST_REPEATED = 200
 """Characters of what a command says that are repeated."""
 
 
-def occasion(told: Mapping[str, Any]) -> str:
+def occasion(event: Mapping[str, Any]) -> str:
     """The occasion of an event; "" for none."""
-    kind, cause = told["kind"], told["cause"]
+    kind, cause = event["kind"], event["cause"]
     if kind in ("severed", "stuck"):
         return "severed" if kind == "severed" else "failed"
     if kind == "ready":
@@ -78,11 +78,11 @@ def _run(hook: Hook, message: bytes) -> str:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
         return f"it was killed after {hook.timeout:g} s"
-    last = said.decode("utf-8", "replace").strip()[-SAID:]
+    last = said.decode("utf-8", "replace").strip()[-MOST_REPEATED:]
     return "" if child.returncode == 0 else f"it exited with code {child.returncode}: {last}"
 
 
-class Telling:
+class HookNotifier:
     """The events for one hook, one after another. Used by one thread."""
 
     def __init__(self, hook: Hook, complain: Callable[[str], object]) -> None:
@@ -100,25 +100,25 @@ class Telling:
             nonlocal place
             news = feed.news(place, None)
             place = news.place
-            self.tell([journal.told(event, wall(event.at)) for event in news.events], news.missed)
+            self.notify([event_as_json(event, wall(event.at)) for event in news.events], news.missed)
             return None if feed.closed else 0.0
 
         return Worker(name, turn)
 
-    def tell(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
+    def notify(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
         """Tells of those events that the hook is for."""
         if missed:
             self._complain(f"hook {self._hook.name} is too slow: {missed} events were not delivered")
-        for told in events:
-            what = self._news(told)
+        for event in events:
+            what = self._news(event)
             if what in self._hook.on:
-                wrong = perform(self._hook, json.dumps({"event": what, **told}).encode())
+                wrong = perform(self._hook, json.dumps({"event": what, **event}).encode())
                 if wrong and not self._fails:
                     self._complain(f"hook {self._hook.name} failed: {wrong}")
                 self._fails = bool(wrong)
 
-    def _news(self, told: Mapping[str, Any]) -> str:
-        what, backend = occasion(told), told["backend"]
+    def _news(self, event: Mapping[str, Any]) -> str:
+        what, backend = occasion(event), event["backend"]
         if what == "unloaded":
             if backend in self._gone:
                 return ""

@@ -18,15 +18,16 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
-from anvil_mux.scheduler.causes import Severance, sentence, to_json
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Event, Severance, sentence, to_json
+from anvil_mux.scheduler.slot import STATES
 from anvil_mux.telemetry.accesslog import Output, Served, human_line, json_line, stamp
 from anvil_mux.telemetry.feed import Feed
-from anvil_mux.telemetry.metrics import Metrics, Phase, WeightsReadAhead
+from anvil_mux.telemetry.metrics import Metrics
 
 GATHER_SECONDS = 0.1
 IDLE_SECONDS = 5.0
@@ -68,7 +69,8 @@ class Journal:
         self._verbosity = verbosity
         self.tells_leases = verbosity >= VERBOSE
         """Whether it does anything with ``leased`` and ``released``."""
-        self._entries: deque[Event | Phase | WeightsReadAhead | Served | threading.Event] = deque()
+        self._entries: deque[Event | Served | Callable[[], object]] = deque()
+        """Events, records, and what else is to be done after those that came before it."""
         # Guards the metrics, the lines below and the taking of entries.
         self._folding = threading.Lock()
         self._lines: list[str] = []  # of requests, not written yet
@@ -91,23 +93,24 @@ class Journal:
         What single requests go through is not counted, and told only to those who ask for it.
         """
         if event.kind not in _OF_REQUESTS or self.tells_leases:
-            self._entries.append(event)
-            self._worker.wake()
+            self._put(event)
 
-    def told(self, backend: Backend, phase: str, seconds: float) -> None:
-        """Takes a phase of a swap, in the thread of the worker that performs it. See swap.Told."""
-        self._entries.append(Phase(backend.model, phase, seconds))
-        self._worker.wake()
+    def note_phase(self, backend: Backend, phase: str, seconds: float) -> None:
+        """Takes a phase of a swap, in the thread of the worker that performs it. See levels.ReportPhase."""
+        self._put(partial(self._metrics.took, backend.model, phase, seconds))
 
-    def told_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
+    def note_read_ahead(self, backend: Backend, size: int, seconds: float) -> None:
         """Takes what was read of a backend's weights before its load."""
-        self._entries.append(WeightsReadAhead(backend.model, backend.name, size, seconds))
+        self._put(partial(self._metrics.read_ahead, backend.model, size, seconds))
+
+    def _put(self, entry: Event | Callable[[], object]) -> None:
+        self._entries.append(entry)
         self._worker.wake()
 
     def flush(self) -> None:
         """Waits until what was added before is counted and written."""
         done = threading.Event()
-        self._entries.append(done)
+        self._entries.append(done.set)
         self._worker.hurry()
         done.wait(FLUSH_SECONDS)
 
@@ -149,36 +152,35 @@ class Journal:
                 self._lines.append(f"journal: {record}\n{traceback.format_exc()}")
 
     def _take_some(self) -> None:
-        """Writes a group of records, and the event that follows them."""
+        """Writes a group of records, and sees to the entry that follows them."""
         with self._folding:
             self._fold_records()
             lines, self._lines = self._lines, []
             entry = self._entries[0] if self._entries else None
-            if entry and not isinstance(entry, Served):
+            if not entry or isinstance(entry, Served):
+                entry = None
+            else:
                 self._entries.popleft()
-            if isinstance(entry, (Event, Phase, WeightsReadAhead)):
-                self._count(entry)
         if lines:
             (self._access or self._stderr).write("".join(lines))
+        if entry:
+            with self._folding:
+                self._count(entry)
         if isinstance(entry, Event):
-            self._stderr.write(self._tell(entry))
-        if isinstance(entry, threading.Event):
-            entry.set()
+            self._stderr.write(self._event_lines(entry))
 
-    def _count(self, entry: Event | Phase | WeightsReadAhead) -> None:
+    def _count(self, entry: Event | Callable[[], object]) -> None:
         try:
-            if isinstance(entry, Event):
-                if entry.kind not in _OF_REQUESTS:
-                    self._feed.tell(entry)
-                self._metrics.observe(entry)
-            elif isinstance(entry, WeightsReadAhead):
-                self._metrics.read_ahead(entry)
-            else:
-                self._metrics.took(entry)
+            if not isinstance(entry, Event):
+                entry()
+                return
+            if entry.kind not in _OF_REQUESTS:
+                self._feed.tell(entry)
+            self._metrics.observe(entry)
         except Exception:
             self._lines.append(f"journal: {entry}\n{traceback.format_exc()}")
 
-    def _tell(self, event: Event) -> str:
+    def _event_lines(self, event: Event) -> str:
         """The text of an event. An engine's last lines may take a while, so nothing is held."""
         try:
             if _level(event) > self._verbosity:
@@ -190,10 +192,8 @@ class Journal:
 
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
-_MOVES = frozenset(
-    ("loading", "cancelling", "ready", "draining", "evicting", "standby", "demoting", "stopped")
-)
-_NORMAL = _MOVES | {
+_NORMAL = {
+    *STATES,
     "deferred",
     "pinned",
     "unpinned",
@@ -220,13 +220,11 @@ def _level(event: Event) -> int:
     return NORMAL if event.kind in _NORMAL else VERBOSE
 
 
-def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
-    line = {
-        "ts": stamp(moment),
-        "level": "error" if _is_failure(event) else "info",
-        "event": event.kind,
+def _figures(event: Event) -> dict[str, Any]:
+    """The fields of an event but its moment and kind, as JSON has them; ``reason``: its cause in words."""
+    return {
         "model": event.model,
-        "service": event.backend,
+        "backend": event.backend,
         "ticket": event.ticket,
         "size": event.size,
         "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
@@ -236,26 +234,22 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
         "way": event.way,
         "bound": round(event.bound, 3) if event.bound < float("inf") else None,
         "load": round(event.load, 3),
-        "engine_log": list(tail),
     }
+
+
+def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
+    level = "error" if _is_failure(event) else "info"
+    figures = {"service" if name == "backend" else name: each for name, each in _figures(event).items()}
+    line = {"ts": stamp(moment), "level": level, "event": event.kind, **figures, "engine_log": list(tail)}
     return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"
 
 
-def told(event: Event, at: float) -> dict[str, Any]:
-    """An event for those who look on; ``at``: its Unix time; ``reason``: its cause in words."""
-    return {
-        "at": at,
-        "kind": event.kind,
-        "model": event.model,
-        "backend": event.backend,
-        "size": event.size,
-        "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
-        "cause": to_json(event.cause) if event.cause else None,
-        "reason": sentence(event.cause),
-        "target": event.target,
-        "way": event.way,
-        "text": story(event),
+def event_as_json(event: Event, at: float) -> dict[str, Any]:
+    """An event for those who look on; ``at``: its Unix time. They are told of no single requests."""
+    figures = {
+        name: each for name, each in _figures(event).items() if name not in ("ticket", "bound", "load")
     }
+    return {"at": at, "kind": event.kind, **figures, "text": story(event)}
 
 
 def _human_event(event: Event, moment: float, tail: Sequence[str]) -> str:

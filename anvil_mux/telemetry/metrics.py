@@ -6,11 +6,14 @@ numbers become metric families when somebody asks for them. What is true at this
 leases, memory) is not counted along but read at the scrape (gauges.py). One thread at a time calls
 ``observe``, ``took`` and ``served`` (journal.py sees to that), any thread ``render``.
 
+A metric is a row: its name, its text, the names of its labels, and its values by those of the labels.
+``Counts`` and ``Histograms`` are rows that are counted in.
+
 The phases of a swap belong to the model that goes through them: a victim's are drain, save (of its prompts),
 evict, verify (until its memory is really free) and freeze; cooldown (the policy held the swap back, and the
 victims served on), load, ready (until its engine answers), restore (of its prompts) and probe (a first token)
 are those of the model that comes. Of one model they follow one another; of several victims they run side by
-side. Events tell of cooldown and drain, swap.py of the others, those of attempts that failed too.
+side. Events tell of cooldown and drain, host/levels.py of the others, those of attempts that failed too.
 
 Labels are bounded: models are configured ids or "unknown", presets (a label of requests that name one, and of
 no other) configured names, routes those of the allow-list or "other", reasons
@@ -23,14 +26,15 @@ import math
 import platform
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
+    GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
@@ -43,14 +47,12 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import ClientStalled
 from anvil_mux.host.seam import Sight
 from anvil_mux.protocol import api
-from anvil_mux.scheduler.causes import FOUND
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.events import FOUND, Event
 from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import gauges
 from anvil_mux.telemetry.accesslog import Served
-from anvil_mux.telemetry.gauges import NONE, SEVERAL
+from anvil_mux.telemetry.gauges import NONE, SEVERAL, Labels
 from anvil_mux.telemetry.usage import Usage
 
 BUCKETS = (
@@ -60,32 +62,35 @@ BUCKETS = (
 """A token takes milliseconds, a cold start of a large model minutes."""
 UNKNOWN = "unknown"
 TOKENS = ("prompt", "cached", "completion")
+"""The kinds of tokens; each is of one: what was cached of a prompt is no longer counted as ``prompt``."""
 FORECASTS = ("hit", "missing", "unforeseen")
 """The kinds of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
-"""Each token is of one kind: what was cached of a prompt is no longer counted as ``prompt``."""
 RESULTS = ("ok", "failed", "stuck", "cancelled")
 """The results of loads."""
+ENDS_OF_LOADS = {
+    "ready": "ok",
+    "stopped": "failed",
+    "standby": "failed",
+    "stuck": "stuck",
+    "cancelling": "cancelled",
+}
+"""Kind of an event -> the result of the load that it ends."""
 
-Labels = tuple[str, ...]
 _BOUNDS = [floatToGoString(bound) for bound in (*BUCKETS, math.inf)]  # type: ignore[no-untyped-call]
 
 
-class Phase(NamedTuple):
-    """A part of a swap that is over."""
+class Counts(defaultdict[Labels, float]):
+    """A counter: its values by those of its labels; a value with fewer has none of the last ones."""
 
-    model: str
-    name: str
-    seconds: float
+    def __init__(self, name: str, text: str, labels: str) -> None:
+        super().__init__(float)
+        self._row = name, text, labels.split()
 
-
-class WeightsReadAhead(NamedTuple):
-    """Weights of a backend that were read into the page cache before its load."""
-
-    model: str
-    backend: str
-    size: int
-    """Bytes that were not there before."""
-    seconds: float
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(*self._row[:2], labels=self._row[2])
+        for labels, value in list(self.items()):
+            family.add_metric(labels, value)
+        yield family
 
 
 class Histogram:
@@ -110,45 +115,41 @@ class Histogram:
         return found
 
 
-class Histograms(dict[Labels, Histogram]):
-    """Histograms by label values; one that is missing begins empty."""
+class Histograms(defaultdict[Labels, Histogram]):
+    """A metric whose values are histograms, likewise."""
 
-    def __missing__(self, labels: Labels) -> Histogram:
-        made = self[labels] = Histogram()
-        return made
+    def __init__(self, name: str, text: str, labels: str) -> None:
+        super().__init__(Histogram)
+        self._row = name, text, labels.split()
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(*self._row[:2], labels=self._row[2])
+        for labels, value in list(self.items()):
+            family.add_metric(labels, value.buckets(), value.sum)
+        yield family
 
 
-@dataclass(eq=False, slots=True)
-class _OfModel:
-    """The counts of a model's requests that a backend served; of those that name a preset apart."""
+class _OfRequests(NamedTuple):
+    """The places where requests are counted for one model on one route; those that name a preset apart."""
 
-    waits: Histogram = field(default_factory=Histogram)
-    first_bytes: Histogram = field(default_factory=Histogram)
-    tokens: list[int] = field(default_factory=lambda: [0] * len(TOKENS))
+    by_status: Counter[int]
+    durations: Histogram
+    waits: Histogram
+    first_bytes: Histogram
+    tokens: list[int]
     """Tokens of the kinds in ``TOKENS``."""
-
-
-class _OfRoute:
-    """The counts of a model's requests on one route, likewise."""
-
-    __slots__ = ("by_status", "durations", "of_model")
-
-    def __init__(self, of_model: _OfModel) -> None:
-        self.of_model = of_model
-        self.by_status: Counter[int] = Counter()
-        self.durations = Histogram()
 
 
 @dataclass(eq=False, slots=True)
 class _LeavingBackend:
-    """A backend on its way out: since when, and when it was told to stop."""
+    """A backend on its way out: since when, and whether it was told to stop."""
 
     model: str
     target: str
     """The model that it makes room for; empty when it does for none."""
     cause: str
     since: float
-    stopping: float | None = None
+    is_stopping: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -187,41 +188,96 @@ class Metrics:
         self._circuits = circuits
         self._models: dict[str, str] = {}
         self._routes = _route_labels()
-        self._by_model: dict[tuple[str, str], _OfModel] = {}
-        """The counts by model and preset, of all that are known."""
-        self._by_route: dict[tuple[str, str, str], _OfRoute] = {}
-        """The counts by model, route and preset: a finished request looks up no more than this one."""
-        self._forecasts: dict[Labels, list[int]] = {}  # of models with replicas
-        self._loads: Counter[Labels] = Counter()
-        self._load_seconds = Histograms()
-        self._swaps: Counter[Labels] = Counter()
-        self._swap_seconds = Histograms()
-        self._gpus: dict[str, tuple[str, ...]] = {}
-        """The GPUs of each backend."""
-        self._gpu_swap_seconds: defaultdict[Labels, float] = defaultdict(float)
-        self._swapped_until: dict[str, float] = {}
-        """The end of the last swap that was counted, by GPU: what was under way at once counts once."""
-        self._phases = Histograms()
-        self._read_ahead_bytes: Counter[Labels] = Counter()
-        self._read_ahead_seconds: defaultdict[Labels, float] = defaultdict(float)
-        self._severed: Counter[Labels] = Counter()
-        self._stalled: Counter[Labels] = Counter()
-        self._fallbacks: Counter[Labels] = Counter()
-        self._deferrals: Counter[Labels] = Counter()
-        self._evictions: Counter[Labels] = Counter()
-        self._demotions: Counter[Labels] = Counter()
-        self._reloads: Counter[Labels] = Counter({("ok",): 0, ("failed",): 0})
-        self._held: dict[str, tuple[int, float]] = {}  # model -> the first of its line, held back since
-        self._demoting: set[str] = set()
-        self._leaving: dict[str, _LeavingBackend] = {}
-        self._loading: dict[str, _LoadingBackend] = {}
-        self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
+        self._rows: list[Callable[[], Iterable[Metric]]] = []
+        """The metrics that are counted, in the order in which they are told."""
+        self._of_requests()
+        self._of_swaps()
         self.know(config)
         self.registry = CollectorRegistry()
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self.registry.register(self)
+
+    def _counts(self, name: str, text: str, labels: str) -> Counts:
+        made = Counts(name, text, labels)
+        self._rows.append(made.collect)
+        return made
+
+    def _histograms(self, name: str, text: str, labels: str) -> Histograms:
+        made = Histograms(name, text, labels)
+        self._rows.append(made.collect)
+        return made
+
+    def _of_requests(self) -> None:
+        """Make what requests are counted in."""
+        self._by_route: dict[tuple[str, str, str], _OfRequests] = {}
+        """The counts by model, route and preset: a finished request looks up no more than this one."""
+        self._token_counts: dict[tuple[str, str], list[int]] = {}
+        """Tokens of the kinds in ``TOKENS``, by model and preset of all that are known."""
+        self._forecast_counts: dict[str, list[int]] = {}
+        """Tokens of the kinds in ``FORECASTS``, by model of those with replicas."""
+        self._requests = self._counts("anvil_requests", "Requests that ended.", "model route code preset")
+        text = "From a request's head to the last byte of its answer."
+        self._durations = self._histograms("anvil_request_duration_seconds", text, "model route preset")
+        text = "From a request's head to the first byte of the engine's answer."
+        self._first_bytes = self._histograms("anvil_time_to_first_byte_seconds", text, "model preset")
+        text = "Time in the queue, until the model was resident."
+        self._waits = self._histograms("anvil_queue_wait_seconds", text, "model preset")
+        text = "Tokens of prompts (cached or not) and of answers."
+        self._tokens = self._counts("anvil_tokens", text, "model kind preset")
+        text = "Prompt tokens that were predicted to be cached at a replica, or were, by kind of outcome."
+        self._forecasts = self._counts("anvil_cache_forecast_tokens", text, "model kind")
+        self._rows.append(self._of_keys)
+        text = "Requests that a fallback answered, by the error code of the model that was asked for."
+        self._fallbacks = self._counts("anvil_fallbacks", text, "model to cause")
+
+    def _of_swaps(self) -> None:
+        """Make what loads and swaps are counted in, and what is known of those under way."""
+        self._loads = self._counts("anvil_model_loads", "Loads, by result.", "model result")
+        text = "Duration of loads, failed ones included."
+        self._load_seconds = self._histograms("anvil_model_load_duration_seconds", text, "model result")
+        text = (
+            "Swaps (drain + evict + load), by standby level and result: ok, failed, stuck, cancelled or "
+            "reprieved."
+        )
+        self._swaps = self._counts("anvil_swaps", text, "from to way result")
+        text = "Duration of swaps, from the first drain to the end of the load."
+        self._swap_seconds = self._histograms("anvil_swap_duration_seconds", text, "result")
+        self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
+        text = "Time that the GPU spent in swaps, from the first drain to the end of the load."
+        self._gpu_swap_seconds = self._counts("anvil_gpu_swap_seconds", text, "gpu")
+        text = (
+            "Duration of the phases of a swap: cooldown, drain, save, evict, verify, freeze, load, ready, "
+            "restore, probe."
+        )
+        self._phases = self._histograms("anvil_swap_phase_seconds", text, "model phase")
+        text = "Weights that were read into the page cache while requests waited for the load to begin."
+        self._read_ahead_bytes = self._counts("anvil_read_ahead_bytes", text, "model")
+        self._read_ahead_seconds = self._counts("anvil_read_ahead_seconds", "What that took.", "model")
+        text = "Requests that were ended because their client stopped reading."
+        self._stalled = self._counts("anvil_stalled_clients", text, "model")
+        text = "Requests that were severed (aborted) because a drain ended."
+        self._severed = self._counts("anvil_severed_requests", text, "model")
+        self._deferrals = self._counts(
+            "anvil_deferrals", "Swaps that were held back, by cause.", "model cause"
+        )
+        self._evictions = self._counts(
+            "anvil_evictions", "Models that were evicted, by cause.", "model cause"
+        )
+        self._reloads = self._counts("anvil_reloads", "Reloads of the configuration, by result.", "result")
+        self._reloads |= {("ok",): 0, ("failed",): 0}
+        text = "Backends that were demoted, by their standby level afterwards."
+        self._demotions = self._counts("anvil_demotions", text, "model way")
+        self._gpus: dict[str, tuple[str, ...]] = {}
+        """The GPUs of each backend."""
+        self._swapped_until: dict[str, float] = {}
+        """The end of the last swap that was counted, by GPU: what was under way at once counts once."""
+        self._held: dict[str, tuple[int, float]] = {}
+        """Model -> the first of its queue, and since when its swap is held back."""
+        self._demoting: set[str] = set()
+        self._leaving: dict[str, _LeavingBackend] = {}
+        self._loading: dict[str, _LoadingBackend] = {}
 
     def render(self, accept: str) -> tuple[str, bytes]:
         """The content type and the text that a scraper with this Accept header gets."""
@@ -238,19 +294,25 @@ class Metrics:
         replicas = Counter(backend.model for backend in config.backends)
         for model in replicas:
             if replicas[model] > 1:
-                self._forecasts.setdefault((model,), [0] * len(FORECASTS))
+                self._forecast_counts.setdefault(model, [0] * len(FORECASTS))
         self._models |= config.names
         self._gpus |= {backend.name: backend.gpu_names for backend in config.backends}
         for gpu in {name for names in self._gpus.values() for name in names}:
             self._gpu_swap_seconds[gpu,] += 0.0
         for model in set(self._models.values()) - known:
-            self._by_model[model, ""] = _OfModel()
-            self._severed[model,] = self._stalled[model,] = self._read_ahead_bytes[model,] = 0
-            self._read_ahead_seconds[model,] = 0.0
+            self._know_preset(model, "")
+            for counts in (self._severed, self._stalled, self._read_ahead_bytes, self._read_ahead_seconds):
+                counts[model,] = 0
             for result in RESULTS:
                 self._loads[model, result] = 0
-        for name, preset in {(b.model, p.name) for b in config.backends for p in b.presets}:
-            self._by_model.setdefault((name, preset), _OfModel())
+        for model, preset in {(b.model, p.name) for b in config.backends for p in b.presets}:
+            self._know_preset(model, preset)
+
+    def _know_preset(self, model: str, preset: str) -> tuple[Histogram, Histogram, list[int]]:
+        """The counts of a model and preset: of waits, of first bytes and of tokens."""
+        labels = _labels(model, preset)
+        tokens = self._token_counts.setdefault((model, preset), [0] * len(TOKENS))
+        return self._waits[labels], self._first_bytes[labels], tokens
 
     # Requests
 
@@ -268,46 +330,50 @@ class Metrics:
         if record.code == ClientStalled.code:
             self._stalled[model,] += 1
         if record.backend:
-            of_model = counts.of_model
-            of_model.waits.observe(record.waited)
+            counts.waits.observe(record.waited)
             if record.first_byte:
-                of_model.first_bytes.observe(record.first_byte)
+                counts.first_bytes.observe(record.first_byte)
             prompt, cached = record.prompt_tokens, record.cached_tokens
             if prompt or record.tokens:
-                tokens = of_model.tokens
+                tokens = counts.tokens
                 tokens[0] += prompt - cached if prompt > cached else 0
                 tokens[1] += cached
                 tokens[2] += record.tokens
-            forecast = self._forecasts.get((model,)) if record.foreseen is not None else None
+            forecast = self._forecast_counts.get(model) if record.foreseen is not None else None
             if forecast is not None and record.foreseen is not None:
                 thought = round(record.foreseen * prompt)
                 forecast[0] += min(thought, cached)
                 forecast[1] += max(thought - cached, 0)
                 forecast[2] += max(cached - thought, 0)
 
-    def _begun(self, model: str, route: str, preset: str) -> _OfRoute:
+    def _begun(self, model: str, route: str, preset: str) -> _OfRequests:
         """The counts of requests of which this is the first; no backend serves those for unknown models."""
-        of_model = _OfModel() if model == UNKNOWN else self._by_model.setdefault((model, preset), _OfModel())
-        counts = self._by_route[model, route, preset] = _OfRoute(of_model)
+        durations = self._durations[_labels(model, route, preset)]
+        if model == UNKNOWN:
+            counts = _OfRequests(Counter(), durations, Histogram(), Histogram(), [0] * len(TOKENS))
+        else:
+            counts = _OfRequests(Counter(), durations, *self._know_preset(model, preset))
+        self._by_route[model, route, preset] = counts
         return counts
 
     # Events and phases
 
-    def took(self, phase: Phase) -> None:
+    def took(self, model: str, phase: str, seconds: float) -> None:
         """A phase of a swap is over, however it ended."""
-        self._phases[phase.model, phase.name].observe(phase.seconds)
+        self._phases[model, phase].observe(seconds)
 
-    def read_ahead(self, read: WeightsReadAhead) -> None:
-        """Weights were read before a load."""
-        self._read_ahead_bytes[read.model,] += read.size
-        self._read_ahead_seconds[read.model,] += read.seconds
+    def read_ahead(self, model: str, size: int, seconds: float) -> None:
+        """Weights were read before a load; ``size``: the bytes that were not in the page cache."""
+        self._read_ahead_bytes[model,] += size
+        self._read_ahead_seconds[model,] += seconds
 
     def observe(self, event: Event) -> None:
         """An event happened; they come in order."""
-        fold = self._FOLDS.get(event.kind)
         if event.cause and event.cause.kind in FOUND:
             self._forget(event.backend)
-        elif fold:
+        elif event.kind in ENDS_OF_LOADS and (loading := self._loading.pop(event.backend, None)):
+            self._end_load(loading, event)
+        elif fold := self._FOLDS.get(event.kind):
             fold(self, event)
 
     def _forget(self, backend: str) -> None:
@@ -321,20 +387,6 @@ class Metrics:
         victims = self._leaving_for(event.model)
         self._loading[event.backend] = _LoadingBackend(event.model, event.at, event.way, victims)
 
-    def _on_ready(self, event: Event) -> None:
-        loading = self._loading.pop(event.backend, None)
-        if loading:
-            loading.way = event.way
-            self._end_load(event.backend, loading, "ok", event.at)
-        else:
-            self._end_drain(event.backend, "reprieved")
-
-    def _on_cancelling(self, event: Event) -> None:
-        loading = self._loading.pop(event.backend, None)
-        if loading:
-            self._end_load(event.backend, loading, "cancelled", event.at)
-            self._leaving[event.backend] = _LeavingBackend(event.model, "", "cancelled", event.at, event.at)
-
     def _on_draining(self, event: Event) -> None:
         cause = "swap" if event.target else event.cause.kind if event.cause else UNKNOWN
         if event.target:
@@ -344,8 +396,8 @@ class Metrics:
     def _on_stopping(self, event: Event) -> None:
         leaving = self._leaving.get(event.backend)
         if leaving:
-            leaving.stopping = event.at
-            self.took(Phase(event.model, "drain", event.seconds))
+            leaving.is_stopping = True
+            self.took(event.model, "drain", event.seconds)
 
     def _on_demoting(self, event: Event) -> None:
         self._demoting.add(event.backend)
@@ -356,11 +408,8 @@ class Metrics:
             way = "stop" if event.kind == "stopped" else event.way
             self._demotions[event.model, NONE if event.cause and event.kind == "standby" else way] += 1
             return
-        loading = self._loading.pop(event.backend, None)
         leaving = self._leaving.get(event.backend)
-        if loading:
-            self._end_load(event.backend, loading, "failed", event.at)
-        elif leaving is None or leaving.stopping is None:
+        if leaving is None or not leaving.is_stopping:
             self._evictions[event.model, "died"] += event.kind == "stopped"  # else it was in standby
             self._leaving.pop(event.backend, None)
         else:
@@ -368,12 +417,13 @@ class Metrics:
             if not leaving.target:
                 del self._leaving[event.backend]
 
-    def _on_stuck(self, event: Event) -> None:
-        loading = self._loading.pop(event.backend, None)
-        if loading:
-            self._end_load(event.backend, loading, "stuck", event.at)
-        else:
-            self._end_drain(event.backend, "stuck")
+    def _on_staying(self, event: Event) -> None:
+        """The swap that a victim was to leave for does not come about."""
+        leaving = self._leaving.pop(event.backend, None)
+        if leaving and leaving.target:
+            others = self._leaving_for(leaving.target)
+            result = "reprieved" if event.kind == "ready" else "stuck"
+            self._swaps[_source([leaving, *others]), leaving.target, NONE, result] += 1
 
     def _on_severed(self, event: Event) -> None:
         self._severed[event.model,] += 1
@@ -395,14 +445,13 @@ class Metrics:
 
     _FOLDS: dict[str, Callable[[Metrics, Event], None]] = {
         "loading": _on_starting,
-        "cancelling": _on_cancelling,
-        "ready": _on_ready,
+        "ready": _on_staying,
         "draining": _on_draining,
         "evicting": _on_stopping,
         "demoting": _on_demoting,
         "stopped": _on_gone,
         "standby": _on_gone,
-        "stuck": _on_stuck,
+        "stuck": _on_staying,
         "severed": _on_severed,
         "deferred": _on_deferred,
         "gone": _on_given_up,
@@ -415,26 +464,23 @@ class Metrics:
         """The swap to ``target`` is not held back, or not any more."""
         held = self._held.pop(target, None)
         if held:
-            self.took(Phase(target, "cooldown", now - held[1]))
+            self.took(target, "cooldown", now - held[1])
 
     def _leaving_for(self, target: str) -> list[_LeavingBackend]:
         """Takes out the victims of the swap to ``target``."""
         names = [name for name, each in self._leaving.items() if each.target == target]
         return [self._leaving.pop(name) for name in names]
 
-    def _end_drain(self, victim: str, result: str) -> None:
-        """The swap that ``victim`` was to leave for does not come about."""
-        leaving = self._leaving.pop(victim, None)
-        if leaving and leaving.target:
-            others = self._leaving_for(leaving.target)
-            self._swaps[_source([leaving, *others]), leaving.target, NONE, result] += 1
-
-    def _end_load(self, backend: str, loading: _LoadingBackend, result: str, now: float) -> None:
+    def _end_load(self, loading: _LoadingBackend, event: Event) -> None:
+        result, now = ENDS_OF_LOADS[event.kind], event.at
+        way = event.way if result == "ok" else loading.way
+        if result == "cancelled":
+            self._leaving[event.backend] = _LeavingBackend(event.model, "", result, now, is_stopping=True)
         self._loads[loading.model, result] += 1
         self._load_seconds[loading.model, result].observe(now - loading.since)
-        self._swaps[_source(loading.victims), loading.model, loading.way or NONE, result] += 1
+        self._swaps[_source(loading.victims), loading.model, way or NONE, result] += 1
         self._swap_seconds[result,].observe(now - loading.begun)
-        for gpu in self._gpus.get(backend, ()):
+        for gpu in self._gpus.get(event.backend, ()):
             counted = max(loading.begun, self._swapped_until.get(gpu, loading.begun))
             self._gpu_swap_seconds[gpu,] += max(now - counted, 0.0)
             self._swapped_until[gpu] = now
@@ -445,130 +491,52 @@ class Metrics:
         """Everything counted so far, and the state of this moment."""
         info = {"version": __version__, "python": platform.python_version()}
         yield InfoMetricFamily("anvil_build", "The version of anvil-mux and of its Python.", info)
-        by_route, by_model = list(self._by_route.items()), list(self._by_model.items())
-        requests = {
-            _labels(model, route, str(code), preset): count
-            for (model, route, preset), counts in by_route
-            for code, count in counts.by_status.items()
-        }
-        yield _counter("anvil_requests", "Requests that ended.", "model route code preset", requests)
-        yield _histogram(
-            "anvil_request_duration_seconds",
-            "From a request's head to the last byte of its answer.",
-            "model route preset",
-            {_labels(*by): counts.durations for by, counts in by_route},
-        )
-        yield _histogram(
-            "anvil_time_to_first_byte_seconds",
-            "From a request's head to the first byte of the engine's answer.",
-            "model preset",
-            {_labels(*by): counts.first_bytes for by, counts in by_model},
-        )
-        yield _histogram(
-            "anvil_queue_wait_seconds",
-            "Time in the queue, until the model was resident.",
-            "model preset",
-            {_labels(*by): counts.waits for by, counts in by_model},
-        )
-        yield _counter(
-            "anvil_tokens",
-            "Tokens of prompts (cached or not) and of answers.",
-            "model kind preset",
-            _by_kind(TOKENS, {_labels(*by): counts.tokens for by, counts in by_model}),
-        )
-        yield _counter(
-            "anvil_cache_forecast_tokens",
-            "Prompt tokens that were predicted to be cached at a replica, or were, by kind of outcome.",
-            "model kind",
-            _by_kind(FORECASTS, self._forecasts),
-        )
-        yield from self.usage.collect()
-        yield _counter(
-            "anvil_fallbacks",
-            "Requests that a fallback answered, by the error code of the model that was asked for.",
-            "model to cause",
-            self._fallbacks,
-        )
-        yield from self._of_swaps()
-        yield from gauges.of_costs(self._costs(), set(self._models.values()))
-        yield from gauges.of_footprints(self._footprints())
+        self._sum_up()
+        for collect in self._rows:
+            yield from collect()
         status = self._status()
-        yield from gauges.of_models(status)
-        yield from gauges.of_gpus(status, self._sight())
-        yield from gauges.of_hosts(status, self._round_trips())
-        yield from gauges.of_pause(status)
-        yield from gauges.of_circuits(self._circuits())
+        for rows in (
+            gauges.of_costs(self._costs(), set(self._models.values())),
+            gauges.of_footprints(self._footprints()),
+            gauges.of_models(status),
+            gauges.of_gpus(status, self._sight()),
+            gauges.of_hosts(status, self._round_trips()),
+            gauges.of_pause(status),
+            gauges.of_circuits(self._circuits()),
+        ):
+            yield from map(_gauge, rows)
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""
         return ()
 
-    def _of_swaps(self) -> Iterator[Metric]:
-        yield _counter("anvil_model_loads", "Loads, by result.", "model result", self._loads)
-        yield _histogram(
-            "anvil_model_load_duration_seconds",
-            "Duration of loads, failed ones included.",
-            "model result",
-            self._load_seconds,
-        )
-        yield _counter(
-            "anvil_swaps",
-            "Swaps (drain + evict + load), by standby level and result: ok, failed, stuck, cancelled or "
-            "reprieved.",
-            "from to way result",
-            self._swaps,
-        )
-        yield _histogram(
-            "anvil_swap_duration_seconds",
-            "Duration of swaps, from the first drain to the end of the load.",
-            "result",
-            self._swap_seconds,
-        )
-        yield _counter(
-            "anvil_gpu_swap_seconds",
-            "Time that the GPU spent in swaps, from the first drain to the end of the load.",
-            "gpu",
-            self._gpu_swap_seconds,
-        )
-        yield _histogram(
-            "anvil_swap_phase_seconds",
-            "Duration of the phases of a swap: cooldown, drain, save, evict, verify, freeze, load, ready, "
-            "restore, probe.",
-            "model phase",
-            self._phases,
-        )
-        yield _counter(
-            "anvil_read_ahead_bytes",
-            "Weights that were read into the page cache while requests waited for the load to begin.",
-            "model",
-            self._read_ahead_bytes,
-        )
-        yield _counter("anvil_read_ahead_seconds", "What that took.", "model", self._read_ahead_seconds)
-        yield _counter(
-            "anvil_stalled_clients",
-            "Requests that were ended because their client stopped reading.",
-            "model",
-            self._stalled,
-        )
-        yield _counter(
-            "anvil_severed_requests",
-            "Requests that were severed (aborted) because a drain ended.",
-            "model",
-            self._severed,
-        )
-        yield _counter(
-            "anvil_deferrals", "Swaps that were held back, by cause.", "model cause", self._deferrals
-        )
-        yield _counter(
-            "anvil_evictions", "Models that were evicted, by cause.", "model cause", self._evictions
-        )
-        yield _counter("anvil_reloads", "Reloads of the configuration, by result.", "result", self._reloads)
-        yield _counter(
-            "anvil_demotions",
-            "Backends that were demoted, by their standby level afterwards.",
-            "model way",
-            self._demotions,
-        )
+    def _sum_up(self) -> None:
+        """Bring those rows up to date that finished requests are not counted in one by one."""
+        for (model, route, preset), counts in list(self._by_route.items()):
+            for code, count in list(counts.by_status.items()):
+                self._requests[_labels(model, route, str(code), preset)] = count
+        for (model, preset), tokens in list(self._token_counts.items()):
+            for kind, count in zip(TOKENS, tokens, strict=True):
+                self._tokens[_labels(model, kind, preset)] = count
+        for model, tokens in list(self._forecast_counts.items()):
+            for kind, count in zip(FORECASTS, tokens, strict=True):
+                self._forecasts[model, kind] = count
+
+    def _of_keys(self) -> Iterator[Metric]:
+        """The usage of each API key since the start."""
+        labels = "key model"
+        requests = Counts("anvil_key_requests", "Requests of an API key that a backend served.", labels)
+        text = "Tokens of prompts (cached or not) and of answers, by API key."
+        tokens = Counts("anvil_key_tokens", text, f"{labels} kind")
+        text = "GPU time of an API key; requests that a backend serves at the same time share it."
+        gpu = Counts("anvil_key_gpu_seconds", text, labels)
+        for (key, model), used in self.usage.since_start().items():
+            requests[key, model], gpu[key, model] = used["requests"], used["gpu_seconds"]
+            prompt, cached = used["prompt_tokens"], used["cached_tokens"]
+            for kind, count in zip(TOKENS, (max(prompt - cached, 0), cached, used["tokens"]), strict=True):
+                tokens[key, model, kind] = count
+        for row in (requests, tokens, gpu):
+            yield from row.collect()
 
 
 def _source(victims: list[_LeavingBackend]) -> str:
@@ -607,30 +575,14 @@ _WITH_NAMES = {
 """How paths begin that go on with a client's own word, and their route."""
 
 
-_L = TypeVar("_L", bound=Labels)
-
-
-def _by_kind(kinds: Sequence[str], counts: Mapping[Labels, Sequence[int]]) -> dict[Labels, int]:
-    """Counts by (model, kind) and what else they are by; another thread may add models meanwhile."""
-    each = [(by, zip(kinds, of, strict=True)) for by, of in list(counts.items())]
-    return {(by[0], kind, *by[1:]): count for by, of in each for kind, count in of}
-
-
 def _labels(*labels: str) -> Labels:
     """Labels of which the last is a preset; requests that name none do not have it."""
     return labels if labels[-1] else labels[:-1]
 
 
-def _counter(name: str, text: str, labels: str, values: Mapping[_L, float]) -> Metric:
-    """A counter; a value with fewer labels than there are has none of the last ones."""
-    family = CounterMetricFamily(name, text, labels=labels.split())
-    for key, value in list(values.items()):
-        family.add_metric(key, value)
-    return family
-
-
-def _histogram(name: str, text: str, labels: str, values: Mapping[Labels, Histogram]) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=labels.split())
-    for key, value in list(values.items()):
-        family.add_metric(key, value.buckets(), value.sum)
+def _gauge(row: gauges.Gauge) -> Metric:
+    family = GaugeMetricFamily(row.name, row.text, labels=row.labels.split())
+    for labels, value in row.values.items():
+        if value is not None:
+            family.add_metric(labels, float(value))
     return family

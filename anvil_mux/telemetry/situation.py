@@ -11,9 +11,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from anvil_mux.scheduler.causes import DEATHS, FOUND
-from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.slot import LOADING, SOON_SECONDS, cool_down
+from anvil_mux.scheduler.events import DEATHS, FOUND, Event
+from anvil_mux.scheduler.slot import LOADING, SOON_SECONDS, STATES, cool_down
 
 NEVER = -math.inf
 
@@ -117,20 +116,7 @@ class Situation:
                 self.is_paused = event.kind == "paused"
             case "pinned" | "unpinned":
                 self.pins[event.model] = event.kind == "pinned"
-            case (
-                "deferred"
-                | "reloaded"
-                | "reload_failed"
-                | "plugin_failed"
-                | "host_lost"
-                | "host_back"
-                | "host_drained"
-                | "host_undrained"
-                | "host_away"
-                | "host_heard"
-            ):
-                pass
-            case _:
+            case kind if kind in STATES:
                 self._move(event)
 
     def _join(self, event: Event) -> None:
@@ -201,23 +187,23 @@ class Situation:
         queues = {model: queue for model, queue in self.queues.items() if queue != QueueRecord()}
         return {
             "at": self.at,
-            "backends": {name: _told(each) for name, each in backends.items()},
-            "queues": {model: _told(queue) for model, queue in queues.items()},
+            "backends": {name: _as_json(each) for name, each in backends.items()},
+            "queues": {model: _as_json(queue) for model, queue in queues.items()},
             "begun": sorted(self.begun),
             "pins": self.pins,
             "paused": self.is_paused,
         }
 
     @classmethod
-    def parse(cls, told: Mapping[str, Any], slack: float = 0.0) -> Situation:
+    def parse(cls, state: Mapping[str, Any], slack: float = 0.0) -> Situation:
         """Read what ``to_json`` gave ({}: the beginning of everything); TypeError, ValueError or KeyError."""
         made = cls(slack)
-        if told:
-            made.at = float(told["at"])
-            made.backends = {name: BackendRecord(**_parsed(each)) for name, each in told["backends"].items()}
-            made.queues = {model: QueueRecord(**_parsed(each)) for model, each in told["queues"].items()}
-            made.begun, made.pins = set(told["begun"]), dict(told["pins"])
-            made.is_paused = bool(told.get("paused"))  # logs of old know of no pause
+        if state:
+            made.at = float(state["at"])
+            made.backends = {name: BackendRecord(**_parsed(each)) for name, each in state["backends"].items()}
+            made.queues = {model: QueueRecord(**_parsed(each)) for model, each in state["queues"].items()}
+            made.begun, made.pins = set(state["begun"]), dict(state["pins"])
+            made.is_paused = bool(state.get("paused"))  # logs of old know of no pause
         return made
 
 
@@ -225,15 +211,15 @@ def _is_worth_a_word(backend: BackendRecord) -> bool:
     return backend.state != "stopped" or bool(backend.failed_starts or backend.crashes)
 
 
-def _told(each: BackendRecord | QueueRecord) -> dict[str, Any]:
+def _as_json(each: BackendRecord | QueueRecord) -> dict[str, Any]:
     """The fields that do not have their defaults; what is infinite has."""
     values = {f.name: (getattr(each, f.name), f.default) for f in fields(each)}
     return {name: value for name, (value, default) in values.items() if value not in (default, {})}
 
 
-def _parsed(told: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(state: Mapping[str, Any]) -> dict[str, Any]:
     """Objects of JSON have no numbers for keys, and tickets are numbers."""
     return {
         key: {int(ticket): about for ticket, about in value.items()} if isinstance(value, dict) else value
-        for key, value in told.items()
+        for key, value in state.items()
     }

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, Metric
-
-from anvil_mux.state import write_whole
+from anvil_mux.state import once, write_whole
 from anvil_mux.telemetry.accesslog import Served
 
 NO_KEY = "none"
@@ -27,10 +26,8 @@ SAVE_SECONDS = 10.0
 
 FIGURES = ("requests", "failed", "prompt_tokens", "cached_tokens", "tokens", "seconds", "gpu_seconds")
 """The figures of a row, in the order in which they are counted; tokens of prompts include those cached."""
-KINDS = ("prompt", "cached", "completion")
-"""The kinds of tokens in the metrics, where each token is of one kind."""
 
-Counts = list[float]
+UsageFigures = list[float]
 UsagePlace = tuple[int, str, str]
 """The hour (of Unix time), key and model that a row is about."""
 
@@ -48,15 +45,15 @@ class Usage:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
-        self._say: Callable[[str], object] | None = say
+        self._complain = once(say)
         self._wall = wall
-        # Guards the fields below: a row is in memory or counted in ``_before``, never both or neither.
+        # Guards the fields below.
         self._lock = threading.Lock()
-        self._rows: dict[tuple[int, str, str], Counts] = {}
+        self._rows: defaultdict[UsagePlace, UsageFigures] = defaultdict(_nothing)
         """The rows of the days that are in memory whole: today, and those that are not written down yet."""
         self._days: set[int] = set()
-        self._before: dict[tuple[str, str], Counts] = {}
-        """The difference between those rows and what was counted since the start, by key and model."""
+        self._since_start: defaultdict[tuple[str, str], UsageFigures] = defaultdict(_nothing)
+        """The counts since the start, by key and model."""
         self._changed: set[int] = set()
         self._saved_at = 0.0
 
@@ -64,85 +61,46 @@ class Usage:
         """A request ended; ``model``: as metrics call it."""
         if not record.backend:
             return
-        hour = int(record.ended // 3600)
-        place = (hour, record.key or NO_KEY, model)
+        hour, key = int(record.ended // 3600), record.key or NO_KEY
+        day = hour // 24
         with self._lock:
-            row = self._rows.get(place) or self._begun(place)
-            row[0] += 1
-            if record.status >= 400:
-                row[1] += 1
-            row[2] += record.prompt_tokens
-            row[3] += record.cached_tokens
-            row[4] += record.tokens
-            row[5] += record.seconds - record.waited
-            row[6] += record.gpu_seconds
-            self._changed.add(hour // 24)
-
-    def _begun(self, place: UsagePlace) -> Counts:
-        """The row that is counted in from now on."""
-        day = place[0] // 24
-        if day not in self._days:
-            self._days.add(day)
-            found = self._read(day)
-            self._shift(found, -1)
-            self._rows |= found
-        return self._rows.setdefault(place, [0.0] * len(FIGURES))
-
-    def _shift(self, rows: Mapping[UsagePlace, Counts], sign: int) -> None:
-        """Rows come into memory (-1), or leave it (1): what was counted since the start is as before."""
-        for place, counts in rows.items():
-            _add(self._before.setdefault(place[1:], [0.0] * len(FIGURES)), [sign * each for each in counts])
+            if day not in self._days:
+                self._days.add(day)
+                self._rows |= self._read(day)
+            for row in (self._rows[hour, key, model], self._since_start[key, model]):
+                row[0] += 1
+                row[1] += record.status >= 400
+                row[2] += record.prompt_tokens
+                row[3] += record.cached_tokens
+                row[4] += record.tokens
+                row[5] += record.seconds - record.waited
+                row[6] += record.gpu_seconds
+            self._changed.add(day)
 
     # Questions
 
     def since(self, moment: float) -> list[dict[str, Any]]:
         """The usage by key and model since a moment, to the hour; those with most GPU time first."""
-        found: dict[tuple[str, str], Counts] = {}
+        found: defaultdict[tuple[str, str], UsageFigures] = defaultdict(_nothing)
         first = int(moment // 3600)
         here = self._in_memory()
         days = {hour // 24 for hour, _, _ in here}
         earlier = (day for day in range(first // 24, _day(self._wall()) + 1) if day not in days)
         for rows in (here, *map(self._read, earlier)):
-            for (hour, *who), counts in rows.items():
+            for (hour, key, model), counts in rows.items():
                 if hour >= first:
-                    _add(found.setdefault((who[0], who[1]), [0.0] * len(FIGURES)), counts)
+                    _add(found[key, model], counts)
         ordered = sorted(found.items(), key=lambda each: (-each[1][6], -each[1][5], each[0]))
-        return [{"key": key, "model": model, **_told(counts)} for (key, model), counts in ordered]
+        return [{"key": key, "model": model, **_as_json(counts)} for (key, model), counts in ordered]
 
-    def _in_memory(self) -> dict[UsagePlace, Counts]:
+    def _in_memory(self) -> dict[UsagePlace, UsageFigures]:
         with self._lock:
             return {place: [*counts] for place, counts in self._rows.items()}
 
-    def _since_start(self) -> dict[tuple[str, str], Counts]:
+    def since_start(self) -> dict[tuple[str, str], dict[str, float]]:
+        """The usage since the start of the program, by key and model."""
         with self._lock:
-            found = {who: [*counts] for who, counts in self._before.items()}
-            for (_, key, model), counts in self._rows.items():
-                _add(found.setdefault((key, model), [0.0] * len(FIGURES)), counts)
-        return {who: counts for who, counts in found.items() if counts[0]}
-
-    def collect(self) -> Iterator[Metric]:
-        """The usage since the start, as metrics."""
-        requests = CounterMetricFamily(
-            "anvil_key_requests", "Requests of an API key that a backend served.", labels=("key", "model")
-        )
-        tokens = CounterMetricFamily(
-            "anvil_key_tokens",
-            "Tokens of prompts (cached or not) and of answers, by API key.",
-            labels=("key", "model", "kind"),
-        )
-        gpu = CounterMetricFamily(
-            "anvil_key_gpu_seconds",
-            "GPU time of an API key; requests that a backend serves at the same time share it.",
-            labels=("key", "model"),
-        )
-        for (key, model), counts in self._since_start().items():
-            told = _told(counts)
-            requests.add_metric((key, model), told["requests"])
-            prompt, cached = told["prompt_tokens"], told["cached_tokens"]
-            for kind, count in zip(KINDS, (max(prompt - cached, 0), cached, told["tokens"]), strict=True):
-                tokens.add_metric((key, model, kind), count)
-            gpu.add_metric((key, model), counts[6])
-        yield from (requests, tokens, gpu)
+            return {of: dict(zip(FIGURES, each, strict=True)) for of, each in self._since_start.items()}
 
     # The files
 
@@ -159,22 +117,21 @@ class Usage:
             self._write(day, rows)
             with self._lock:
                 if day != today and day not in self._changed:
-                    self._shift(rows, 1)
                     self._days.discard(day)
                     for place in rows:
                         del self._rows[place]
         self._forget(today - KEPT_DAYS)
 
-    def _write(self, day: int, rows: Mapping[UsagePlace, Counts]) -> None:
+    def _write(self, day: int, rows: Mapping[UsagePlace, UsageFigures]) -> None:
         assert self._folder
-        told = [[*place, *[round(each, 3) for each in counts]] for place, counts in rows.items()]
+        lines = [[*place, *[round(each, 3) for each in counts]] for place, counts in rows.items()]
         try:
             self._folder.mkdir(exist_ok=True)
-            write_whole(self._file(day), json.dumps({"version": 1, "rows": told}), 0o600)
+            write_whole(self._file(day), json.dumps({"version": 1, "rows": lines}), 0o600)
         except OSError as error:
             self._complain(f"{self._file(day)} cannot be written, so usage is lost: {error.strerror}")
 
-    def _read(self, day: int) -> dict[UsagePlace, Counts]:
+    def _read(self, day: int) -> dict[UsagePlace, UsageFigures]:
         """The rows of a day; none where there are none, or none that can be read."""
         if self._folder is None:
             return {}
@@ -198,26 +155,25 @@ class Usage:
         assert self._folder
         return self._folder / _name(day)
 
-    def _complain(self, text: str) -> None:
-        if self._say:
-            self._say(text)
-            self._say = None
+
+def _nothing() -> UsageFigures:
+    return [0.0] * len(FIGURES)
 
 
-def _add(counts: Counts, more: Sequence[float]) -> None:
+def _add(counts: UsageFigures, more: Sequence[float]) -> None:
     counts[:] = [one + other for one, other in zip(counts, more, strict=True)]
 
 
-def _row(hour: int, key: str, model: str, *counts: float) -> tuple[UsagePlace, Counts]:
+def _row(hour: int, key: str, model: str, *counts: float) -> tuple[UsagePlace, UsageFigures]:
     if len(counts) != len(FIGURES) or not isinstance(key, str) or not isinstance(model, str):
         raise ValueError("a row has another length, or no names")
     return (int(hour), key, model), [float(each) for each in counts]
 
 
-def _told(counts: Counts) -> dict[str, Any]:
+def _as_json(counts: UsageFigures) -> dict[str, Any]:
     """The figures by their names: counts are whole numbers, times are rounded."""
-    told = zip(FIGURES, counts, strict=True)
-    return {name: round(value, 3) if name.endswith("seconds") else int(value) for name, value in told}
+    named = zip(FIGURES, counts, strict=True)
+    return {name: round(value, 3) if name.endswith("seconds") else int(value) for name, value in named}
 
 
 def _day(moment: float) -> int:

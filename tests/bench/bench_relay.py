@@ -475,7 +475,8 @@ def rank(seconds: Sequence[float], share: float) -> float | None:
 
 def admit(*, hold: bool) -> list[float]:
     """Return the seconds from the load's end until each waiting request had its lease."""
-    from anvil_mux.config.config import Backend, Config, Gpu
+    from anvil_mux.config.config import Backend, Config
+    from anvil_mux.config.machines import Gpu
     from anvil_mux.multiplexer.multiplexer import Multiplexer
 
     mechanism, admitted, over = GatedLoad(), [], threading.Event()

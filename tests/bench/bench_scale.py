@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import Any
 
 from anvil_mux.clock import Clock
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.costs import Cost, Costs
-from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Evict, Load, Step, Ticket
 from tests.lab.facts import HostBack, HostLost
@@ -210,7 +210,7 @@ def questions(mux: Multiplexer, model: str, host: str) -> dict[str, Callable[[],
         "explain": lambda: asked.explain(model),
         "wait_estimate": lambda: asked.wait_estimate(model),
         "eta": lambda: asked.eta(model),
-        "memory_seen": lambda: facts.memory_seen({"0": 1 << 30}),
+        "memory_seen": lambda: mux.tell(mux.scheduler.memory_seen, {"0": 1 << 30}),
         "cancel": lambda: mux.cancel(-1),
         "host_lost": lambda: facts.host_lost(host),
         "host_back": lambda: facts.host_back(host, {}),

@@ -42,7 +42,8 @@ from itertools import count, islice
 from statistics import fmean
 from typing import NamedTuple
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import Config, inherited
+from anvil_mux.config.kinds import AUTO
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import Workload
 from anvil_mux.scheduler.events import Event
@@ -188,7 +189,8 @@ def plan_for(made: Workload, config: Config) -> Plan:
 
 def following(config: Config, plan: Plan) -> Config:
     """A configuration under which a plan is carried out, without the bounds that might come before it."""
-    backends = [replace(b, ttl=None, min_residency=0.0, max_wait=None) for b in config.backends]
+    plain = {"ttl": None, "min_residency": 0.0, "max_wait": AUTO, "inherits": inherited(())}
+    backends = [replace(b, **plain) for b in config.backends]
     return replace(
         config,
         backends=tuple(backends),

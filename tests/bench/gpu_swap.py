@@ -42,8 +42,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.driver import LIBRARY, Driver
+from anvil_mux.host.cuda_checkpoint import Checkpointer
+from anvil_mux.host.cuda_driver import LIBRARY, Driver
 from anvil_mux.host.nvml import probe
 
 GIB = 1 << 30

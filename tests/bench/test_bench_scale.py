@@ -84,7 +84,7 @@ def test_a_lost_host_costs_some_looks_at_each_backend() -> None:
 
 def reload(config: Config, change: Callable[[Config], Config]) -> int:
     """How many functions a reload calls under the lock."""
-    core = multiplexer(config)[0]._scheduler
+    core = multiplexer(config)[0].scheduler
     core.time_passed(0.0)
     other = change(config)
     return calls(lambda: core.reconfigured(other, 1.0))

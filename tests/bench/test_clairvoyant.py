@@ -7,7 +7,8 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import Rounds, Workload

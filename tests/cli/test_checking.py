@@ -18,11 +18,9 @@ import yaml
 
 from anvil_mux.cli.checking import steered_by_all
 from anvil_mux.cli.main import main
-from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.host import checkpoint
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config, Service
+from anvil_mux.host import cuda_checkpoint
+from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.state_files import Known, LearnedFile
 from anvil_mux.state import state_folder
 from tests.cli.demo import PROJECT, ROOT, compose, mux, url
@@ -188,7 +186,7 @@ def test_check_names_the_memory_to_declare_for_a_model_that_shares_its_gpu(
 def test_a_checkpoint_that_this_machine_cannot_do_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    monkeypatch.setattr(checkpoint.Checkpointer, "why_not", lambda *_, **__: "needs NVIDIA driver 570")
+    monkeypatch.setattr(cuda_checkpoint.Checkpointer, "why_not", lambda *_, **__: "needs NVIDIA driver 570")
     file = tmp_path / "compose.yaml"
     service = {"command": "x", "x-anvil": {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}}
     file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": {"a": service}}))
@@ -202,8 +200,8 @@ import os, sys
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-from anvil_mux.host import checkpoint
-checkpoint.Checkpointer.why_not = lambda *_, **__: None  # the driver and the GPU are there
+from anvil_mux.host import cuda_checkpoint
+cuda_checkpoint.Checkpointer.why_not = lambda *_, **__: None  # the driver and the GPU are there
 from anvil_mux.cli.main import main
 sys.exit(main(["check", "--json", sys.argv[1]]))
 """

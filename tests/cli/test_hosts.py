@@ -22,7 +22,7 @@ def rig(make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 def test_ps_says_where_a_model_is(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
-    rig.mux.facts.host_drained("h1", True)
+    rig.mux.tell(rig.mux.scheduler.host_drained, "h1", drained=True)
     assert main(["ps"]) == 0
     shown = capsys.readouterr()
     head, row = [line.split() for line in shown.out.splitlines()]
@@ -32,7 +32,7 @@ def test_ps_says_where_a_model_is(rig: Rig, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_why_sums_up_where_a_model_may_run(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
-    rig.mux.facts.host_drained("h1", True)
+    rig.mux.tell(rig.mux.scheduler.host_drained, "h1", drained=True)
     assert main(["why", "m", "--explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "A request for m is served at once: it is resident on GPU h2/1, and idle."

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.cli import screen
+from anvil_mux.cli.main import main
 from anvil_mux.cli.output import paint, table, width
 from anvil_mux.cli.screen import (
     LAST,
@@ -45,6 +47,24 @@ def state(**more: Any) -> dict[str, Any]:
     gpus = {"0": {"state": "draining", "residents": ["a"], "draining": drain}}
     told = {"version": "1.0", "status": "ok", "leases": 2, "waiting": 1, "problems": {}, "queued": []}
     return {**told, "models": models, "gpus": gpus, **more}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "printed"), [(1, "A request for b waits.\n"), (0, "Nobody waits for a model.\n")]
+)
+def test_why_without_a_model_explains_those_that_somebody_waits_for(
+    waiting: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(given: object, method: str, path: str, query: Any = None, **how: object) -> dict[str, Any]:
+        if path == "/why":
+            return {"sentence": f"A request for {query['model']} waits.", "stages": {}}
+        seen = state()
+        seen["models"]["b"]["waiting"] = waiting
+        return seen
+
+    monkeypatch.setattr(screen, "ask", ask)
+    assert main(["why"]) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_presets_stand_below_the_models() -> None:

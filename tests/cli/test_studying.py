@@ -62,6 +62,14 @@ def test_simulate_compares_policies_on_profiles(capsys: pytest.CaptureFixture[st
     assert (bursty["SWAPS"], bursty["WAIT"], bursty["MAKESPAN"]) == ("3", "5.25", "23.0")
 
 
+def test_simulate_alone_runs_all_profiles(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "PROFILES", {name: study.PROFILES[name] for name in ("single", "dominant")})
+    assert main(["simulate", "--policy", "eager"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["single", "dominant"]
+
+
 def test_simulate_in_json_has_an_object_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
     rows = simulated(capsys, "--profile", "single,mixed", "--policy", "all", "--seeds", "2")
     assert [(row["profile"], row["seed"], row["policy"]) for row in rows] == [
@@ -368,7 +376,6 @@ def test_only_a_picture_needs_matplotlib(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "say what to run: --profile NAME, --trace FILE or --log EVENTS"),
         (["--profile", "nope"], "unknown profile 'nope'; known: single,"),
         (["--profile", "single", "--policy", "nope"], "unknown policy 'nope'; known: eager,"),
         (["--profile", "single", "--seeds", "0"], "must be a whole number of at least 1, not 0"),

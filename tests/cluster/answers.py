@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
-from anvil_mux.cluster import agent, frames, messages
-from anvil_mux.cluster.messages import AgentCall
+from anvil_mux.cluster import agent, frames
+from anvil_mux.cluster.frames import AgentAnswer, AgentCall
 from anvil_mux.host.seam import Host
 
 AGENTS = {"hello": agent.Agent.hello, "lacks": agent._lacks}
@@ -30,7 +30,7 @@ def returned_by(method: str) -> Any:
 
 def value_of(method: str, text: str) -> Any:
     """Return what an agent answered to a call of a method, or raise its error."""
-    answer = messages.read_answer(text)
+    answer = frames.read(AgentAnswer, text, is_foreign=True)
     if answer.error:
-        raise messages.error_of(answer.error)
+        raise frames.error_of(answer.error)
     return frames.of(returned_by(method), answer.value)

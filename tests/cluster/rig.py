@@ -254,8 +254,8 @@ class Host:
 
     def kill_driver(self) -> None:
         """Kill the process by which anvil-mux reaches the cluster, once there is one."""
-        wait_for(lambda: self.pids("anvil_mux.cluster.driver"), "a driver", self._log)
-        self.kill("anvil_mux.cluster.driver")
+        wait_for(lambda: self.pids("anvil_mux.cluster.ray_link"), "a driver", self._log)
+        self.kill("anvil_mux.cluster.ray_link")
 
     # What is done there
 

@@ -17,9 +17,10 @@ import pytest
 
 import anvil_mux
 from anvil_mux.cluster import agent as agent_module
-from anvil_mux.cluster import frames, messages
-from anvil_mux.cluster.agent import Agent, _lacks, engine_variables
-from anvil_mux.cluster.messages import (
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.agent import MOST_KEPT, Agent, _lacks, engine_variables
+from anvil_mux.cluster.frames import (
+    AgentAnswer,
     AgentCall,
     Claimed,
     Fenced,
@@ -29,7 +30,6 @@ from anvil_mux.cluster.messages import (
     UnknownStep,
     Unreadable,
 )
-from anvil_mux.cluster.running_steps import MOST
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
@@ -132,8 +132,8 @@ class Caller:
         if method == "begin":
             number, step, _ = args
             self.begun[number] = step
-        answer = self.agent.call(messages.write(AgentCall(self.owner, method, args)))
-        assert messages.read_answer(answer).instance == self.agent.hello()["instance"]
+        answer = self.agent.call(frames.dump(AgentCall(self.owner, method, args)))
+        assert frames.read(AgentAnswer, answer, is_foreign=True).instance == self.agent.hello()["instance"]
         return value_of(method, answer)
 
     def result(self, number: int) -> Any:
@@ -413,7 +413,7 @@ def test_calls_that_wait_for_steps_leave_room_for_all_others(rig: Rig, monkeypat
     mux("begin", 1, "load", (M, "stop", 1))
     waiting = threading.Thread(target=mux, args=("result", 1, GUARD))
     waiting.start()
-    while not mux.agent._waiting:
+    while not mux.agent._steps.waiting:
         pass
     assert mux("result", 1, GUARD) == StepState(False, was_awaited=False)
     rig.host.gate.set()
@@ -432,7 +432,7 @@ def test_results_are_forgotten_with_their_owner(rig: Rig):
 
 def test_the_last_results_are_kept(rig: Rig):
     mux = rig.owned()
-    for number in range(MOST + 2):
+    for number in range(MOST_KEPT + 2):
         mux.step(number, "evict", M, "stop")
     with pytest.raises(UnknownStep):
         mux("result", 0, 0.0)
@@ -502,8 +502,8 @@ def test_no_name_leads_out_of_the_state_folder_or_is_an_option(rig: Rig, name: s
 def test_a_crafted_call_changes_nothing_and_is_answered(rig: Rig):
     agent = rig.agent()
     call = AgentCall(FIRST, "claim", ({"name": "x"}, False))
-    for data in (messages.write(call), b"", b"GET / HTTP/1.1", b"\x80\x04.", b"[" * 10_000):
-        answer = messages.read_answer(agent.call(data))
+    for data in (frames.dump(call), b"", b"GET / HTTP/1.1", b"\x80\x04.", b"[" * 10_000):
+        answer = frames.read(AgentAnswer, agent.call(data), is_foreign=True)
         assert answer.error
         assert answer.error.kind == "Unreadable"
     assert agent.hello()["epoch"] == "0"

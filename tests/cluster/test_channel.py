@@ -10,13 +10,12 @@ import pytest
 
 from anvil_mux.cluster import channel
 from anvil_mux.cluster.channel import AgentSilent, ChildControl
-from anvil_mux.cluster.links import Node
+from anvil_mux.cluster.frames import Node
 from anvil_mux.errors import BackendError
 
 CHILD = """
 import sys, threading
-from anvil_mux.cluster.frames import CallFrame, dump, read_frame, write_frame
-from anvil_mux.cluster.links import Node
+from anvil_mux.cluster.frames import CallFrame, Node, dump, read_frame, write_frame
 lock = threading.Lock()
 def say(number, ok, text):
     with lock:

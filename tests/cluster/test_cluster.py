@@ -7,12 +7,11 @@ import os
 import pytest
 
 from anvil_mux import __version__
-from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.cluster.cluster import Cluster, owner_id
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import AgentAnswer, Claimed
-from anvil_mux.config.config import Gpu, Machine
+from anvil_mux.cluster.frames import AgentAnswer, AgentCall, Claimed, Node
+from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import HostGpu, Inventory
 from tests.cluster.answers import arguments_of
@@ -40,12 +39,12 @@ class Machines:
         if method == "hello":
             version = self.versions.get(host, __version__)
             return frames.dump({"version": version, "instance": host, "epoch": str(self.epochs.get(host, 0))})
-        call = messages.read_call(payload)
+        call = frames.read(AgentCall, payload)
         try:
             value = getattr(self, call.method)(host, call.owner, *arguments_of(call))
         except Claimed as error:
-            return messages.write(AgentAnswer(host, error=messages.plain_error(error)))
-        return messages.write(AgentAnswer(host, value))
+            return frames.dump(AgentAnswer(host, error=frames.plain_error(error)))
+        return frames.dump(AgentAnswer(host, value))
 
     def inventory(self, host, owner):
         return Inventory((HostGpu("0", "u", "card", 24 * GIB),), 64 * GIB, self.up[host].address)
@@ -68,21 +67,21 @@ class Machines:
 
 def test_hosts_are_found_with_their_gpus_memory_and_labels():
     cluster = Cluster(Machines(a="10.0.0.1"))
-    assert cluster.look()
+    assert cluster.refresh()
     found = Machine((Gpu("0", 24 * GIB),), 64 * GIB, "10.0.0.1", (("zone", "x"),))
     assert cluster.machines() == {"a": found}
-    assert not cluster.look(), "nothing has changed since"
+    assert not cluster.refresh(), "nothing has changed since"
 
 
 def test_a_host_that_joins_is_a_change_and_one_that_leaves_is_still_known():
     machines = Machines(a="10.0.0.1")
     cluster = Cluster(machines)
-    cluster.look()
+    cluster.refresh()
     machines.up["b"] = Node("b", "10.0.0.2")
-    assert cluster.look()
+    assert cluster.refresh()
     assert set(cluster.machines()) == {"a", "b"}
     del machines.up["a"]
-    cluster.look()
+    cluster.refresh()
     assert set(cluster.nodes) == {"b"}
     assert set(cluster.machines()) == {"a", "b"}
 
@@ -90,9 +89,9 @@ def test_a_host_that_joins_is_a_change_and_one_that_leaves_is_still_known():
 def test_a_host_at_another_address_is_a_change():
     machines = Machines(a="10.0.0.1")
     cluster = Cluster(machines)
-    cluster.look()
+    cluster.refresh()
     machines.up["a"] = machines.up["a"]._replace(address="10.0.0.9")
-    assert cluster.look()
+    assert cluster.refresh()
     assert cluster.machines()["a"].address == "10.0.0.9"
     assert cluster.hosts["a"].node.address == "10.0.0.9"
 
@@ -103,13 +102,13 @@ def test_a_host_that_cannot_be_used_says_why_and_the_others_are_used():
     machines.silent.add("c")
     machines.up["d"] = Node("d", problem="2 machines are called d")
     cluster = Cluster(machines)
-    cluster.look()
+    cluster.refresh()
     assert set(cluster.nodes) == {"a"}
     assert "install the same" in cluster.problems["b"]
     assert cluster.problems["c"] == "no answer"
     assert cluster.problems["d"] == "2 machines are called d"
     machines.silent.clear()
-    assert cluster.look(), "it is looked at again as long as it is not used"
+    assert cluster.refresh(), "it is looked at again as long as it is not used"
     assert set(cluster.nodes) == {"a", "c"}
 
 
@@ -117,7 +116,7 @@ def test_all_hosts_are_claimed_or_none(tmp_path):
     machines = Machines(a="10.0.0.1", b="10.0.0.2")
     machines.owners["b"] = "another"
     cluster = Cluster(machines)
-    cluster.look()
+    cluster.refresh()
     with pytest.raises(Claimed, match="host b belongs to another"):
         cluster.claim(tmp_path, "project lab", takeover=False)
     assert machines.owners == {"b": "another"}
@@ -129,7 +128,7 @@ def test_a_later_start_on_the_same_state_folder_is_the_same_owner(tmp_path):
     machines = Machines(a="10.0.0.1")
     for start in (1, 2):
         cluster = Cluster(machines)
-        cluster.look()
+        cluster.refresh()
         cluster.claim(tmp_path, "project lab", takeover=False)
         assert machines.epochs["a"] == start
 
@@ -138,7 +137,7 @@ def test_what_hosts_keep_is_recalled_from_those_that_answer():
     machines = Machines(a="10.0.0.1", b="10.0.0.2")
     machines.kept["a"] = "learned"
     cluster = Cluster(machines)
-    cluster.look()
+    cluster.refresh()
     machines.silent.add("b")
     assert cluster.recall() == {"a": "learned", "b": ""}
 

@@ -136,15 +136,15 @@ def test_a_head_that_is_lost_cuts_nothing_and_control_comes_back_with_it(site):
 
 
 def test_the_process_that_speaks_with_ray_is_started_anew(site):
-    pids = site.head.pids("anvil_mux.cluster.driver")
+    pids = site.head.pids("anvil_mux.cluster.ray_link")
     stream = Stream(site, "a").begun()
     for pid in pids:
         rig.send(pid, 9)
     stream.ended()
     assert stream.is_whole, stream.error
     assert site.answers("a2"), site.mux.output
-    assert site.head.pids("anvil_mux.cluster.driver")
-    assert not set(site.head.pids("anvil_mux.cluster.driver")) & set(pids)
+    assert site.head.pids("anvil_mux.cluster.ray_link")
+    assert not set(site.head.pids("anvil_mux.cluster.ray_link")) & set(pids)
 
 
 def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts(site):

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 
 from anvil_mux.cluster import links
-from anvil_mux.cluster.frames import LONGEST, LONGEST_ANSWER, AnswerFrame, dump, read_frame
+from anvil_mux.cluster.frames import LONGEST, LONGEST_ANSWER, AnswerFrame, CallFrame, Node, dump, read_frame
 from anvil_mux.cluster.links import (
     AgentAway,
     AgentGone,
     Calls,
     Carrier,
-    HostCall,
     Link,
-    Node,
     Refused,
     SilenceWatch,
 )
@@ -33,11 +31,11 @@ class FakeAgent:
 
     def __init__(self, answer: object = None) -> None:
         self.answer = answer
-        self.asked: list[tuple[str, tuple[object, ...]]] = []
+        self.asked: list[tuple[str, str]] = []
         self.waiting: list[Callable[[object], None]] = []
 
-    def ask(self, method: str, args: tuple[object, ...], then: Callable[[object], None]) -> None:
-        self.asked.append((method, args))
+    def ask(self, call: CallFrame, then: Callable[[object], None]) -> None:
+        self.asked.append((call.method, call.text))
         if self.answer is None:
             self.waiting.append(then)
         else:
@@ -82,7 +80,7 @@ class Parent:
 
     def begin(self, host: str, method: str = "call", timeout: float = LONG) -> int:
         self._number += 1
-        self.carrier.begin(self._number, host, method, "message", timeout)
+        self.carrier.begin(CallFrame(self._number, host, method, "message", timeout))
         return self._number
 
     def answer(self) -> tuple[object, ...]:
@@ -123,7 +121,7 @@ def test_a_call_reaches_the_agent_and_its_answer_comes_back(parent_of: MakeParen
 
     assert parent.ask("a") == (True, "answer")
     assert parent.ask("a", "hello") == (True, "answer")
-    assert agent.asked == [("call", (b"message",)), ("hello", ())]
+    assert agent.asked == [("call", "message"), ("hello", "message")]
 
 
 @pytest.mark.parametrize(("host", "text"), [("", "the cluster has no method"), ("a", "a host has no method")])
@@ -242,7 +240,7 @@ class Silence:
         agent = self._agents[at]
         agent.answer, before = answer, len(agent.asked)
         self._calls.begin(1, LONG, "")
-        self._links[at].call(HostCall(1, "call"))
+        self._links[at].call(CallFrame(1, str(at), "call", "", LONG))
         until(lambda: len(agent.asked) > before)
 
 
@@ -263,7 +261,7 @@ def test_hosts_are_asked_before_they_count_as_silent() -> None:
     silence.call(1, "answer")
 
     silence.call(0, AgentAway("away"))
-    until(lambda: ("hello", ()) in other.asked)
+    until(lambda: ("hello", "") in other.asked)
     assert not silence.ended.is_set()
 
     silence.call(1, AgentAway("away"))

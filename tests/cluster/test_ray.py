@@ -23,10 +23,16 @@ from typing import Any
 import pytest
 
 import anvil_mux
-from anvil_mux.cluster import frames, messages
-from anvil_mux.cluster.frames import AnswerFrame, CallFrame, read_frame, write_frame
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import AgentCall, Owner
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import (
+    AgentCall,
+    AnswerFrame,
+    CallFrame,
+    Node,
+    Owner,
+    read_frame,
+    write_frame,
+)
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.host.seam import HostConfig, Loaded
 from tests.cluster.answers import value_of
@@ -46,7 +52,7 @@ class Driven:
     """A driver on a host, and the answers that it gave."""
 
     def __init__(self, host: Host, *flags: str, **environ: str | None) -> None:
-        command = [sys.executable, "-m", "anvil_mux.cluster.driver", host.cluster.address, *flags]
+        command = [sys.executable, "-m", "anvil_mux.cluster.ray_link", host.cluster.address, *flags]
         env = {name: value for name, value in {**host.environ(), **environ}.items() if value is not None}
         self.log = (host.folder / "driver.log").open("ab")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
@@ -95,7 +101,7 @@ class Driven:
 
     def call(self, host: str, method: str, *args: object) -> Any:
         """Return what the agent of a host answers to its owner."""
-        return value_of(method, self.value(host, "call", messages.write(AgentCall(OWNER, method, args))))
+        return value_of(method, self.value(host, "call", frames.dump(AgentCall(OWNER, method, args))))
 
     def hello(self, host: str) -> dict[str, str]:
         """Return the greeting of an agent, asked until it comes: it is on its way back."""
@@ -206,7 +212,7 @@ def test_a_long_message_crosses(driven: Driven):
 def test_calls_at_once_do_not_wait_for_each_other(driven: Driven):
     driven.call("a", "claim", "the test", False)
     driven.call("a", "reconfigure", CONFIG)
-    payload = messages.write(AgentCall(OWNER, "news", (0, GUARD)))
+    payload = frames.dump(AgentCall(OWNER, "news", (0, GUARD)))
     waiting = driven.begin("a", "call", payload, SHORT)
     assert driven.ask("a", "hello")[0]
     assert driven.answer(waiting) == (False, f"the agent of a did not answer in {SHORT:g} s")
@@ -246,7 +252,7 @@ def test_an_answer_that_is_not_bytes_runs_nothing_here(
 ):
     before, ran = driven.hello("a")["instance"], tmp_path / "ran"
     run_in_python(cluster.hosts["head"], MAKE_EVIL_AGENT.format(file=str(ran), answer=answer), "a")
-    payload = messages.write(AgentCall(OWNER, "inventory"))
+    payload = frames.dump(AgentCall(OWNER, "inventory"))
     for method in ("hello", "call"):
         ok, said = driven.ask("a", method, payload)
         assert not ok

@@ -8,10 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux import __version__
-from anvil_mux.cluster import frames, messages
+from anvil_mux.cluster import frames
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.links import Node
-from anvil_mux.cluster.messages import AgentAnswer, Fenced, Owner, StepState, UnknownStep, Unreadable
+from anvil_mux.cluster.frames import (
+    AgentAnswer,
+    AgentCall,
+    Fenced,
+    Node,
+    Owner,
+    StepState,
+    UnknownStep,
+    Unreadable,
+)
 from anvil_mux.cluster.remote import MOST_GPUS, SETTLE_SECONDS, OtherVersion, RemoteHost
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError
@@ -73,7 +81,7 @@ class Script:
         if method == "hello":
             said = {"version": self.version, "instance": self.instance, "python": "3.11"}
             return frames.dump({**said, "epoch": str(self.epoch)})
-        asked = messages.read_call(payload)
+        asked = frames.read(AgentCall, payload)
         assert asked.owner == self.host.owner
         args = arguments_of(asked)
         self.calls.append((asked.method, *args))
@@ -82,8 +90,8 @@ class Script:
         except AgentSilent:
             raise
         except Exception as error:
-            return messages.write(AgentAnswer(self.instance, error=messages.plain_error(error)))
-        return messages.write(AgentAnswer(self.instance, value))
+            return frames.dump(AgentAnswer(self.instance, error=frames.plain_error(error)))
+        return frames.dump(AgentAnswer(self.instance, value))
 
     def called(self, *methods):
         """The calls of these methods since the last time."""
@@ -271,7 +279,7 @@ def test_what_is_to_be_read_ahead_is_told_to_the_agent_and_its_silence_matters_t
 def test_the_health_question_goes_to_the_engine_and_not_through_the_agent(agent, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "anvil_mux.host.engine_client.answers", lambda backend, url, limit: asked.append((url, limit)) or True
+        "anvil_mux.host.engines.answers", lambda backend, url, limit: asked.append((url, limit)) or True
     )
     assert agent.host.answers(A, 1.0) is False
     agent.answers["result"] = results(Awake("http://10.0.0.2:9"))
@@ -339,7 +347,7 @@ def test_a_description_that_cannot_be_true_is_refused_and_the_one_before_holds(a
     agent.host.node = Node("h", "10.0.0.2")
     agent.answers["inventory"] = lambda: told
     with pytest.raises(BackendError, match=r"cannot be true|is in the cluster at 10\.0\.0\.2"):
-        agent.host.look()
+        agent.host.fetch_inventory()
     assert agent.host.inventory() == Inventory(address="10.0.0.2")
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.cluster import frames, messages
-from anvil_mux.cluster.frames import AnswerFrame, CallFrame, read_frame, write_frame
-from anvil_mux.cluster.messages import AgentCall
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import AgentCall, AnswerFrame, CallFrame, read_frame, write_frame
 from anvil_mux.host.seam import Awake, HostGpu
 from tests.cluster.answers import returned_by, value_of
 from tests.cluster.test_agent import CONFIG, FIRST, M, pid_of
-from tests.host.test_process import gone, running
+from tests.host.test_processes import gone, running
 
 GUARD = 30.0
 
@@ -47,7 +46,7 @@ class Process:
         return tuple(frame)
 
     def call(self, method: str, *args: object) -> Any:
-        number = self.send("call", messages.write(AgentCall(FIRST, method, args)))
+        number = self.send("call", frames.dump(AgentCall(FIRST, method, args)))
         answered, ok, value = self.read()
         assert (answered, ok) == (number, True)
         return value_of(method, value)
@@ -112,10 +111,10 @@ def test_what_is_printed_does_not_come_between_the_frames(start: Callable[[], Pr
 
 def test_a_call_that_waits_keeps_no_other_waiting(start: Callable[[], Process]):
     process = owned(start())
-    waiting = process.send("call", messages.write(AgentCall(FIRST, "news", (0, GUARD))))
+    waiting = process.send("call", frames.dump(AgentCall(FIRST, "news", (0, GUARD))))
     number = process.send("hello")
     assert process.read()[0] == number
-    process.send("call", messages.write(AgentCall(FIRST, "begin", (1, "load", (M, "stop", 1)))))
+    process.send("call", frames.dump(AgentCall(FIRST, "begin", (1, "load", (M, "stop", 1)))))
     assert waiting in {process.read()[0] for _ in range(2)}
 
 

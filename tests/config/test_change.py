@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config.change import LIVE, Change, compare, within
-from anvil_mux.config.config import Backend, Config, Gpu, Service
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config, Service
+from anvil_mux.config.machines import Gpu
 from anvil_mux.plugins import load
 
 

@@ -8,7 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
+from math import inf
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,14 +19,16 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.cluster.local import HOSTS
+from anvil_mux.cluster.simulated import HOSTS
 from anvil_mux.command import Done
-from anvil_mux.config import config, service, settings, table
-from anvil_mux.config.composefile import OVERRIDE_NAMES, compose_config, find_files, run_compose
-from anvil_mux.config.config import Config, Gpu, Machine
+from anvil_mux.config import config, service
+from anvil_mux.config.compose import OVERRIDE_NAMES, compose_config, find_files, run_compose
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.interpolate import Scope
+from anvil_mux.config.machines import Gpu, Machine
+from anvil_mux.config.settings import Setting, describe
 from anvil_mux.errors import ConfigError
-from anvil_mux.host import engine, ways
+from anvil_mux.host import engines, levels
 from anvil_mux.plugins import load
 
 SHIPPED = sorted((Path(__file__).resolve().parent.parent.parent / "compose").glob("*.yaml"))
@@ -49,7 +54,7 @@ def problems(folder: Path, text: str, **given: Any) -> list[str]:
     return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
 
 
-def one(folder: Path, service: str, top: str = "") -> config.Backend:
+def one(folder: Path, service: str, top: str = "") -> Backend:
     """The backend of a file with one service, described in YAML flow."""
     (backend,) = plain(folder, f"{top}\nservices: {{a: {{image: x, x-anvil: {{}}, {service}}}}}").backends
     return backend
@@ -86,7 +91,7 @@ def test_settings_of_a_service(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("", (0, None, 0.0, None)),
+        ("", (0, None, 0.0, "auto")),
         ("priority: -5, ttl: 5m, min_residency: 1m30s, max_wait: '20'", (-5, 300.0, 90.0, 20.0)),
         ("priority: '-5', ttl: 0, min_residency: 0, max_wait: 0", (-5, None, 0.0, 0.0)),
         ("priority: 100, ttl: 0s, max_wait: 1500ms", (100, None, 0.0, 1.5)),
@@ -98,6 +103,29 @@ def test_when_a_model_comes_and_goes_is_set_per_service(
 ) -> None:
     (a,) = plain(tmp_path, f"services: {{a: {{image: x, x-anvil: {{{said}}}}}}}").backends
     assert (a.priority, a.ttl, a.min_residency, a.max_wait) == expected
+
+
+def test_a_service_has_what_the_top_level_says_unless_it_says_otherwise(tmp_path: Path) -> None:
+    text = """
+        x-anvil: {drain_timeout: 7, home_after: 8, max_wait: 9, preload: true, read_ahead: no}
+        services:
+          a: {image: x, x-anvil: }
+          b: {image: x, x-anvil: {drain_timeout: none, home: true, home_after: 1, max_wait: auto,
+                                  preload: false, read_ahead: yes}}
+    """
+    a, b = plain(tmp_path, text).backends
+    settings = attrgetter("drain_timeout", "home_after", "max_wait", "preload", "read_ahead")
+    assert settings(a) == (7.0, 8.0, 9.0, True, False)
+    assert settings(b) == (inf, 1.0, "auto", False, True)
+    assert [a.has_own("drain_timeout"), b.has_own("drain_timeout")] == [False, True]
+
+
+def test_what_a_backend_has_from_its_configuration_follows_that() -> None:
+    first = Config((Backend("a", "a"), Backend("b", "b", max_wait=3.0)), max_wait=5.0)
+    assert [each.max_wait for each in first.backends] == [5.0, 3.0]
+    assert [each.max_wait for each in replace(first, max_wait=6.0).backends] == [6.0, 3.0]
+    mine = replace(first, backends=(replace(first.backends[0], max_wait=1.0),))
+    assert [(each.max_wait, each.has_own("max_wait")) for each in mine.backends] == [(1.0, True)]
 
 
 def test_labels_say_so_too(tmp_path: Path) -> None:
@@ -140,7 +168,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            routing: lmetric,
            host_memory: 64GiB, preload: yes, hooks: {url: "http://x"},
            allowed_hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert,
-           tls_key: /key, when_paused: wait, capture: 50, home_after: 8, any_of: {any: [a]}, read_ahead: no}
+           tls_key: /key, when_paused: wait, capture: 50, home_after: 8,
+           yield: {when_others_hold: 4GiB}, any_of: {any: [a]}, read_ahead: no}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
@@ -158,45 +187,46 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert found.key_file == "/keys"
     assert (found.tls_cert, found.tls_key) == ("/cert", "/key")
     assert (found.when_paused, found.capture) == ("wait", 50)
+    assert found.yield_above == 4 << 30
     assert (found.read_ahead, found.backends[0].read_ahead) == (False, False)
     assert (found.home_after, found.any_of["any"].models) == (8, ("a",))
     assert not {key for key, origin in found.origins.items() if origin == "default"}
 
 
 def test_the_tables_cover_the_dataclasses() -> None:
-    for owner, table_of in ((Config, table.SETTINGS), (config.Backend, table.SERVICE_SETTINGS)):
+    for owner, table_of in ((Config, config.SETTINGS), (Backend, config.SERVICE_SETTINGS)):
         filled = [name for key, setting in table_of.items() for name in setting.fields_of(key)]
         beside = set(owner.__dataclass_fields__) - set(filled)
         assert len(filled) == len(set(filled)), "each field is filled by one setting"
         assert set(filled) <= set(owner.__dataclass_fields__)
         assert beside in (
             {"backends", "files", "warnings", "origins", "said", "composed"},
-            {"name", "service"},
+            {"name", "service", "inherits"},
         )
 
 
 def test_the_documentation_names_key_type_default_and_meaning() -> None:
-    rows = {key: rest for key, *rest in table.describe(table.SETTINGS)}
+    rows = {key: rest for key, *rest in describe(config.SETTINGS)}
     assert rows["listen"][:2] == ["ADDRESS:PORT", "127.0.0.1:9292"]
     assert rows["drain_timeout"][:2] == ["seconds", "30"]
     assert rows["max_body"][:2] == ["size", "64MiB"]
-    rows = {key: rest for key, *rest in table.describe(table.SERVICE_SETTINGS)}
+    rows = {key: rest for key, *rest in describe(config.SERVICE_SETTINGS)}
     assert rows["evict_to"][1] == ""
     assert rows["priority"][:2] == ["whole number", "0"]
     assert [rows[key][:2] for key in ("ttl", "max_wait")] == [["seconds", ""], ["seconds, or auto", ""]]
     assert rows["min_residency"][:2] == ["seconds", "0"]
     assert all(
-        doc.endswith(".") for table in (table.SETTINGS, table.SERVICE_SETTINGS) for doc in _docs(table)
+        doc.endswith(".") for table in (config.SETTINGS, config.SERVICE_SETTINGS) for doc in _docs(table)
     )
 
 
-def _docs(table: Mapping[str, settings.Setting]) -> list[str]:
+def _docs(table: Mapping[str, Setting]) -> list[str]:
     return [setting.doc for setting in table.values()]
 
 
 def test_the_engines_and_ways_are_those_of_the_rooms_that_have_them() -> None:
-    assert set(config.ENGINES) == set(engine.ENGINES)
-    assert set(config.WAYS) == set(ways.WAYS)
+    assert set(config.ENGINES) == set(engines.ENGINES)
+    assert set(config.WAYS) == set(levels.LEVELS)
 
 
 def test_labels_say_the_same_more_weakly(tmp_path: Path) -> None:
@@ -1559,7 +1589,7 @@ def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_pat
     assert (found.routing, found.routing_mode) == ("mine", "full")
     assert found.routing_policies["mine"]["filters"][0] == "schedulability"
     assert [(b.routing, b.kv_tokens) for b in found.backends] == [
-        (None, 4096),
+        ("mine", 4096),
         ("mine", None),
         ("sticky", None),
     ]

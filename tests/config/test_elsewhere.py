@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config import external, fallback
-from anvil_mux.config.fallback import FallbackStep as Step
+from anvil_mux.config.values import URL, site
 from anvil_mux.plugins import load
+from anvil_mux.proxy.access import FallbackStep as Step
+from anvil_mux.proxy.access import chains
 from tests.config.test_config import plain, problems
 
 KEY = {"CLOUD_KEY": "sk-1234"}
@@ -30,6 +31,11 @@ def test_a_service_with_a_url_is_a_model_that_needs_nothing_of_this_machine(tmp_
     assert gpt.service.api_key == "sk-1234"
     assert "sk-1234" not in repr(found)
     assert found.warnings == ()
+
+
+def test_where_every_model_is_preloaded_a_server_elsewhere_is_not(tmp_path: Path) -> None:
+    [gpt] = plain(tmp_path, f"x-anvil: {{preload: true, max_wait: 5}}\nservices: {{gpt: {far()}}}").backends
+    assert (gpt.preload, gpt.max_wait) == (False, 5.0)
 
 
 def test_the_key_may_stand_in_the_env_file(tmp_path: Path) -> None:
@@ -62,8 +68,12 @@ def test_a_process_needs_no_command_and_no_image(tmp_path: Path) -> None:
     ],
 )
 def test_paths_below_a_base_url(url: str, name: str, chat: str, tokens: str) -> None:
-    site = external.site(external.read_url(url))
-    assert (site.name, site.path("/v1/chat/completions"), site.path("/tokenize")) == (name, chat, tokens)
+    server = site(URL.read(url))
+    assert (server.name, server.path("/v1/chat/completions"), server.path("/tokenize")) == (
+        name,
+        chat,
+        tokens,
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +139,7 @@ def file(**said: str) -> str:
 
 
 def fallbacks(folder: Path, **said: str) -> Any:
-    return fallback.chains(plain(folder, file(**said)).backends)
+    return chains(plain(folder, file(**said)).backends)
 
 
 def test_a_fallback_in_both_forms(tmp_path: Path) -> None:

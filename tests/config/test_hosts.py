@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config import change, interpolate, service
-from anvil_mux.config.composefile import run_compose
-from anvil_mux.config.config import SERVICE_NAME, Backend, Config, Gpu, Machine
+from anvil_mux.config import change, devices, interpolate
+from anvil_mux.config.compose import run_compose
+from anvil_mux.config.config import SERVICE_NAME, Backend, Config
+from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
@@ -456,7 +457,7 @@ def test_a_gpu_that_compose_would_not_give_needs_a_service_of_its_own(tmp_path: 
 
 def given(made: Mapping[str, Any]) -> str | tuple[str, ...] | None:
     """The GPUs that Docker gives to a service, as it is described."""
-    return service.reserved(made)
+    return devices.reserved(made)
 
 
 FORMS = [
@@ -484,7 +485,7 @@ def test_each_has_its_gpus_in_whichever_form_the_service_reserves_them(tmp_path:
         assert "runtime" not in made
         assert ("/dev/fuse" in made.get("devices", ())) == ("/dev/fuse" in form)
     if "options" in form:
-        (device,) = service.reserved_devices(made)
+        (device,) = devices.reserved_devices(made)
         reserved = {"device_ids": ["1"], "capabilities": ["gpu"]}
         assert device == {"driver": "nvidia", "options": {"a": "b"}, **reserved}
 

@@ -17,7 +17,7 @@ from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.errors import ConfigError, Unauthorized
 from anvil_mux.proxy.access import Access
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy.dispatch import Patience
 from tests.fake_engine import JSON_OK, RawClient, Rig
 
 ROOT, ALICE, WATCH = "root-secret-key", "alice-secret-key", "watching-the-metrics"
@@ -504,8 +504,7 @@ def test_names_that_are_given_are_answered_to(make_rig: Callable[..., Rig]) -> N
 
 def test_on_an_open_address_names_are_checked_only_where_they_are_given(make_rig: Callable[..., Rig]) -> None:
     for hosts, status in (((), 200), (("mux.example",), 403)):
-        rig = make_rig(allowed_hosts=hosts)
-        rig.handler.only_local_hosts = False
+        rig = make_rig(allowed_hosts=hosts, only_local_hosts=False)
         client = rig.client()
         client.send(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n")
         assert client.read().status == status

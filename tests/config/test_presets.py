@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config import change
+from anvil_mux.config.abilities import find_adapters
 from anvil_mux.config.config import Backend
-from anvil_mux.config.names import presets_of
-from anvil_mux.config.presets import Preset, find_adapters
+from anvil_mux.config.values import Preset
+from anvil_mux.proxy.access import presets_of
 from tests.config.test_config import one, plain, problems
 
 SERVICES = (

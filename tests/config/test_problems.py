@@ -11,13 +11,13 @@ import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.cli.output import print_diagnostics
-from anvil_mux.config import misplaced, problems
+from anvil_mux.config import problems, reading
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.config.interpolate import read
 from anvil_mux.config.problems import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, Problems, page_of
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
-from anvil_mux.host import containers, rights
+from anvil_mux.host import check, rights
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,7 +32,13 @@ def anchors(page: Path) -> set[str]:
 OF_SETTINGS = [each.page for table in (SETTINGS, SERVICE_SETTINGS) for each in table.values() if each.page]
 
 
-OF_PROBES = [containers.PAGE, rights.PAGE, misplaced.PAGE, "cluster.md#setting-up", "cluster.md#in-the-file"]
+OF_PROBES = [
+    check.LIMITS_PAGE,
+    rights.PAGE,
+    reading.PAGE,
+    "cluster.md#setting-up",
+    "cluster.md#in-the-file",
+]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +186,8 @@ services:
       pin: true
     <<: [*base]
 """
-    found = places(tmp_path, text).where(tuple(key.split(".")))
-    assert found == f"{tmp_path}/{place}: {key}"
+    found = places(tmp_path, text).place(tuple(key.split(".")))
+    assert str(found) == f"{tmp_path}/{place}"
 
 
 def test_with_several_files_the_line_is_of_the_one_that_holds(tmp_path: Path) -> None:
@@ -190,8 +196,8 @@ def test_with_several_files_the_line_is_of_the_one_that_holds(tmp_path: Path) ->
         "services:\n  a:\n    image: x\n    x-anvil:\n      vram: 1GiB\n",
         "services:\n  a:\n    x-anvil:\n      pin: true\n",
     )
-    assert found.where(("services", "a", "image")).startswith(f"{tmp_path}/1.yaml:3: ")
-    assert found.where(("services", "a", "x-anvil", "vram")).startswith(f"{tmp_path}/2.yaml:3: ")
+    assert str(found.place(("services", "a", "image"))) == f"{tmp_path}/1.yaml:3"
+    assert str(found.place(("services", "a", "x-anvil", "vram"))) == f"{tmp_path}/2.yaml:3"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config import prompt_cache
+from anvil_mux.config.abilities import prompts_folder
 from anvil_mux.config.config import Service
 from tests.config.test_config import one, plain, problems
 
@@ -32,10 +32,10 @@ def test_it_is_one_line_beside_what_the_engine_needs(tmp_path: Path) -> None:
     assert found.prompt_cache == 4 << 30
     inside = {"/prompts", "/m", "/data"}
     assert set(dict(found.service.mounts)) == inside
-    assert prompt_cache.on_host(found.service, prompt_cache.saved_in(found.service)) == str(tmp_path / "p")
-    assert prompt_cache.on_host(found.service, "/m/a.gguf") == str(Path.home() / "models/a.gguf")
-    assert prompt_cache.on_host(found.service, "/data/a.gguf") == ""
-    assert prompt_cache.on_host(found.service, "/etc/passwd") == ""
+    assert found.service.on_host(prompts_folder(found.service)) == str(tmp_path / "p")
+    assert found.service.on_host("/m/a.gguf") == str(Path.home() / "models/a.gguf")
+    assert found.service.on_host("/data/a.gguf") == ""
+    assert found.service.on_host("/etc/passwd") == ""
 
 
 @pytest.mark.parametrize(
@@ -46,22 +46,22 @@ def test_a_folder_is_mounted_in_either_form(tmp_path: Path, volume: str) -> None
     found = plain(
         tmp_path, f"services: {{chat: {{{SERVES}, command: {SAVES}, volumes: [{volume}]}}}}"
     ).backends[0]
-    outside = prompt_cache.on_host(found.service, "/prompts")
+    outside = found.service.on_host("/prompts")
     assert outside in (str(tmp_path / "p"), str(tmp_path / "prompts"))
 
 
 def test_the_deepest_mount_counts() -> None:
     service = Service(mounts=(("/data", "/srv"), ("/data/prompts", ""), ("/data/m", "/models")))
-    assert prompt_cache.on_host(service, "/data/x") == "/srv/x"
-    assert prompt_cache.on_host(service, "/data/m/x") == "/models/x"
-    assert prompt_cache.on_host(service, "/data/prompts/x") == ""
+    assert service.on_host("/data/x") == "/srv/x"
+    assert service.on_host("/data/m/x") == "/models/x"
+    assert service.on_host("/data/prompts/x") == ""
 
 
 def test_a_process_sees_the_host(tmp_path: Path) -> None:
     command = "[llama-server, -m, models/a.gguf, --slot-save-path, prompts]"
     found = one(tmp_path, f"command: {command}", "x-anvil: {runtime: process}").service
-    assert prompt_cache.on_host(found, "/m/a.gguf") == "/m/a.gguf"
-    assert prompt_cache.on_host(found, "models/a.gguf") == str(tmp_path / "models/a.gguf")
+    assert found.on_host("/m/a.gguf") == "/m/a.gguf"
+    assert found.on_host("models/a.gguf") == str(tmp_path / "models/a.gguf")
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from referencing.jsonschema import DRAFT7
 from anvil_mux import plugins
 from anvil_mux.cli.main import main
 from anvil_mux.config import interpolate
-from anvil_mux.config.schema import COMPOSE
-from anvil_mux.config.settings import Setting
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.settings import COMPOSE, Setting
 from tests.test_docs import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -99,6 +98,7 @@ VALUES: list[Any] = [
     *({"mode": "full", "store": "redis://h"}, {"mode": "half"}, {"store": "h:1"}, '{"temperature": 0}'),
     *({"chat": ["a", "b"], "warm": {"models": "a", "swap": "never"}}, {"chat": "a"}),
     *({"url": "http://x", "on": ["failed"]}, [{"run": ["notify", "x"], "timeout": "5s"}], {"run": "x"}),
+    *({"when_others_hold": "4GiB"}, {"when_others_hold": "any"}),
     *("http://h:8000/v1", {"models": ["a", "b"], "after": "20s"}, {"models": "a"}),
 ]
 
@@ -165,7 +165,7 @@ def test_the_schema_refuses_a_key_that_is_not_known(where: str) -> None:
 
 @pytest.mark.parametrize(("where", "key", "setting"), ROWS)
 def test_a_variable_may_stand_for_a_value(where: str, key: str, setting: Setting) -> None:
-    whole = {"any_of", "hooks", "machines"}
+    whole = {"any_of", "hooks", "machines", "yield"}
     assert bool(refused(placed(where, key, "${VALUE}"))) == (key in whole)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.any_of import AnyOf
+from anvil_mux.config.values import AnyOf
 from tests.config.test_config import one, plain, problems
 
 SERVICE = "services: {a: {image: x, x-anvil: {%s}}}"
@@ -16,9 +16,9 @@ TWO = "x-anvil: {gpus: ['0', '1']%s}\nservices: {a: {image: x, x-anvil: {%s}}, b
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [("", None), ("none", inf), ("0", 0.0), ("90", 90.0), ("20m", 1200.0), ("null", None)],
+    [("", 30.0), ("none", inf), ("0", 0.0), ("90", 90.0), ("20m", 1200.0), ("null", 30.0)],
 )
-def test_how_long_a_service_may_drain(tmp_path: Path, said: str, expected: float | None) -> None:
+def test_how_long_a_service_may_drain(tmp_path: Path, said: str, expected: float) -> None:
     (a,) = plain(tmp_path, SERVICE % f"drain_timeout: {said}").backends
     assert a.drain_timeout == expected
 

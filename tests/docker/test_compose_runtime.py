@@ -21,10 +21,10 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.containers import ContainerRuntime
-from anvil_mux.host.docker import ContainerEngine as Docker
-from anvil_mux.host.endpoint import Endpoint
-from anvil_mux.host.engine_client import await_ready
-from anvil_mux.host.swap import Swapper
+from anvil_mux.host.docker_api import ContainerEngine as Docker
+from anvil_mux.host.docker_api import Endpoint
+from anvil_mux.host.engines import await_ready
+from anvil_mux.host.levels import Swapper
 from tests.docker.conftest import OwnEngine, Stack
 from tests.running import seen
 
@@ -82,7 +82,7 @@ def docker(stack: Stack, *args: str) -> str:
 
 
 def kills(stack: Stack) -> dict[str, float]:
-    return Docker(Endpoint(stack.engine.host)).told_to_end(stack.project)
+    return Docker(Endpoint(stack.engine.host)).signalled(stack.project)
 
 
 def inspect(stack: Stack, model: str) -> dict[str, Any]:

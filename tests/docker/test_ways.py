@@ -8,9 +8,9 @@ import pytest
 
 from anvil_mux.config.config import Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import control
+from anvil_mux.host import engines
+from anvil_mux.host.levels import Swapper
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.host.swap import Swapper
 from tests.docker.conftest import Stack
 from tests.docker.test_compose_runtime import (
     PATIENCE,
@@ -92,13 +92,13 @@ def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> No
     with runtime_of(routed, ROUTED) as runtime:
         swapper = Swapper(runtime)
         url = swapper.load(ROUTED, "stop").url
-        assert control.is_asleep(ROUTED, url) is False
+        assert engines.is_asleep(ROUTED, url) is False
         with_model = len(runtime.pids(ROUTED))
         assert swapper.evict(ROUTED, "sleep").how == "sleep"
-        assert control.is_asleep(ROUTED, url) is True
+        assert engines.is_asleep(ROUTED, url) is True
         assert len(runtime.pids(ROUTED)) < with_model
         assert swapper.load(ROUTED, "sleep") == Loaded(url, "sleep")
-        assert control.is_asleep(ROUTED, url) is False
+        assert engines.is_asleep(ROUTED, url) is False
 
 
 def test_a_real_server_with_a_model_of_its_own_cannot_sleep_and_is_stopped(stack: Stack) -> None:
@@ -106,6 +106,6 @@ def test_a_real_server_with_a_model_of_its_own_cannot_sleep_and_is_stopped(stack
         swapper = Swapper(runtime)
         url = swapper.load(FIRST, "stop").url
         with pytest.raises(BackendError, match="POST /models/unload answers 404"):
-            control.sleep(FIRST, url, 1)
+            engines.sleep(FIRST, url, 1)
         assert swapper.evict(FIRST, "sleep") == Evicted("stop")
         assert stack.up() == set()

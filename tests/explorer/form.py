@@ -14,7 +14,8 @@ from itertools import count
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.state import SharedSettings
@@ -28,7 +29,7 @@ _PLAIN = frozenset((str, int, bool, bytes, type(None)))
 _CALLS = (FunctionType, BuiltinFunctionType, MethodType, partial, type, count)
 _FIXED = (Backend, Gpu, Routing, SharedSettings)
 """The kinds of objects that follow from the configuration, of which is read which one it is."""
-_LEFT_OUT = frozenset(("changes", "_plans", "_memory_changes", "_under_way", "_order"))
+_LEFT_OUT = frozenset(("_plans", "_under_way", "_order"))
 """Counters, and what is set anew before it is read."""
 
 
@@ -101,8 +102,6 @@ class _Reader:
                 self._out.append(name)
                 self._read(value)
         if isinstance(thing, Settling):
-            memories, seen = thing._layout.bounded.items(), thing._memory_changes
-            self._out.append(tuple([seen.get(name, 0) == each.changes for name, each in memories]))
             self._read(sorted(thing._under_way))
 
     def _read_ticket(self, ticket: Ticket) -> None:

@@ -10,7 +10,8 @@ import gc
 from functools import partial
 from typing import Any
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.state import SharedSettings

@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Cancel, Demote, Effects, Evict, FoundBackend, Load, Step, Ticket
 from tests.explorer.worlds import Fact, SmallWorld
@@ -67,10 +66,10 @@ class Subject:
         if kind == "stopped":
             return "stop"
         assert isinstance(step, (Evict, Demote))
-        return step.to if isinstance(step, Demote) else step.how
+        return step.to if isinstance(step, Demote) else step.level
 
     def _request(self, kind: str, model: str, number: int, now: float) -> Effects:
-        ticket = self.tickets[number] = Ticket(number, model, now, leases=kind == "request")
+        ticket = self.tickets[number] = Ticket(number, model, now, takes_lease=kind == "request")
         return self.core.requested(ticket, now)
 
     def _ended(self, backend: str) -> Step:
@@ -81,17 +80,17 @@ class Subject:
     def _loaded(self, backend: str, now: float) -> Effects:
         step = self._ended(backend)
         assert isinstance(step, Load)
-        return self.core.loaded(step, now, step.how)
+        return self.core.loaded(step, now, step.level)
 
     def _evicted(self, kind: str, backend: str, now: float) -> Effects:
         how = self.level_after(backend, kind)
         left = self._residual(backend) if how != "stop" else {}
         step = self._ended(backend)
-        return self.core.evicted(step, now, how=how, residual=left, host_bytes=self._world.host_bytes)
+        return self.core.evicted(step, now, level=how, residual=left, host_bytes=self._world.host_bytes)
 
     def _in_standby(self, backend: str, now: float) -> Effects:
         how, left = self._world.backend(backend).evict_to[0], self._residual(backend)
-        return self.core.adopted_standby(backend, now, how, left, host_bytes=self._world.host_bytes)
+        return self.core.adopted(backend, now, FoundBackend(how, left, self._world.host_bytes))
 
     def _residual(self, backend: str) -> dict[str, int]:
         return dict.fromkeys(self._world.backend(backend).gpus, self._world.residual)

@@ -90,9 +90,7 @@ class EarlyScheduler(Scheduler):
         slot = self.layout.models[ticket.model].slots[0]
         if slot.state != "draining":
             return super().requested(ticket, now)
-        self.layout.of_model[ticket.model].admission.lease(
-            self.layout.models[ticket.model], slot, ticket, now
-        )
+        self.layout.of_model[ticket.model].lease(self.layout.models[ticket.model], slot, ticket, now)
         return NOTHING
 
 

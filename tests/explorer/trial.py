@@ -251,7 +251,7 @@ def _answer(subject: Subject, fact: Fact, number: int, effects: Effects) -> _Rea
     return _Reaction(
         tuple(sorted([(t.id, t.backend or "", t.error.code if t.error else "") for t in ended])),
         tuple(sorted([ticket.id for ticket in effects.cut])),
-        tuple(sorted([(type(s).__name__, s.backend, getattr(s, "how", "")) for s in effects.steps])),
+        tuple(sorted([(type(s).__name__, s.backend, getattr(s, "level", "")) for s in effects.steps])),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.policies import POLICIES, Decision, Snapshot, Stay, SwapTo
 
 Fact = tuple[str, ...]
@@ -149,6 +150,14 @@ def _worlds() -> Iterator[SmallWorld]:
         _up("s", "r"),
         frozenset(("abandon", "others", "pin")),
         extra=(_backend("beside", "0", vram=3),),
+    )
+    asleep = _backend("w", "0", vram=4, evict_to=("sleep",))
+    yield SmallWorld(
+        "GPU left to others",
+        _config(small, asleep, _backend("k", "1", model="s"), gpus=(*ten, Gpu("1", vram=10)), yield_above=5),
+        _up("s", "w"),
+        frozenset(("abandon", "others", "died", "evict_failed")),
+        residual=1,
     )
     yield SmallWorld(
         "too large",

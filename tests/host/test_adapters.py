@@ -11,7 +11,7 @@ import pytest
 from anvil_mux.errors import LoadError
 from anvil_mux.host.adopt import Adopter, Notes
 from anvil_mux.host.seam import Awake, Unfit
-from tests.host.test_ways import A, Scene
+from tests.host.test_levels import A, Scene
 
 ADAPTED = replace(A, loras=(("sql", "/adapters/sql"), ("law", "/adapters/law")))
 ROUTE = "POST /v1/load_lora_adapter"

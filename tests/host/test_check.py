@@ -1,14 +1,18 @@
-"""What a machine lacks for a configuration: programs, models and mounted folders."""
+"""What a machine lacks for a configuration: programs, models, mounted folders, and a fit container engine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from anvil_mux.config.config import Backend
 from anvil_mux.host import check
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
+from tests.host.docker_stand_in import A, Docker
 
 
 def lacking(folder: Path, text: str) -> list[str]:
@@ -98,3 +102,48 @@ def test_in_a_container_only_what_lies_beside_the_file_is_looked_for(
         monkeypatch.setattr(check, "IN_CONTAINER", marks)
         found = lacking(tmp_path, VOLUMES % ("/no/such", "x"))
         assert [each.split()[4].rstrip(",") for each in found] == expected
+
+
+# What the container engine cannot do
+
+
+FROZEN = replace(A, evict_to=("freeze", "stop"))
+RESERVING = replace(A, gpus=("0", "1"), service=replace(A.service, gpus_by="reservation"))
+BY_CDI = replace(A, gpus=("0",), service=replace(A.service, gpus_by="cdi"))
+PODMAN = {"Rootless": True, "CgroupVersion": "1", "ServerVersion": "4.3.1"}
+
+
+@pytest.mark.parametrize(
+    ("podman", "said", "backend", "limits"),
+    [
+        (True, PODMAN, FROZEN, ["a: freeze cannot work"]),
+        (True, {**PODMAN, "CgroupVersion": "2"}, FROZEN, []),
+        (True, {**PODMAN, "Rootless": False}, FROZEN, []),
+        (
+            False,
+            {"SecurityOptions": ["name=rootless"], "CgroupVersion": "1"},
+            FROZEN,
+            ["a: freeze cannot work"],
+        ),
+        (False, {"SecurityOptions": ["name=seccomp"], "CgroupVersion": "1"}, FROZEN, []),
+        (True, PODMAN, A, []),
+        (True, PODMAN, RESERVING, ["write devices: [nvidia.com/gpu=0, nvidia.com/gpu=1] (CDI) instead"]),
+        (False, {"ServerVersion": "28.0"}, RESERVING, []),
+        (True, PODMAN, BY_CDI, ["a: Podman 4.3.1 takes no GPU of CDI from Compose; 5.4 does"]),
+        (True, {"ServerVersion": "5.4.0-dev"}, BY_CDI, []),
+        (True, {"ServerVersion": "5.10.2"}, BY_CDI, []),
+    ],
+)
+def test_what_an_engine_cannot_do_is_listed(
+    docker: Docker,
+    podman: bool,
+    said: dict[str, object],
+    backend: Backend,
+    limits: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    docker.podman, docker.said = podman, said
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    found = check.engine_limits(HostConfig((backend,)))
+    assert len(found) == len(limits)
+    assert all(limit in each for limit, each in zip(limits, found, strict=True)), found

@@ -17,13 +17,7 @@ from anvil_mux.command import Done
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
-from anvil_mux.host.containers import (
-    ContainerRuntime,
-    engine_limits,
-    missing_images,
-    names_our_processes,
-    owner_of,
-)
+from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import HostConfig
 from tests.host.conftest import runtime_at
@@ -687,81 +681,6 @@ def test_a_log_is_followed(docker: Docker, runtime: ContainerRuntime):
     docker.logs = [(1, "one\r\ntwo\n")]
     assert list(runtime.follow_log(A)) == ["one", "two"]
     assert list(runtime.follow_log(B)) == []
-
-
-def test_images_that_are_missing_are_listed(docker: Docker):
-    other = replace(B, service=Service(name="other", image="gone:1"))
-    env = {"DOCKER_HOST": docker.host}
-    assert missing_images([A, other, replica(1)], env) == [
-        "service other: image gone:1 is not present: docker pull gone:1"
-    ]
-    docker.fails["image"] = [(500, "broken")]
-    with pytest.raises(BackendError, match="500"):
-        missing_images([A], env)
-
-
-FROZEN = replace(A, evict_to=("freeze", "stop"))
-RESERVING = replace(A, gpus=("0", "1"), service=replace(A.service, gpus_by="reservation"))
-BY_CDI = replace(A, gpus=("0",), service=replace(A.service, gpus_by="cdi"))
-PODMAN = {"Rootless": True, "CgroupVersion": "1", "ServerVersion": "4.3.1"}
-
-
-@pytest.mark.parametrize(
-    ("podman", "said", "backend", "limits"),
-    [
-        (True, PODMAN, FROZEN, ["a: freeze cannot work"]),
-        (True, {**PODMAN, "CgroupVersion": "2"}, FROZEN, []),
-        (True, {**PODMAN, "Rootless": False}, FROZEN, []),
-        (
-            False,
-            {"SecurityOptions": ["name=rootless"], "CgroupVersion": "1"},
-            FROZEN,
-            ["a: freeze cannot work"],
-        ),
-        (False, {"SecurityOptions": ["name=seccomp"], "CgroupVersion": "1"}, FROZEN, []),
-        (True, PODMAN, A, []),
-        (True, PODMAN, RESERVING, ["write devices: [nvidia.com/gpu=0, nvidia.com/gpu=1] (CDI) instead"]),
-        (False, {"ServerVersion": "28.0"}, RESERVING, []),
-        (True, PODMAN, BY_CDI, ["a: Podman 4.3.1 takes no GPU of CDI from Compose; 5.4 does"]),
-        (True, {"ServerVersion": "5.4.0-dev"}, BY_CDI, []),
-        (True, {"ServerVersion": "5.10.2"}, BY_CDI, []),
-    ],
-)
-def test_what_an_engine_cannot_do_is_listed(
-    docker: Docker, podman: bool, said: dict[str, object], backend: Backend, limits: Sequence[str]
-) -> None:
-    docker.podman, docker.said = podman, said
-    found = engine_limits([backend], {"DOCKER_HOST": docker.host})
-    assert len(found) == len(limits)
-    assert all(limit in each for limit, each in zip(limits, found, strict=True)), found
-
-
-@pytest.mark.parametrize(
-    ("user", "owner"),
-    [
-        *(("", (0, 0)), ("root:x", (0, 0)), ("0", (0, 0))),
-        *(("1000:100", (1000, 100)), ("1000", (1000, 0)), ("1000:staff", None), ("somebody", None)),
-    ],
-)
-def test_the_owner_of_a_service_is_foretold(user: str, owner: tuple[int, int] | None) -> None:
-    told = owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"})
-    assert told == owner
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-@pytest.mark.parametrize(("user", "id"), [("", 1234), ("0:0", 1234), ("1000", None)])
-def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id: int | None) -> None:
-    address = tmp_path / "docker.sock"
-    address.touch()
-    os.chown(address, 1234, 1234)
-    told = owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"})
-    assert told == (id and (id, id))
-
-
-def test_an_engine_behind_a_socket_of_this_machine_names_our_processes(docker: Docker) -> None:
-    assert names_our_processes({"DOCKER_HOST": docker.host}) is True
-    assert names_our_processes({"DOCKER_HOST": f"{docker.host}.gone"}) is None
-    assert names_our_processes({"DOCKER_HOST": "tcp://x:1"}) is None
 
 
 # Services that are described anew for this host or its GPUs

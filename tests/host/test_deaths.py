@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from anvil_mux.host import deaths
+from anvil_mux.host import project
 from anvil_mux.host.containers import ContainerRuntime
 from tests.host.conftest import runtime_at
 from tests.host.docker_stand_in import AWAY, PATIENCE, REPLICAS, A, B, Docker
@@ -32,7 +32,7 @@ class Watched:
 
 @pytest.fixture
 def watched(docker: Docker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(deaths, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(project, "FIRST_PAUSE", 0.001)
     runtime = runtime_at(docker)
     watched = Watched(docker, runtime, queue.Queue())
     thread = threading.Thread(target=runtime.watch, args=(watched.deaths.put,))

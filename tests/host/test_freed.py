@@ -11,7 +11,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.freed import After, Before, FreedCheck, host_bytes
 from anvil_mux.host.reading import Gpus
-from tests.host.test_engine import Waiting
+from tests.host.test_engines import Waiting
 from tests.sleepy_engine import GIB, Ledger
 
 A = Backend("a", "a", ("0", "1"))

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.host import load_logs
-from anvil_mux.host.load_logs import LoadLogs, said
+from anvil_mux.host.load_logs import LoadLogs, stage_of
 from anvil_mux.host.seam import LoadSaid
 
 GUARD = 20.0
@@ -45,13 +45,13 @@ BATCHES = "Capturing batches (bs=128 avail_mem=74.76 GB):   5%|▌         | 1/2
     ],
 )  # fmt: skip
 def test_what_a_line_says(line: str, found: LoadSaid | None) -> None:
-    assert said("a", [line]) == found
+    assert stage_of("a", [line]) == found
 
 
 def test_the_last_line_that_says_something_counts() -> None:
     lines = [SHARDS, "INFO GPU KV cache size: 165,792 tokens", GRAPHS, "INFO nothing of interest"]
-    assert said("a", lines) == LoadSaid("a", "capturing CUDA graphs", 0.4, 3.0)
-    assert said("a", []) is None
+    assert stage_of("a", lines) == LoadSaid("a", "capturing CUDA graphs", 0.4, 3.0)
+    assert stage_of("a", []) is None
 
 
 def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatch) -> None:

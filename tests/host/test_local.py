@@ -12,11 +12,11 @@ import pytest
 
 from anvil_mux import clock
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.config.prompt_cache import mounts_of_process
+from anvil_mux.config.service import mounts_of_process
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.local import LocalHost
-from anvil_mux.host.page_cache import CachedFile
-from anvil_mux.host.prompt_files import PromptFiles
+from anvil_mux.host.prompts import PromptFiles
+from anvil_mux.host.read_ahead import CachedFile
 from anvil_mux.host.seam import (
     Awake,
     Evicted,
@@ -184,10 +184,8 @@ def test_prompts_that_are_on_disk_are_news_of_the_start(tmp_path: Path, host: Lo
     host.reconfigure(dataclasses.replace(CONFIG, backends=(A, keeps)))
     assert read_until(host, PromptsKept) == [PromptsKept("k", 0, 0, 0)]
     files = PromptFiles(str(tmp_path), ".", "k", tmp_path / "anvil-mux" / "seam")
-    (tmp_path / files.name(3)).write_text("prompt")
-    found = files.found(3, 5)
-    assert found
-    files.write({}, [found])
+    files.place(3).write_text("prompt")
+    assert files.finish(3, 5, size=6, loaded_from="a model")
     later = LocalHost(host._config)
     later.start()
     assert read_until(later, PromptsKept) == [PromptsKept("k", 1, 5, 6)]

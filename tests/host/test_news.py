@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from anvil_mux.host.news import MOST, NewsBoard
+from anvil_mux.host.local import MOST_NEWS, NewsBoard
 from anvil_mux.host.seam import GpusSeen, HostNews, LoadSaid, PhaseTook, Seen, ServiceEnded
 
 GUARD = 20.0
@@ -36,9 +36,9 @@ def test_of_the_use_of_gpus_and_the_progress_of_a_load_the_last_counts() -> None
 
 def test_the_oldest_are_forgotten_where_nobody_reads() -> None:
     board = NewsBoard()
-    for number in range(MOST + 10):
+    for number in range(MOST_NEWS + 10):
         board.put(PhaseTook("a", "load", float(number)))
-    assert [each.number for each in board.read(0, GUARD)] == list(range(11, MOST + 11))
+    assert [each.number for each in board.read(0, GUARD)] == list(range(11, MOST_NEWS + 11))
 
 
 def test_whoever_waits_hears_at_once_and_waits_no_longer_when_it_is_closed() -> None:

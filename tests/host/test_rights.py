@@ -12,11 +12,12 @@ import pytest
 
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import containers, rights
-from anvil_mux.host.rights import Rights
+from anvil_mux.host import rights
+from anvil_mux.host.levels import Swapper
+from anvil_mux.host.rights import Rights, names_our_processes, owner_of
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
-from anvil_mux.host.swap import Swapper
+from tests.host.docker_stand_in import Docker
 from tests.host.test_swap import Notes
 
 MINE = Rights(user=1000, group=1000, traces=False, scope=0, sees_host=True)
@@ -159,7 +160,7 @@ def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch: pytest
 def test_the_socket_of_the_engine_tells_better_whose_ids_are_ours(
     named: bool | None, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(containers, "names_our_processes", lambda env: named)
+    monkeypatch.setattr(rights, "names_our_processes", lambda env: named)
     found = lacks(Ran(), replace(MINE, user=ME, traces=True, sees_host=False))
     assert [each for each in said if each in "".join(found)] == said == [said[0] for _ in found]
 
@@ -188,3 +189,31 @@ def test_a_checkpoint_that_fails_tells_what_was_missing(
     assert f"({how}) and is stopped instead: " in caplog.text
     assert caplog.records[0].getMessage().endswith(said)
     assert ("right" in caplog.text) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("user", "owner"),
+    [
+        *(("", (0, 0)), ("root:x", (0, 0)), ("0", (0, 0))),
+        *(("1000:100", (1000, 100)), ("1000", (1000, 0)), ("1000:staff", None), ("somebody", None)),
+    ],
+)
+def test_the_owner_of_a_service_is_foretold(user: str, owner: tuple[int, int] | None) -> None:
+    told = owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"})
+    assert told == owner
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("user", "id"), [("", 1234), ("0:0", 1234), ("1000", None)])
+def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id: int | None) -> None:
+    address = tmp_path / "docker.sock"
+    address.touch()
+    os.chown(address, 1234, 1234)
+    told = owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"})
+    assert told == (id and (id, id))
+
+
+def test_an_engine_behind_a_socket_of_this_machine_names_our_processes(docker: Docker) -> None:
+    assert names_our_processes({"DOCKER_HOST": docker.host}) is True
+    assert names_our_processes({"DOCKER_HOST": f"{docker.host}.gone"}) is None
+    assert names_our_processes({"DOCKER_HOST": "tcp://x:1"}) is None

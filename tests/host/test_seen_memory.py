@@ -104,6 +104,36 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
     assert (footprint["backend"], footprint["held"]) == ("a", {"0": 5 * GIB})
 
 
+def test_a_gpu_is_left_to_another_program_and_the_model_comes_back_after_it(tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    file, me = tmp_path / "nvml.json", os.getpid()
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environ = {"PYTHONPATH": paths, "FAKE_NVML": str(file), "NVIDIA_VISIBLE_DEVICES": "all"}
+    config = compose(tmp_path, "a", **{"yield": {"when_others_hold": "4GiB"}, "home_after": 0.2})
+    with serving(config, state=tmp_path, environ=environ) as mux:
+
+        def hold(amount: int) -> None:
+            part = tmp_path / "part"
+            part.write_text(json.dumps({me: amount}))
+            part.replace(file)
+
+        def state() -> str:
+            return mux.get("/healthz")["models"]["a"]["state"]  # type: ignore[no-any-return]
+
+        assert mux.chat("a")[0] == 200
+        hold(4 * GIB - 1)
+        eventually(lambda: bool(mux.get("/healthz")["gpus"]["0"]["others"]))
+        assert state() == "ready"
+        hold(6 * GIB)
+        eventually(lambda: state() == "stopped")
+        status, _, body = mux.chat("a")
+        assert (status, json.loads(body)["error"]["code"]) == (503, "gpu_memory_short")
+        hold(GIB)
+        eventually(lambda: state() == "ready")
+        assert mux.chat("a")[0] == 200
+        mux.tells(r"a: draining|a: evicting .*other programs hold 6.0 GiB of GPU 0")
+
+
 def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
     sys, _ = plant("radeon", tmp_path / "tree")
     kfd, used = sys / "class/kfd/kfd/proc", sys / "class/drm/card1/device/mem_info_vram_used"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.host.starter import Child, Detached, OwnChildren, Starter, StarterLost
-from tests.host.test_process import gone, running
+from tests.host.test_processes import gone, running
 from tests.running import seen
 
 ROOT = Path(__file__).resolve().parent.parent.parent

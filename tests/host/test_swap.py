@@ -10,12 +10,11 @@ import pytest
 from anvil_mux.config import config
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
-from anvil_mux.host import control
+from anvil_mux.host import engines
+from anvil_mux.host.levels import LEVELS, Stop, Swapper
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.host.swap import Swapper
-from anvil_mux.host.ways import WAYS, Stop
-from tests.host.test_engine import Stub, engine, serving
+from tests.host.test_engines import Stub, engine, serving
 
 BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)
 
@@ -263,7 +262,7 @@ def test_an_eviction_stops_the_service():
 def test_a_llama_server_is_stopped_once_it_has_noticed_that_its_clients_left(
     end: Callable[[Swapper, Backend], object], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(control, "NOTICE_PAUSES", (0.0,) * 3)
+    monkeypatch.setattr(engines, "NOTICE_PAUSES", (0.0,) * 3)
     busy, idle = [{"id": 0, "is_processing": True}], [{"id": 0, "is_processing": False}]
 
     class Noticing(dict[str, object]):
@@ -282,7 +281,7 @@ def test_a_llama_server_is_stopped_once_it_has_noticed_that_its_clients_left(
 
 
 def test_one_that_does_not_notice_is_stopped_all_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "NOTICE_PAUSES", (0.0,) * 3)
+    monkeypatch.setattr(engines, "NOTICE_PAUSES", (0.0,) * 3)
     with engine(**{"GET_/slots": (200, [{"id": 0, "is_processing": True}])}) as stub:
         runtime = Notes(stub.url)
         runtime.running = lambda: {"a": stub.url}
@@ -334,7 +333,7 @@ def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():
 
 
 def test_an_unknown_way_lists_the_known_ones():
-    assert tuple(WAYS) == config.WAYS
+    assert tuple(LEVELS) == config.WAYS
     with pytest.raises(
         BackendError, match="unknown standby level 'nap'; known: sleep, sleep-2, checkpoint, freeze, stop"
     ):
@@ -347,5 +346,5 @@ def test_another_way_has_the_same_guarantee(healthy: Stub):
             raise TimeoutError("did not wake")
 
     runtime = Notes(healthy.url)
-    assert Swapper(runtime, {**WAYS, "nap": Nap}).load(BACKEND, "nap") == Loaded(healthy.url, "stop")
+    assert Swapper(runtime, {**LEVELS, "nap": Nap}).load(BACKEND, "nap") == Loaded(healthy.url, "stop")
     assert runtime.calls == ["stop", "start"]

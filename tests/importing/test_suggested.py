@@ -34,9 +34,9 @@ import yaml
 
 from anvil_mux.cli.main import main
 from anvil_mux.command import Done
-from anvil_mux.config import composefile, interpolate
+from anvil_mux.config import compose, interpolate
+from anvil_mux.config.compose import laid_over
 from anvil_mux.config.config import Config
-from anvil_mux.config.overlay import laid_over
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing.roles import weights_of
 from anvil_mux.importing.suggested import Suggestion
@@ -488,11 +488,11 @@ def test_the_command_tells_what_compose_would_refuse_in_the_file(
     file.write_text("services:\n  a: {image: ollama/ollama}\n")
     asked: list[list[str]] = []
 
-    def compose(argv: list[str], environ: object) -> Done:
+    def answer(argv: list[str], environ: object) -> Done:
         asked.append([word for word in argv if word.endswith("yaml")])
         return Done(1, "", "services.a.image is bad\n")
 
-    monkeypatch.setattr(composefile, "run_compose", compose)
+    monkeypatch.setattr(compose, "run_compose", answer)
     assert main(["check", "--suggest", str(file)]) == 0
     assert [[Path(each).name for each in files] for files in asked] == [
         ["compose.yaml", "compose.anvil.yaml"]

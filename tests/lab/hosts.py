@@ -136,7 +136,7 @@ def world_of_hosts(fleet, policy, seed, requests=80):
     backends = FLEETS[fleet]
     if seed % 2:
         backends = own_settings(backends, f"{fleet} {policy} {seed}")
-        backends = tuple([replace(b, max_wait=None) if b.model in "mn" else b for b in backends])
+        backends = tuple([replace(b, max_wait="auto") if b.model in "mn" else b for b in backends])
     bounded = fleet.endswith("short of host memory")
     config = Config(
         backends=backends,

@@ -6,8 +6,7 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.lab.checker import check
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event
 from tests.lab.test_simulate import TWO, one
 
 
@@ -78,8 +77,8 @@ def test_the_checker_names_what_is_wrong(events, problem):
 @pytest.mark.parametrize(
     ("own", "moment", "overdue"),
     [
-        (None, 23.5, False),
-        (None, 24.5, True),
+        ("auto", 23.5, False),  # so that of all
+        ("auto", 24.5, True),
         (5.0, 8.5, False),
         (5.0, 9.5, True),
         (30.0, 33.5, False),

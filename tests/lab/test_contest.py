@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import DEFAULT_ROUTING
+from anvil_mux.config.values import DEFAULT_ROUTING
 from anvil_mux.lab import contest, engines, report
 from anvil_mux.lab.contest import Attainment, InFlightRouter, Objectives, Scenario, draw, run
 from anvil_mux.lab.engines import SimulatedEngine

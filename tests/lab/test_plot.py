@@ -17,8 +17,7 @@ from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.plot import Bar, CannotDraw, History, PlottedWait, draw
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import PROFILES
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event
 from tests.lab.test_simulate import LAYOUTS, world
 
 BEGIN = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}

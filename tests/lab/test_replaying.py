@@ -81,7 +81,7 @@ def test_two_servers_are_asked_in_turns(url: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "code", "why"),
     [
-        (["--profile", "single", "--model", "x"], 1, "does not serve x, but a, b; --model x=NAME says"),
+        (["--profile", "single", "--model", "x"], 1, "does not serve x, but a, b; say with --model x=NAME"),
         (["--trace", "nowhere.jsonl"], 1, "nowhere.jsonl: no such file; shipped: "),
     ],
 )

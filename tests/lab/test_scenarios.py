@@ -161,7 +161,7 @@ def test_one_very_slow_load_does_not_freeze_switching(policy: str) -> None:
 def test_thirty_random_rounds_lose_no_request_and_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anvil_mux.proxy.threads.SPARE_SECONDS", 0.1)
+    monkeypatch.setattr("anvil_mux.proxy.server.SPARE_SECONDS", 0.1)
     before = set(threading.enumerate())
     rig = Rig()
     try:

@@ -133,5 +133,5 @@ def test_models_are_looked_for_in_the_list_and_by_their_names(engine: FakeEngine
     engine.answer = answers(b"200 OK")
     server.check_models(("a", "alias"))
     engine.answer = answers(b"404 Not Found")
-    with pytest.raises(MuxError, match="does not serve b, but a; --model b=NAME says"):
+    with pytest.raises(MuxError, match="does not serve b, but a; say with --model b=NAME what"):
         server.check_models(("a", "b"))

@@ -6,14 +6,15 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL
+from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.group import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
 from anvil_mux.scheduler.steps import Cancel, Load
@@ -163,7 +164,7 @@ class Hazards:
             error = BackendError("cannot be cleaned up") if stuck else None
             # Never 0.0: of two loads cancelled at one moment, either may be the first to have ended.
             return Outcome(tick(draw.choice((0.01, 1.0, 4.0)) * draw.random()), error)
-        gentle = step.how == "stop" or random.Random(f"{self.seed} {step.backend} {nth} how").random() > 0.2
+        gentle = step.level == "stop" or random.Random(f"{self.seed} {step.backend} {nth} how").random() > 0.2
         how = None if gentle else "stop"
         if isinstance(step, Load):
             seconds, fate = tick(draw.uniform(1.0, 9.0)), draw.random()
@@ -190,8 +191,8 @@ def own_settings(backends, seed):
             priority=draw.choice((0, 0, 5)),
             ttl=draw.choice((None, None, 3.0078125, 20.0078125)),
             min_residency=draw.choice((0.0, 0.0, 6.00390625, 30.00390625)),
-            max_wait=draw.choice((None, None, 4.001953125, 90.001953125)),
-            drain_timeout=drains.choice((None, None, 0.0, 1.015625, inf, inf)),
+            max_wait=draw.choice(("auto", "auto", 4.001953125, 90.001953125)),
+            drain_timeout=drains.choice((30.0, 30.0, 0.0, 1.015625, inf, inf)),
             max_queue=queues.choice((None, None, 2)),
         )
         for backend in backends

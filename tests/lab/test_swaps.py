@@ -17,10 +17,11 @@ import yaml
 
 from anvil_mux import plugins
 from anvil_mux.cli.main import main
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError
 from anvil_mux.host import check, gpu, nvml
-from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.reading import Gpus, Reading
 from anvil_mux.lab import swaps
 from tests.running import serving

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import GpuMemoryShort, HostUnavailable
 from anvil_mux.scheduler.status import HostState, KeptPrompts
 from anvil_mux.telemetry import healthz
@@ -59,7 +60,7 @@ def test_a_request_without_an_answer_waits_to_learn_that_its_host_is_lost(seed):
         with stage.mux.lease("c") as lease:
             stage.clock.spawn(lose, "lose")
             begun = stage.clock.now()
-            stage.mux.facts.unreachable(lease)
+            stage.mux.facts.doubts.raised_by(lease)
             assert lease.is_host_lost
             assert stage.clock.now() == begun + 7.0
 
@@ -79,7 +80,7 @@ def test_of_several_backends_the_one_that_can_serve_stands_for_its_model():
 def test_a_host_is_drained_by_hand_and_used_again():
     def main(stage):
         stage.mux.facts.adopt({"c": "http://127.0.0.1:1"})
-        stage.mux.facts.host_drained("h1", True)
+        stage.mux.tell(stage.mux.scheduler.host_drained, "h1", drained=True)
         stage.clock.sleep(2.0)
         status = stage.mux.overview.status()
         assert status.hosts == (HostState("h1", None, is_drained=True),)
@@ -92,7 +93,7 @@ def test_a_host_is_drained_by_hand_and_used_again():
         }
         with pytest.raises(HostUnavailable, match="h1 is drained"):
             stage.mux.lease("c")
-        stage.mux.facts.host_drained("h1", False)
+        stage.mux.tell(stage.mux.scheduler.host_drained, "h1", drained=False)
         stage.mux.lease("c").release()
 
     Stage(FLEET).play(main)
@@ -100,7 +101,7 @@ def test_a_host_is_drained_by_hand_and_used_again():
 
 def test_memory_of_other_processes_is_that_of_a_gpu_of_their_host():
     def main(stage):
-        stage.mux.facts.memory_seen({"0": 8}, "h1")
+        stage.mux.tell(stage.mux.scheduler.memory_seen, {"0": 8}, host="h1")
         stage.mux.lease("a").release()
         with pytest.raises(GpuMemoryShort):
             stage.mux.lease("b")

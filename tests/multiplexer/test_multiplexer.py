@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux import errors
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import (
     BackendError,
     Cancelled,
@@ -31,12 +32,10 @@ from anvil_mux.multiplexer import multiplexer
 from anvil_mux.multiplexer.facts import KNOWN_SECONDS, REFUSED_SECONDS
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler import group
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.progress import LogProgress, Progress
+from anvil_mux.scheduler.costs import Cost, Footprint
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
-from anvil_mux.scheduler.wait_estimate import WaitEstimate
+from anvil_mux.scheduler.waits import LogProgress, Progress, WaitEstimate
 from tests.baton import BatonClock, Deadlock
 from tests.lab.facts import (
     Death,
@@ -188,9 +187,9 @@ class Player:
                     host, {n: u for n, u in running.items() if n not in standby}, standby
                 )
             case HostGone(_, host):
-                self._mux.facts.host_gone(host)
+                self._mux.tell(self._mux.scheduler.host_gone, host)
             case HostDrained(_, host, drained):
-                self._mux.facts.host_drained(host, drained)
+                self._mux.tell(self._mux.scheduler.host_drained, host, drained=drained)
 
     def _request(self, request):
         def tend(now):
@@ -902,7 +901,7 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
         stage.engines.ended = lambda backend: None
         stage.engines.answers = lambda backend, limit: False
         with stage.mux.lease("a") as lease:
-            assert stage.mux.facts.unreachable(lease) is None
+            assert stage.mux.facts.doubts.raised_by(lease) is None
             assert stage.clock.now() == 4.0 + KNOWN_SECONDS
             stage.clock.sleep(REFUSED_SECONDS - KNOWN_SECONDS - 1.0)
             assert not lease.severed
@@ -930,7 +929,7 @@ def test_a_backend_that_cannot_be_asked_for_want_of_files_is_left_alone():
 
         stage.engines.ended, stage.engines.answers = (lambda backend: None), none_left
         with stage.mux.lease("a") as lease:
-            assert stage.mux.facts.unreachable(lease) is None
+            assert stage.mux.facts.doubts.raised_by(lease) is None
             assert stage.mux.facts.doubts._open == {}
         stage.clock.sleep(1000.0)
 
@@ -963,7 +962,7 @@ def test_a_lease_is_on_what_it_was_granted_however_late_its_thread_goes_on(waits
 
     def ask_and_go_on_late(mux, ticket, *about, **more):
         ask(mux, ticket, *about, **more)
-        if ticket.leases:
+        if ticket.takes_lease:
             for _ in range(2):
                 mux.facts.reconfigure(Config(policy="eager", backends=(B,)), {})
                 mux._clock.sleep(60.0)
@@ -993,10 +992,10 @@ def test_where_no_thread_can_look_for_a_backend_nothing_is_in_doubt_and_the_next
         stage.clock.spawn = spawn_once_in_vain
         with stage.mux.lease("a") as lease:
             before = stage.clock.now()
-            assert stage.mux.facts.unreachable(lease) is None
+            assert stage.mux.facts.doubts.raised_by(lease) is None
             assert stage.clock.now() == before
             assert stage.mux.facts.doubts._open == {}
-            assert "exited with code 139" in stage.mux.facts.unreachable(lease).why
+            assert "exited with code 139" in stage.mux.facts.doubts.raised_by(lease).why
 
     Stage().play(main)
 
@@ -1046,7 +1045,7 @@ def test_a_backend_that_answers_in_the_end_stays_as_it_is(answer, seed):
         stage.engines.ended, stage.engines.answers = lambda backend: None, answers
         failed = stage.mux.lease("a")
         stage.request(0.0, "a", seconds=10.0 if not answer else 1000.0)
-        assert stage.mux.facts.unreachable(failed) is None
+        assert stage.mux.facts.doubts.raised_by(failed) is None
         failed.release()
         stage.clock.sleep(900.0)
         assert stage.states()["a"] == "ready"
@@ -1065,7 +1064,7 @@ def test_a_backend_that_is_silent_has_as_long_as_a_request_would_have(seed):
     def main(stage):
         stage.engines.ended, stage.engines.answers = lambda backend: None, answers
         failed = stage.mux.lease("a")
-        stage.mux.facts.unreachable(failed)
+        stage.mux.facts.doubts.raised_by(failed)
         failed.release()
         neighbour = stage.request(0.0, "a", seconds=599.0)
         stage.clock.sleep(598.0 - KNOWN_SECONDS)
@@ -1093,7 +1092,7 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
 
         def fail():
             with stage.mux.lease("a") as lease:
-                crashes.append(stage.mux.facts.unreachable(lease))
+                crashes.append(stage.mux.facts.doubts.raised_by(lease))
 
         for _ in range(3):
             stage.later(0.0, fail)
@@ -1115,7 +1114,7 @@ def test_a_backend_that_ended_is_loaded_anew_without_a_stop(seed):
         with stage.mux.lease("a"):
             pass
         with stage.mux.lease("a") as lease:
-            stage.mux.facts.unreachable(lease)
+            stage.mux.facts.doubts.raised_by(lease)
         with stage.mux.lease("a"):
             assert stage.clock.now() == 8.0
 
@@ -1132,7 +1131,7 @@ def test_a_late_word_of_an_old_backend_does_not_disturb_the_new_one(ended):
         with stage.mux.lease("a") as old:
             stage.mux.facts.died("a", "killed")
             with stage.mux.lease("a"):
-                stage.mux.facts.unreachable(old)
+                stage.mux.facts.doubts.raised_by(old)
                 assert stage.states()["a"] == "ready"
                 assert stage.mux.overview.status().leases == 1
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import worlds
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.lab import engines, simulate, study, workload
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import FOREVER
 from tests.lab import facts
 
@@ -28,9 +29,8 @@ KINDS: dict[str, str] = {}
 
 def config_of(about: dict[str, Any]) -> Config:
     about = {KEYS.get(key, key): value for key, value in about.items()}
-    backends = tuple(
-        [Backend(**{KEYS.get(k, k): _value(v) for k, v in each.items()}) for each in about["backends"]]
-    )
+    given = [{k: v for k, v in each.items() if v is not None} for each in about["backends"]]
+    backends = tuple([Backend(**{KEYS.get(k, k): _value(v) for k, v in each.items()}) for each in given])
     gpus = tuple([Gpu(id, vram=vram) for id, vram in about.get("gpus", {}).items()])
     rest = {key: value for key, value in about.items() if key not in ("backends", "gpus")}
     return Config(backends=backends, gpus=gpus, **rest)
@@ -59,7 +59,7 @@ def perform_of(world: dict[str, Any], config: Config) -> Any:
 
     def perform(step: Any, nth: int) -> engines.Outcome:
         what = WHAT[type(step).__name__]
-        asked = getattr(step, "how", ""), getattr(step, "to", "")
+        asked = getattr(step, "level", ""), getattr(step, "to", "")
         how, to = (KINDS.get(level, level) for level in asked)
         ending = worlds.outcome(world["engines"], what, step.backend, nth, how, to)
         error = {"": None, "load": LoadError("no"), "engine": BackendError("no")}[ending.error]
@@ -107,10 +107,14 @@ def _workload_log(world: dict[str, Any]) -> Any:
     )
 
 
+def detail(cause: Cause) -> str:
+    return cause.detail.replace("weighted_prefill ", "delay ")  # a metric
+
+
 def written(event: Event) -> list[Any]:
     """An event as JSON has it, in the words of the frozen commit."""
     cause, kind, way = event.cause, KINDS.get(event.kind, event.kind), KINDS.get(event.way, event.way)
-    known = cause and {**cause._asdict(), "kind": KINDS.get(cause.kind, cause.kind)}
+    known = cause and {**cause._asdict(), "kind": KINDS.get(cause.kind, cause.kind), "detail": detail(cause)}
     return list(event._replace(kind=kind, way=way, cause=known))  # type: ignore[arg-type]
 
 

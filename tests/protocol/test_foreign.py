@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import anvil_mux
-from anvil_mux.config import presets
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol import completions, foreign, naming
+from anvil_mux.proxy.rewriting import rewritten
 from anvil_mux.proxy.server import STACK_BYTES
 from anvil_mux.routing import prefix
 
@@ -113,7 +113,7 @@ def test_every_reader_of_a_request_refuses_what_is_nested_too_deeply():
         lambda: naming.model_and_stream(body),
         lambda: naming.model_and_stream(body.replace(b"model", b"m\\u006fdel")),
         lambda: naming.session_models(body),
-        lambda: presets.rewritten(body, ("seed",), {}),
+        lambda: rewritten(body, ("seed",), {}),
     ):
         with pytest.raises(BadRequest, match="nested deeper"):
             refused()
@@ -130,18 +130,16 @@ OWN = {
     "cli/operating.py",
     "cluster/frames.py",
     "cluster/ownership.py",
-    "config/presets.py",
     "demo/engine.py",
-    "host/docker.py",
-    "host/driver.py",
-    "host/endpoint.py",
-    "host/process.py",
-    "host/prompt_files.py",
+    "host/docker_api.py",
+    "host/cuda_driver.py",
+    "host/processes.py",
     "host/starter.py",
     "lab/player.py",
     "lab/workload.py",
     "protocol/foreign.py",
     "protocol/naming.py",
+    "proxy/rewriting.py",
     "serve/polling.py",
     "serve/remote.py",
     "serve/state_files.py",

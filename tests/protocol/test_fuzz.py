@@ -23,10 +23,10 @@ from typing import Any
 import h11
 import pytest
 
-from anvil_mux.config.presets import rewritten
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 from anvil_mux.protocol import http1, naming
 from anvil_mux.protocol.lasthead import LastHead
+from anvil_mux.proxy.rewriting import rewritten
 
 CORPUS = Path(__file__).parent.parent / "corpus"
 ROUNDS = 5000

@@ -15,8 +15,8 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, BadRequest, LoadError
 from anvil_mux.protocol import ollama
 from anvil_mux.protocol.completions import Translation
-from anvil_mux.proxy.waiting import Patience
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.proxy.dispatch import Patience
+from anvil_mux.scheduler.events import Cause
 from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
 from tests.fake_engine import chunk as framed
 from tests.protocol.test_completions import called, chunk

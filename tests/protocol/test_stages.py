@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
-from anvil_mux.protocol import stages
+from anvil_mux.protocol.completions import REMOTE_DECODE
 from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
@@ -59,7 +60,7 @@ def prefilled(rig: Rig) -> dict[str, Any]:
     asked = rig.engine.next()
     body: dict[str, Any] = json.loads(asked.body)
     assert (body["max_tokens"], body["stream"]) == (1, False)
-    assert body["kv_transfer_params"] == stages.REMOTE_DECODE
+    assert body["kv_transfer_params"] == REMOTE_DECODE
     reply(asked, {"choices": [], "kv_transfer_params": WHERE})
     return body
 

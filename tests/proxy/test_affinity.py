@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.proxy import threads
-from anvil_mux.proxy.threads import CPUs
+from anvil_mux.proxy.server import CPUs, one_cpu, run_on
 
 
 def test_programs_spread_over_the_cpus_that_they_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5, 7})
-    assert [threads.one_cpu(process) for process in (30, 31, 32, 33)] == [{2}, {5}, {7}, {2}]
+    assert [one_cpu(process) for process in (30, 31, 32, 33)] == [{2}, {5}, {7}, {2}]
 
 
 def test_it_is_a_fast_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,9 +21,9 @@ def test_it_is_a_fast_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (tmp_path / f"cpu{cpu}/cpufreq").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/cpufreq/cpuinfo_max_freq").write_text(f"{rate}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert {threads.one_cpu(process, tmp_path) for process in range(8)} == {CPUs({0}), CPUs({1})}
+    assert {one_cpu(process, tmp_path) for process in range(8)} == {CPUs({0}), CPUs({1})}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 9})  # of one nothing is known
-    assert {threads.one_cpu(process, tmp_path) for process in range(8)} == {CPUs({0}), CPUs({9})}
+    assert {one_cpu(process, tmp_path) for process in range(8)} == {CPUs({0}), CPUs({9})}
 
 
 def test_a_thread_moves_itself_and_nobody_else() -> None:
@@ -32,7 +31,7 @@ def test_a_thread_moves_itself_and_nobody_else() -> None:
     moved: list[set[int]] = []
 
     def move() -> None:
-        threads.run_on(one)
+        run_on(one)
         moved.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=move)
@@ -44,5 +43,5 @@ def test_a_thread_moves_itself_and_nobody_else() -> None:
 
 def test_a_cpu_that_is_gone_is_no_error() -> None:
     before = os.sched_getaffinity(0)
-    threads.run_on(CPUs({1023}))
+    run_on(CPUs({1023}))
     assert os.sched_getaffinity(0) == before

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Keyring, load
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.values import AnyOf, Preset
 from tests.fake_engine import JSON_OK, Answer, Rig
 
 CHAT = b'{"model":"chat"}'

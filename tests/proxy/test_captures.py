@@ -12,7 +12,7 @@ import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.config.keys import Keyring, load
-from anvil_mux.proxy.capture import BODY_BYTES, redacted
+from anvil_mux.proxy.reply import CAPTURED_BYTES, redacted
 from anvil_mux.telemetry.accesslog import Served
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
 
@@ -105,12 +105,12 @@ def test_an_error_is_kept(make_rig: Make) -> None:
 
 def test_of_long_bodies_the_beginning_is_kept(make_rig: Make) -> None:
     rig = make_rig(capture=1)
-    said = b"x" * (BODY_BYTES + 1)
+    said = b"x" * (CAPTURED_BYTES + 1)
     rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(said) + said
     ask(rig, b'{"model":"a","long":"%s"}' % said)
     one = kept(rig, "one")
-    assert (len(one["question"]), one["question_is_cut"]) == (BODY_BYTES, True)
-    assert (len(one["answer"]), one["answer_is_cut"]) == (BODY_BYTES, True)
+    assert (len(one["question"]), one["question_is_cut"]) == (CAPTURED_BYTES, True)
+    assert (len(one["answer"]), one["answer_is_cut"]) == (CAPTURED_BYTES, True)
 
 
 def test_a_form_is_not_kept(make_rig: Make) -> None:

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.any_of import AnyOf
-from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.keys import load
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.values import AnyOf, Preset
 from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
-from anvil_mux.host.external import ExternalServer
+from anvil_mux.host.hosts import ExternalServer
 from anvil_mux.host.seam import Loaded
 from anvil_mux.multiplexer.circuits import MOST_FAILURES
-from anvil_mux.proxy.fallbacks import is_reason
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy.dispatch import Patience, is_reason
 from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, Mechanism, RawClient, Rig, chunk
 from tests.proxy.test_tls import make_certificate
 from tests.running import seen

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.scheduler.events import Event
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
 from tests.proxy.test_watching import Watcher
@@ -82,8 +82,8 @@ def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None
     rig = make_rig(backends=candidates("", "h1", "h2", "h3"))
     rig.mux.facts.adopt({"m.h1.0": rig.engine.url})
     rig.mux.facts.host_lost("h1")
-    rig.mux.facts.host_drained("h2", True)
-    rig.mux.facts.host_away("h3", True)
+    rig.mux.tell(rig.mux.scheduler.host_drained, "h2", drained=True)
+    rig.mux.tell(rig.mux.scheduler.host_away, "h3", away=True)
     told = {each.pop("host"): each for each in json.loads(rig.client().get(b"/why?model=m").body)["hosts"]}
     assert told["local"] == {"states": {"stopped": 2}, "left_out": None}
     assert told["h1"]["states"] == {"ready": 1, "stopped": 1}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend
+from anvil_mux.config.values import AnyOf
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.demo import compose
@@ -172,7 +172,7 @@ def test_gpus_stand_under_their_host_with_its_state(
     assert page.ask(cards("local")) == ["GPU 0\nfree"]
     assert page.ask(f"{row('m')}.children[2].textContent") == "on any of 2 hosts"
     assert page.ask(f"{row('c')}.children[2].textContent") == "h2"
-    rig.mux.facts.host_away("h2", True)
+    rig.mux.tell(rig.mux.scheduler.host_away, "h2", away=True)
     page.wait(f"{health} === 'the host h2 is away'")
     assert page.ask(f"{host('h2')}.{chip}") == "away"
     rig.mux.facts.host_lost("h1")
@@ -182,7 +182,7 @@ def test_gpus_stand_under_their_host_with_its_state(
     assert page.ask(state_of("a")) == "ready, host lost"
     assert page.ask(f"{row('a')}.children[2].textContent") == "h1/0"
     assert page.ask(state_of("m")) == "stopped"
-    rig.mux.facts.host_away("h2", False)
+    rig.mux.tell(rig.mux.scheduler.host_away, "h2", away=False)
     rig.mux.facts.host_back("h1", {"a": rig.engine.url})
     page.wait(f"{READY} && {state_of('a')} === 'ready' && {host('h1')}.{chip} === 'here'")
 

@@ -19,7 +19,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.proxy.page import terms
-from anvil_mux.scheduler.events import TRANSITIONS
+from anvil_mux.scheduler.slot import TRANSITIONS
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.fake_engine import Rig
@@ -91,8 +91,8 @@ def page(make_rig: Callable[..., Rig], browser: Chromium) -> Iterator[Chromium]:
     rig.feed.ended(ended(time.time(), status=503, code="load_failed"))
     rig.feed.ring()
     rig.mux.facts.host_lost("lost")
-    rig.mux.facts.host_away("away", True)
-    rig.mux.facts.host_drained("drained", True)
+    rig.mux.tell(rig.mux.scheduler.host_away, "away", away=True)
+    rig.mux.tell(rig.mux.scheduler.host_drained, "drained", drained=True)
     browser.leave()
     open_page(rig, browser)
     told = "Object.values(state.hosts).every(host => host.lost || host.away || host.drained)"

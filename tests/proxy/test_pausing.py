@@ -30,7 +30,7 @@ def paused(rig: Rig) -> PauseState | None:
 
 def test_it_frees_the_gpus_and_ends_with_resume(rig: Rig) -> None:
     rig.engine.answer = lambda _: JSON_OK
-    rig.mux.facts.pin("a", True)
+    rig.mux.tell(rig.mux.scheduler.pinned, "a", pinned=True)
     rig.mux.lease("a").release()
     assert post(rig, b"/pause") == (200, {"success": True, "until": None, "kept": True})
     rig.events.wait("stopped")
@@ -140,7 +140,7 @@ def test_all_models_are_unloaded_at_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ANVIL_URL", "http://{}:{}".format(*rig.address))
-    rig.mux.facts.pin("a", True)
+    rig.mux.tell(rig.mux.scheduler.pinned, "a", pinned=True)
     rig.mux.lease("a").release()
     assert main(["unload", "--all"]) == 0
     rig.events.wait("stopped")

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Keyring, load
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.machines import Gpu
+from anvil_mux.config.values import Preset
 from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
 
 THINK = Preset("qwen-think", set=(("temperature", "1"), ("top_k", "9")), system="Think first.")

@@ -20,8 +20,8 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError, Severed
 from anvil_mux.host.seam import Evicted
 from anvil_mux.protocol import api, http1
-from anvil_mux.proxy import bodies, connections, pump, relay
-from anvil_mux.proxy.waiting import Patience
+from anvil_mux.proxy import connections, exchange, pump
+from anvil_mux.proxy.dispatch import Patience
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import seen
 
@@ -312,7 +312,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     client, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=10.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    stream = pump.PumpedStream(upstream, client, bodies.body_of(response, chunked=True), pump.Passed())
+    stream = pump.PumpedStream(upstream, client, pump.body_of(response, chunked=True), pump.Passed())
     moved._streams[-1] = stream
     for now in (100.0, 109.0, 118.0):
         engine.sendall(chunk(b"data: 1\n\n"))
@@ -320,7 +320,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> Non
         moved._sweep(now + 9.5)
         assert stream.end is None
     moved._sweep(128.5)
-    assert stream.end is pump.End.STALLED
+    assert stream.end is pump.End.SILENT
     moved._streams.clear()
     moved.close()
     for end in (engine, upstream, client, far):
@@ -609,14 +609,14 @@ def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
 
-    lease, shared = Lease(), relay.Relay(5.0)
+    lease, shared = Lease(), exchange.Relay(5.0)
     client, other_end = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listener, client, other_end:
         lease.address = listener.getsockname()
         thread = threading.Thread(target=engine)
         thread.start()
-        with pytest.raises(Severed), relay.Exchange(shared, lease, client) as exchange:
-            exchange.ask("POST", b"POST / HTTP/1.1\r\n\r\n", b"")
+        with pytest.raises(Severed), exchange.Exchange(shared, lease, client) as asking:
+            asking.ask("POST", b"POST / HTTP/1.1\r\n\r\n", b"")
         thread.join()
     shared.close()
 
@@ -785,9 +785,9 @@ def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
-    looks, look = threading.Semaphore(0), relay.Exchange._look
+    looks, look = threading.Semaphore(0), exchange.Exchange._look
 
-    def note(self: relay.Exchange) -> None:
+    def note(self: exchange.Exchange) -> None:
         look(self)
         looks.release()
 
@@ -799,7 +799,7 @@ def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle
         each.send(JSON_OK)
     assert [client.read().status for client in (first, second)] == [200, 200]
     rig.events.record(2)
-    monkeypatch.setattr(relay.Exchange, "_look", note)
+    monkeypatch.setattr(exchange.Exchange, "_look", note)
     first.post(ASK_A)
     slow = rig.engine.next()
     for _ in range(3):
@@ -1054,14 +1054,14 @@ def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig
     client.post(ASK_A)
     rig.engine.next().send(JSON_OK)
     assert client.read().status == 200
-    looked, look = threading.Event(), relay.Exchange._look
+    looked, look = threading.Event(), exchange.Exchange._look
 
-    def noting(exchange: relay.Exchange) -> None:
-        look(exchange)
+    def noting(waiting: exchange.Exchange) -> None:
+        look(waiting)
         looked.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relay.Exchange, "_look", noting)
+        patch.setattr(exchange.Exchange, "_look", noting)
         client.post(ASK_A)
         asked = rig.engine.next()
         assert looked.wait(GUARD)
@@ -1081,13 +1081,13 @@ def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anvil_mux.proxy.connections.CONNECT_SECONDS", 0.5)
-    looks, look = threading.Semaphore(0), relay.Exchange._look
+    looks, look = threading.Semaphore(0), exchange.Exchange._look
 
-    def noting(exchange: relay.Exchange) -> None:
+    def noting(waiting: exchange.Exchange) -> None:
         looks.release()
-        look(exchange)
+        look(waiting)
 
-    monkeypatch.setattr(relay.Exchange, "_look", noting)
+    monkeypatch.setattr(exchange.Exchange, "_look", noting)
     rig.engine.answer = lambda _: JSON_OK
     with socket.create_server(("127.0.0.1", 0), backlog=5) as frozen:
         elsewhere(rig, frozen)
@@ -1178,7 +1178,7 @@ def test_what_a_stream_says_of_tokens_is_found_wherever_its_pieces_end() -> None
         passed = pump.Passed()
         for piece in (stream[:end], stream[end:]):
             passed.note(piece)
-        assert api.tokens_said(passed.said) == (37, 12, 821), end
+        assert api.tokens_said(passed.usage) == (37, 12, 821), end
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ import pytest
 
 from anvil_mux import __version__, clock
 from anvil_mux.config import keys
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BadRequest, LoadError
 from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
-from anvil_mux.proxy import client, front, server, threads
+from anvil_mux.proxy import client, server
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
@@ -498,18 +499,22 @@ def test_connections_over_the_limit_are_told_so(make_rig: Callable[..., Rig]) ->
 
 def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     starves, tries, looked = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
-    accept, earlier = server.TCPServer.get_request, rig.client()
+    listener, earlier = rig.server.listener, rig.client()
     assert earlier.get(b"/livez").status == 200
 
-    def starved(self: server.Server) -> object:
+    def starved() -> object:
         if starves.is_set():
             tries.release()
             raise OSError(errno.EMFILE, "Too many open files")
-        return accept(self)
+        return listener.accept()
+
+    def swept(now: float) -> None:
+        looked.release()
 
     monkeypatch.setattr(server, "STARVED_SECONDS", 60.0)
-    monkeypatch.setattr(server.TCPServer, "get_request", starved)
-    monkeypatch.setattr(rig.server, "look", looked.release)
+    starving = SimpleNamespace(accept=starved, fileno=listener.fileno, close=listener.close)
+    monkeypatch.setattr(rig.server, "listener", starving)
+    monkeypatch.setattr(rig.server, "_sweep", swept)
     starves.set()
     connection = rig.client()
     assert tries.acquire(timeout=GUARD)
@@ -521,7 +526,7 @@ def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pyt
     assert earlier.get(b"/livez").status == 200
     starves.clear()
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60.0)
-    monkeypatch.setattr(front, "time", later)
+    monkeypatch.setattr(server, "time", later)
     assert connection.get(b"/livez").status == 200
 
 
@@ -531,7 +536,7 @@ def test_a_connection_that_ended_makes_room(
     rig = make_rig(max_connections=1)
     end, gone = rig.server.end, threading.Event()
 
-    def note(connection: front.ClientConnection) -> None:
+    def note(connection: client.Client) -> None:
         end(connection)
         gone.set()
 
@@ -556,7 +561,7 @@ def test_idle_connections_and_heads_in_the_making_have_no_thread(rig: Rig) -> No
         assert connection.get(b"/livez").status == 200
     for connection in begun:
         connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
-    assert seen(lambda: len(rig.server.front), lambda watched: watched == 150) == 150
+    assert seen(lambda: rig.server.watched, lambda watched: watched == 150) == 150
     for connection in begun:
         connection.send(b"alhost\r\n\r\n")
         assert connection.read().body == b"ok\n"
@@ -574,8 +579,8 @@ def test_a_thread_that_has_served_a_request_serves_others(rig: Rig) -> None:
 
 
 def test_a_thread_that_is_not_needed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "SPARE_SECONDS", 0.0)
-    pool, served = threads.Threads(), []
+    monkeypatch.setattr(server, "SPARE_SECONDS", 0.0)
+    pool, served = server.Threads(), []
     for number in range(3):
         pool.run(lambda number=number: served.append((number, threading.current_thread())))  # type: ignore[misc]
         assert seen(lambda: len(served), lambda count: count > number)  # noqa: B023
@@ -600,7 +605,7 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
         connection.post(body, extra=b"Authorization: Bearer key-of-%b\r\n" % name.encode())
         assert connection.read().status == status, name
         connection.leave()
-        assert seen(lambda: rig.server.connections, lambda left: not left) == set()
+        assert seen(lambda: rig.server.clients, lambda left: not left) == set()
 
 
 # Routes
@@ -1036,14 +1041,14 @@ def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
 
 
 def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, process_request = threading.Event(), rig.server.process_request
+    gate, admit = threading.Event(), rig.server.admit
 
-    def stuck(request: object, address: object) -> None:
+    def stuck(request: socket.socket, address: str) -> None:
         gate.wait(GUARD)
-        process_request(request, address)
+        admit(request, address)
 
     monkeypatch.setattr(server, "PULSE_SECONDS", 1.5)
-    monkeypatch.setattr(rig.server, "process_request", stuck)
+    monkeypatch.setattr(rig.server, "admit", stuck)
     assert not rig.server.hangs
     connection = rig.client()
     assert seen(lambda: rig.server.hangs, bool)
@@ -1065,7 +1070,7 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
 
     monkeypatch.setattr(client.Client, "receive", mistaken)
     monkeypatch.setattr(
-        front, "safely", lambda thread, do, default: do()
+        server, "safely", lambda thread, do, default: do()
     )  # a turn that succeeds says it is over
     one, other = rig.client(), rig.client()
     one.send(SMUGGLED)
@@ -1076,21 +1081,21 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
         assert one.is_closed()
     except ConnectionResetError:
         pass
-    assert seen(lambda: len(rig.server.connections), lambda count: count == 1) == 1
+    assert seen(lambda: len(rig.server.clients), lambda count: count == 1) == 1
 
 
 def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "SWEEP_SECONDS", 0.02)
-    process_request, wrong = rig.server.process_request, []
+    monkeypatch.setattr(server, "SWEEP_SECONDS", 0.02)
+    admit, wrong = rig.server.admit, []
 
-    def mistaken(request: socket.socket, address: object) -> None:
+    def mistaken(request: socket.socket, address: str) -> None:
         if not wrong:
             wrong.append(address)
             request.close()
             raise RuntimeError("a mistake")
-        process_request(request, address)
+        admit(request, address)
 
-    monkeypatch.setattr(rig.server, "process_request", mistaken)
+    monkeypatch.setattr(rig.server, "admit", mistaken)
     try:
         assert rig.client().is_closed()
     except ConnectionResetError:
@@ -1129,11 +1134,10 @@ def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
 
 
 def test_who_is_stopped_before_it_began_to_accept_begins_no_more(rig: Rig) -> None:
-    never, listener = front.Front(rig.server), socket.socket()
-    never.stop()
+    never = server.Server(server.listen("127.0.0.1", 0), rig.handler, rig.mux)
+    never.shutdown()
     never.close()
-    listener.close()
-    never.run(listener, 0.5)
+    never.serve_forever()
 
 
 def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:

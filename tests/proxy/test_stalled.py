@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux.protocol import http1
-from anvil_mux.proxy import bodies, client, pump, relay, sockets
+from anvil_mux.proxy import client, exchange, pump, sockets
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
 from tests.proxy.test_upstream import SWITCHED, WISH
 
@@ -103,7 +103,7 @@ def whole_answer(rig: Rig) -> RawClient:
 def test_a_slow_reader_of_an_answer_that_the_engine_has_given_holds_up_no_swap(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, begin: Callable[[Rig], RawClient]
 ) -> None:
-    monkeypatch.setattr(relay, "WHOLE", LARGE)
+    monkeypatch.setattr(exchange, "WHOLE", LARGE)
     rig = make_rig(client_timeout=1e6, drain_timeout=1e6)
     rig.other.answer = lambda _: JSON_OK
     slow = begin(rig)
@@ -128,7 +128,7 @@ def test_a_stream_ends_with_its_engine_whatever_its_client_has_not_taken() -> No
             pass
         moved = pump.Pump(silence_timeout=1e6, client_timeout=1e6)
         response = http1.parse_response(SSE_HEAD, "POST")
-        last = pump.PumpedStream(upstream, near, bodies.body_of(response, chunked=True), pump.Passed())
+        last = pump.PumpedStream(upstream, near, pump.body_of(response, chunked=True), pump.Passed())
         said = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
         engine.sendall(said)
         moving = threading.Thread(target=moved.relay, args=(last,), daemon=True)
@@ -143,7 +143,7 @@ def test_an_engine_that_is_slow_is_no_stalled_client() -> None:
     near, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=1e6, client_timeout=0.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    slow = pump.PumpedStream(upstream, near, bodies.body_of(response, chunked=True), pump.Passed())
+    slow = pump.PumpedStream(upstream, near, pump.body_of(response, chunked=True), pump.Passed())
     moved._streams[-1] = slow
     engine.sendall(chunk(b"data: 1\n\n"))
     moved._read(slow, 100.0)
@@ -166,10 +166,10 @@ def test_a_client_that_takes_a_little_now_and_then_is_waited_for() -> None:
                 far_has += near.send(bytes(1 << 20), socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
-        unread = sockets.Unread(near, 0.0)
-        assert unread.seconds(50.0) == 50.0
+        stall = sockets.Stall(near, 0.0)
+        assert stall.seconds(50.0) == 50.0
         while far_has:
             far_has -= len(far.recv(far_has))
         assert select.select([], [near], [], GUARD)[1]
-        assert unread.seconds(60.0) == 0.0
-        assert unread.seconds(70.0) == 10.0
+        assert stall.seconds(60.0) == 0.0
+        assert stall.seconds(70.0) == 10.0

@@ -11,8 +11,8 @@ from anvil_mux.command import API_KEYS
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import api
-from anvil_mux.proxy import stored_responses
-from anvil_mux.proxy.stored_responses import StoredResponses
+from anvil_mux.proxy import question
+from anvil_mux.proxy.question import StoredResponses
 from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, chunk
 from tests.scheduler.test_replicas import fleet
 
@@ -155,15 +155,15 @@ def test_the_routes_of_an_answer(method: str, path: str, found: str | None) -> N
 
 
 def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote() -> None:
-    assert stored_responses.id_in(b'{"id": "resp_a-1","x":"\\"id\\":\\"resp_no\\""}') == "resp_a-1"
-    assert stored_responses.id_in(b'{"text":"\\"id\\":\\"resp_no\\""}') == ""
-    assert stored_responses.previous(b'{"previous_response_id" : "resp_p"}') == "resp_p"
-    assert stored_responses.previous(b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}') == ""
-    assert stored_responses.previous(b'{"previous_response_id":null}') == ""
+    assert question.answer_id(b'{"id": "resp_a-1","x":"\\"id\\":\\"resp_no\\""}') == "resp_a-1"
+    assert question.answer_id(b'{"text":"\\"id\\":\\"resp_no\\""}') == ""
+    assert question.previous_answer(b'{"previous_response_id" : "resp_p"}') == "resp_p"
+    assert question.previous_answer(b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}') == ""
+    assert question.previous_answer(b'{"previous_response_id":null}') == ""
 
 
 def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_responses, "MOST", 2)
+    monkeypatch.setattr(question, "MOST_ANSWERS", 2)
     kept = StoredResponses()
     for number in range(3):
         kept.keep(f"resp_{number}", "m", "a", None)
@@ -183,4 +183,4 @@ def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_stream_is_held_back_no_longer_than_its_first_event(events: bytes, enough: bool) -> None:
-    assert stored_responses.says_no_more(events) is enough
+    assert question.has_answer_id(events) is enough

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anvil_mux.proxy import page
 from anvil_mux.proxy.page import terms
-from anvil_mux.scheduler.events import TRANSITIONS
+from anvil_mux.scheduler.slot import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE = Path(page.__file__).with_name("page.html").read_text()

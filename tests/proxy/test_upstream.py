@@ -14,10 +14,10 @@ from anvil_mux.command import API_KEYS
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key, Keyring
-from anvil_mux.config.presets import Preset
+from anvil_mux.config.values import Preset
 from anvil_mux.protocol import api
 from anvil_mux.proxy.access import Access
-from anvil_mux.proxy.questions import names_there
+from anvil_mux.proxy.question import names_there
 from anvil_mux.proxy.tunnel import Ended, tunnel
 from tests.fake_engine import GUARD, JSON_OK, Asked, RawClient, Rig
 
@@ -206,7 +206,7 @@ def test_the_client_of_a_websocket_leaves_though_its_engine_takes_nothing() -> N
     ended: list[Ended] = []
 
     def run() -> None:
-        ended.append(tunnel(near, far, b"", must_end=lambda: False, silence=1e6, unread=1e6))
+        ended.append(tunnel(near, far, b"", must_end=lambda: False, silence=1e6, client_timeout=1e6))
 
     with near, far, engine:
         try:

@@ -216,7 +216,7 @@ def test_the_scale_of_tokens_does_not_matter_to_least_prefill_work() -> None:
 
 
 def delays(*replicas: Replica, tokens: int = 1000) -> list[float]:
-    return [routing.delay(Work(tokens=tokens), replica) for replica in replicas]
+    return [routing.weighted_prefill(Work(tokens=tokens), replica) for replica in replicas]
 
 
 def test_delay_counts_those_who_follow_a_large_request_to_a_replica_that_many_go_to() -> None:

@@ -8,19 +8,18 @@ from typing import Any
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
-from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.facts import NOTHING_HELD
-from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.layout import Draft, build_state, fill, shared_settings
-from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.layout import Draft, build_group, fill, shared_settings
+from anvil_mux.scheduler.model import Model, ModelQueue
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import Policy
-from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import Common, GroupState
+from anvil_mux.scheduler.state import Common
+from anvil_mux.scheduler.steps import RUNS, FoundBackend
 
 
 def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None) -> GpuGroup:
@@ -31,7 +30,6 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
         name: Model(name, each, settings.routings[each.routing], full=settings.full)
         for name, each in settings.models.items()
     }
-    states: dict[str, list[GroupState]] = {}
     common = Common(
         settings=settings._replace(policy=policy or settings.policy),
         emit=emit,
@@ -41,15 +39,15 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
         hosts={"": HostRecord()},
         memories={"": HostMemory(config.host_memory, footprints)},
         models=models,
-        states=states,
+        groups_of=groups,
     )
     draft = Draft("+".join(sorted(name for name, _ in gpu_groups(config.backends))), "", config.backends)
-    group = GpuGroup(build_state(draft, common), groups)
-    fill(group.state, draft)
+    group = build_group(draft, common)
+    fill(group, draft)
     for name, model in models.items():
-        model.take(group.state.own_slots[name])
-        groups[name], states[name] = [group], [group.state]
-    group.state.remodelled()
+        model.take(group.own_slots[name])
+        groups[name] = [group]
+    group.remodelled()
     return group
 
 
@@ -60,19 +58,20 @@ class LoneGroup:
         self, config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None
     ) -> None:
         self.group = lone_group(config, emit, policy=policy)
-        self.state, self.slots = self.group.state, self.group.slots
+        self.state, self.slots = self.group, self.group.slots
         self.next_step, self.request, self.release = (
             self.group.next_step,
             self.group.request,
             self.group.release,
         )
-        self.give_up, self.fail_all = self.group.admission.give_up, self.group.admission.fail_all
-        self.sever_all, self.retired = self.group.moves.sever_all, self.group.orders.retire
-        self.expected, self.looked_at = self.group.facts.expect, self.group.facts.looked_at
-        self.memory_seen = self.group.facts.memory_seen
+        self.give_up, self.fail_all = self.group.abandoned, self.group.fail_all
+        self.sever_all, self.retired = self.group.sever_all, self.group.retire
 
     def __repr__(self) -> str:
         return repr(self.group)
+
+    def memory_seen(self, held: Mapping[str, int], now: float = 0.0) -> bool:
+        return self.group.memory_seen(held, now)
 
     @property
     def queues(self) -> dict[str, ModelQueue]:
@@ -87,53 +86,59 @@ class LoneGroup:
         assert replicas is not None
         return replicas.in_flight
 
+    def expected(self, name: str) -> None:
+        self.group.unseen.add(name)
+
+    def looked_at(self, name: str, at: float = 0.0) -> None:
+        self.group.looked_at(self.slots[name], at)
+
     def adopt(self, name: str, at: float) -> bool:
-        return self.group.facts.adopt(self.slots[name], at)
+        return self.group.adopt(self.slots[name], at, RUNS)
 
     def adopt_standby(
         self, name: str, at: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> bool:
-        return self.group.facts.adopt_standby(self.slots[name], at, how, residual, host_bytes)
+        return self.group.adopt(self.slots[name], at, FoundBackend(how, residual, host_bytes))
 
     def loaded(self, name: str, at: float, how: str = "stop") -> None:
-        self.group.facts.loaded(self.slots[name], at, how)
+        self.group.loaded(self.slots[name], at, how)
 
     def load_failed(self, name: str, at: float, error: LoadError) -> None:
-        self.group.facts.load_failed(self.slots[name], at, error)
+        self.group.load_failed(self.slots[name], at, error)
 
     def load_cancelled(self, name: str, at: float) -> None:
-        self.group.facts.load_cancelled(self.slots[name], at)
+        self.group.load_cancelled(self.slots[name], at)
 
     def evicted(
         self,
         name: str,
         at: float,
         residual: Mapping[str, int] = NOTHING_HELD,
-        how: str = "stop",
+        level: str = "stop",
         host_bytes: int = 0,
         **left: Any,
     ) -> None:
-        self.group.facts.evicted(
-            self.slots[name], at, residual=residual, how=how, host_bytes=host_bytes, **left
+        self.group.evicted(
+            self.slots[name], at, residual=residual, level=level, host_bytes=host_bytes, **left
         )
 
     def evict_failed(self, name: str, at: float, why: str) -> None:
-        self.group.facts.evict_failed(self.slots[name], at, why)
+        self.group.evict_failed(self.slots[name], at, why)
 
     def died(self, name: str, at: float, why: str, log: Iterable[str] = ()) -> None:
-        self.group.facts.died(self.slots[name], at, why, log)
+        self.group.died(self.slots[name], at, why, log)
 
     def unanswering(self, name: str, at: float) -> None:
-        self.group.facts.unanswering(self.slots[name], at)
+        self.group.unanswering(self.slots[name], at)
 
     def silent(self, name: str, at: float) -> None:
-        self.group.admission.leave_silent(self.slots[name], at)
+        self.group.silent(self.slots[name], at)
 
     def unload(self, model: str, at: float) -> bool:
-        return self.group.orders.unload(self.state.models[model], at)
+        return self.group.unload(self.state.models[model], at)
 
     def unload_when_idle(self, model: str, at: float) -> bool:
-        return self.group.orders.unload_when_idle(self.state.models[model], at)
+        return self.group.unload_when_idle(self.state.models[model], at)
 
     def pin(self, model: str, at: float, pinned: bool) -> None:
-        self.group.orders.pin(self.state.models[model], at, pinned=pinned)
+        self.group.pin(self.state.models[model], at, pinned=pinned)

@@ -5,12 +5,13 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Cause
 from tests.lab.facts import HostBack, HostLost, Unloading
 from tests.scheduler.test_group import Driver, backend
 

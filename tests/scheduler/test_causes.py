@@ -1,11 +1,12 @@
+import ast
 import json
+from pathlib import Path
 from string import Formatter
-from typing import get_args
 
 import pytest
 
-from anvil_mux.scheduler import causes
-from anvil_mux.scheduler.causes import SENTENCES, Cause, Kind, Severance, ending, parse, sentence, to_json
+from anvil_mux.scheduler import events
+from anvil_mux.scheduler.events import KINDS, SENTENCES, Cause, Severance, ending, parse, sentence, to_json
 
 FULL = {
     "model": "coder",
@@ -26,8 +27,39 @@ def figures(kind):
     return {name: FULL[name] for _, name, _, _ in Formatter().parse(SENTENCES[kind]) if name}
 
 
-def test_every_kind_has_a_sentence_and_no_other_has():
-    assert set(SENTENCES) == set(get_args(Kind))
+def words(nodes):
+    """The texts that stand in these expressions."""
+    found = [each for node in nodes for each in ast.walk(node)]
+    return {each.value for each in found if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def written(tree):
+    """The kinds of the causes that a module makes, and those that it compares a kind with."""
+    made, compared = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Cause":
+            made |= words(node.args[:1])
+        elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute):
+            compared |= words(node.comparators) if node.left.attr == "kind" else set()
+    return made, compared
+
+
+def test_every_kind_that_the_program_speaks_of_has_a_sentence():
+    root = Path(events.__file__).parent.parent
+    found = [written(ast.parse(path.read_text())) for path in root.rglob("*.py")]
+    made = set().union(*[made for made, _ in found])
+    assert len(made) > 50
+    assert made <= set(SENTENCES)
+    grouped = {
+        *events.BY_HAND,
+        *events.DEATHS,
+        *events.FOUND,
+        *events.CLEARING,
+        *events.PRELOADS,
+        *events.RESENT,
+    }
+    assert grouped <= set(SENTENCES)
+    assert set().union(*[compared for _, compared in found]) <= {*SENTENCES, *KINDS}
 
 
 @pytest.mark.parametrize("kind", SENTENCES)
@@ -71,8 +103,8 @@ def test_what_is_no_cause_is_refused(told):
 
 @pytest.mark.parametrize("value", [None, "my reason", ("overdue",), Cause("astrology")])
 def test_a_policy_that_gives_anything_else_is_found_out(value):
-    assert not causes.is_decided(value)
-    assert causes.is_decided(Cause("policy_text", detail="mine"))
+    assert not events.is_decided(value)
+    assert events.is_decided(Cause("policy_text", detail="mine"))
 
 
 def test_no_cause_has_no_words():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from anvil_mux.scheduler.coming import coming_load
 from anvil_mux.scheduler.policies import build_policy
+from anvil_mux.scheduler.waits import coming_load
 from tests.scheduler.test_group import Driver, backend
 
 A, B, C = backend("a"), backend("b"), backend("c")

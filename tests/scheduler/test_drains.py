@@ -13,10 +13,9 @@ from anvil_mux.errors import WouldWaitTooLong
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.scheduler.causes import Cause, Severance
-from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.drains import RunningAnswer
-from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.costs import Costs, Footprints
+from anvil_mux.scheduler.events import Cause, Severance
+from anvil_mux.scheduler.overdue import RunningAnswer
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Ticket, Wait
@@ -59,7 +58,7 @@ def test_a_job_of_twenty_minutes_survives_and_a_chat_still_makes_room_in_thirty_
     ]
 
 
-@pytest.mark.parametrize(("own", "end"), [(None, 40.0), (0.0, 10.0), (5.0, 15.0), (90.0, 100.0)])
+@pytest.mark.parametrize(("own", "end"), [(30.0, 40.0), (0.0, 10.0), (5.0, 15.0), (90.0, 100.0)])
 def test_a_bound_of_its_own_counts_instead_of_that_of_all(own, end):
     image = replace(IMAGE, drain_timeout=own)
     log = run([Arrival(0.0, "image", LONG), Arrival(10.0, "chat", 1.0)], image, CHAT)
@@ -137,7 +136,7 @@ def test_the_event_says_the_bound_and_null_is_none():
 def test_a_log_can_be_read_again_with_its_own_bounds():
     config = Config((IMAGE, replace(CHAT, drain_timeout=3.0), A))
     told = json.dumps(eventlog.header(config, 0.0), allow_nan=False)
-    assert [b.drain_timeout for b in eventlog.config_of(json.loads(told)).backends] == [inf, 3.0, None]
+    assert [b.drain_timeout for b in eventlog.config_of(json.loads(told)).backends] == [inf, 3.0, 30.0]
 
 
 # The gate

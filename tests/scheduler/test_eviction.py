@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.eviction import (
@@ -101,7 +102,7 @@ def test_those_go_first_with_the_fewest_requests_as_the_paper_has_it(candidates,
 @pytest.mark.parametrize(("eviction", "gone"), [("cost", "seldom"), ("lru", "often")])
 def test_a_model_that_is_often_asked_for_stays_though_another_was_used_later(eviction, gone):
     backends = tuple(Backend(name, name, ("0",), vram=4) for name in ("often", "seldom", "other"))
-    config = Config(backends, (Gpu("0", vram=10),), policy="eager", eviction=eviction)
+    config = Config(backends, gpus=(Gpu("0", vram=10),), policy="eager", eviction=eviction)
     asked = [Arrival(float(n), "often", 0.5) for n in range(20, 40)]
     trace = [*asked, Arrival(41.0, "seldom", 0.5), Arrival(45.0, "other", 0.5)]
     log = simulate(config, trace, Engines(other_load_seconds=2.0), resident=["often", "seldom"])
@@ -114,7 +115,7 @@ def test_requests_that_wait_for_a_place_count_as_those_of_their_model(eviction, 
     idle = Backend("idle", "idle", ("0",), vram=4, concurrency=2, drain_timeout=99.0)
     config = Config(
         (full, idle, Backend("other", "other", ("0",), vram=4)),
-        (Gpu("0", vram=10),),
+        gpus=(Gpu("0", vram=10),),
         policy="eager",
         eviction=eviction,
     )

@@ -1,6 +1,6 @@
 """What is remembered of what backends hold."""
 
-from anvil_mux.scheduler.footprint import Footprint, Footprints
+from anvil_mux.scheduler.costs import Footprint, Footprints
 
 
 def test_what_a_backend_held_is_what_it_gave_back_and_what_it_kept():

@@ -7,7 +7,8 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.config.profile import Profile
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
 from anvil_mux.lab.checker import check
@@ -16,18 +17,17 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler import planner
-from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.demand import Demand
-from anvil_mux.scheduler.events import TRANSITIONS
+from anvil_mux.scheduler.events import Cause, Severance
+from anvil_mux.scheduler.group import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.planner import plan
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload, build_policy
-from anvil_mux.scheduler.slot import SOON_SECONDS
+from anvil_mux.scheduler.slot import SOON_SECONDS, TRANSITIONS
 from anvil_mux.scheduler.snapshot import snapshot
+from anvil_mux.scheduler.state import drains
 from anvil_mux.scheduler.steps import Crash, Evict, Load, Ticket, Wait
-from anvil_mux.scheduler.swap import drains
 from tests.scheduler.lone import LoneGroup
 
 
@@ -66,7 +66,7 @@ class Driver:
         return taken
 
     def with_resident(self, name, at=0.0):
-        self.request(self.core.slots[name].model, at, leases=False)
+        self.request(self.core.slots[name].model, at, takes_lease=False)
         assert self.steps(at) == [f"load {name}"]
         self.core.loaded(name, at)
         assert self.steps(at) == []
@@ -97,7 +97,7 @@ def test_the_first_request_loads_and_the_second_reuses():
     assert first.backend is None
     driver.core.loaded("a", 4.0)
     assert first.backend == "a"
-    assert driver.core.state.settled == [first]
+    assert driver.core.state.woken == [first]
     second = driver.request("a", 5.0)
     assert second.backend == "a"
     assert driver.steps(5.0) == []
@@ -133,7 +133,7 @@ def test_any_number_of_requests_for_the_resident_stop_nothing():
 
 def test_a_load_request_waits_like_a_request_but_holds_nothing():
     driver = Driver(A, B).with_resident("a")
-    ticket = driver.request("a", 1.0, leases=False)
+    ticket = driver.request("a", 1.0, takes_lease=False)
     assert ticket.settled
     assert not driver.core.slots["a"].holders
     driver.core.release(ticket, 1.0)
@@ -164,7 +164,7 @@ def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     assert driver.core.unload("a", 2.0)
     assert ends(driver, first, second) == ["cancelled", "cancelled"]
     assert "a was unloaded by hand" in first.error.message
-    assert driver.core.state.settled == [first, second]
+    assert driver.core.state.woken == [first, second]
     assert driver.steps(2.0) == ["cancel a"]
     assert driver.steps(2.5) == []
     driver.core.load_cancelled("a", 3.0)
@@ -483,7 +483,7 @@ def test_a_severed_lease_neither_holds_up_the_next_eviction_nor_is_taken_for_a_l
     driver = Driver(A, B, drain_timeout=10.0).with_resident("a")
     old, moment = driver.request("a", 0.0), 0.0
     for target, victim, drain in (("b", "a", 10.0), ("a", "b", 0.0), ("b", "a", 0.0), ("a", "b", 0.0)):
-        driver.request(target, moment, leases=False)
+        driver.request(target, moment, takes_lease=False)
         steps = driver.steps(moment)
         if drain:
             moment += drain
@@ -855,7 +855,7 @@ def test_who_waits_for_the_gpu_of_a_model_that_is_pinned_is_refused_at_once_and_
     late = driver.request("a", 2.5)
     driver.core.pin("a", 3.0, True)
     assert isinstance(waits.error, DoesNotFit)
-    assert waits in driver.core.state.settled
+    assert waits in driver.core.state.woken
     assert late.backend == "a"
     assert driver.steps(100.0) == []
     assert driver.state("a") == "ready"
@@ -1066,7 +1066,7 @@ def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():
     assert driver.state("a") == "ready"
     assert late.backend == "a"
     assert set(driver.core.slots["a"].holders) == {lease, late}
-    assert driver.core.state.settled[-1] is late
+    assert driver.core.state.woken[-1] is late
     driver.sound()
 
 
@@ -1121,7 +1121,7 @@ def test_ten_requests_for_a_broken_model_put_the_resident_out_once():
             driver.core.evicted("a", n / 4)
             assert driver.steps(n / 4) == ["load b"]
             driver.core.load_failed("b", n / 4, LoadError("no"))
-            driver.request("a", n / 4, leases=False)
+            driver.request("a", n / 4, takes_lease=False)
             assert driver.steps(n / 4) == ["load a"]
             driver.core.loaded("a", n / 4)
         assert ticket.error.code == "load_failed"
@@ -1293,7 +1293,7 @@ def test_the_line_of_one_that_ends_soon_after_its_load_fails_at_once():
     loaded(driver, 0.0)
     waiting = driver.request("a", 1.0)
     driver.core.died("a", 2.0, "exited with code 139", ["segmentation fault"])
-    assert driver.core.state.settled[-1] is waiting
+    assert driver.core.state.woken[-1] is waiting
     assert "exited with code 139" in waiting.error.message
     assert "segmentation fault" in waiting.error.message
     driver.sound()
@@ -1344,7 +1344,7 @@ def test_an_end_soon_after_a_wake_counts_and_that_of_one_that_rests_does_not():
     driver.core.release(driver.request("a", 0.0), 0.0)
     driver.request("b", 1.0)
     assert driver.steps(1.0) == ["evict a"]
-    driver.core.evicted("a", 1.0, how="sleep")
+    driver.core.evicted("a", 1.0, level="sleep")
     assert driver.steps(1.0) == ["load b"]
     driver.core.loaded("b", 2.0)
     driver.core.died("a", 3.0, "killed")
@@ -1627,7 +1627,7 @@ def test_requests_that_wait_behind_others_are_taken_back_when_another_replica_co
     first, second, third = streamed(driver, 0.0, "r0", "r0", "r0")
     assert driver.steps(5.0) == ["load r1"]
     driver.core.loaded("r1", 15.0)
-    assert driver.core.state.taken_back == [third]
+    assert driver.core.state.cut == [third]
     assert third.severed == Severance(Cause("moved", backend="r1"))
     assert third.taken_back
     assert driver.log[-1].cause == Cause("moved", backend="r1")
@@ -1643,9 +1643,9 @@ def test_a_replica_that_becomes_idle_takes_one_that_waits():
         driver.core.adopt(name, 0.0)
     tickets = streamed(driver, 0.0, "r0", "r1", "r0", "r1", "r0")
     driver.core.release(tickets[1], 1.0)
-    assert driver.core.state.taken_back == []
+    assert driver.core.state.cut == []
     driver.core.release(tickets[3], 2.0)
-    assert driver.core.state.taken_back == [tickets[4]]
+    assert driver.core.state.cut == [tickets[4]]
     driver.sound()
 
 
@@ -1833,9 +1833,9 @@ def test_who_waits_at_a_replica_leaves_when_it_turns_stale_and_who_is_answered_s
     driver, (first, _, third, _) = silent(0)
     driver.core.in_flight("m").observe("b", EngineLoad(2, 0, None), 60.0)
     driver.core.silent("a", 60.9)
-    assert driver.core.state.taken_back == []
+    assert driver.core.state.cut == []
     driver.core.silent("a", 61.0)
-    assert driver.core.state.taken_back == [third]
+    assert driver.core.state.cut == [third]
     assert (first.severed, third.severed) == (None, Severance(Cause("stale", backend="a")))
     assert [e.cause for e in driver.log if e.kind == "released"] == [Cause("stale", backend="a")]
     assert driver.request("m", 61.0).backend == "b"
@@ -1845,7 +1845,7 @@ def test_who_waits_stays_where_no_replica_says_anything():
     driver, _ = silent()
     driver.core.silent("a", 100.0)
     driver.core.silent("b", 100.0)
-    assert driver.core.state.taken_back == []
+    assert driver.core.state.cut == []
 
 
 # The stages of a model: prefill and decode
@@ -1856,7 +1856,7 @@ P, D = (backend(kind, gpu, model="m", infer_type=kind) for kind, gpu in (("prefi
 def staged(*others):
     """Both stages are resident at 2.0: the first request has brought the second one too."""
     driver = Driver(P, D, *others)
-    driver.request("m", 0.0, leases=False)
+    driver.request("m", 0.0, takes_lease=False)
     assert driver.steps(0.0) == ["load prefill"]
     driver.core.loaded("prefill", 1.0)
     assert driver.steps(1.0) == ["load decode"]
@@ -2161,7 +2161,7 @@ def test_the_ttl_of_a_model_that_ran_before_counts_from_its_adoption():
 
 def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_told_why():
     driver = Driver(backend("a", min_residency=20.0), B)
-    driver.request("a", 0.0, leases=False)
+    driver.request("a", 0.0, takes_lease=False)
     driver.steps(0.0)
     driver.core.loaded("a", 3.0)  # counted from here
     driver.request("b", 5.0)
@@ -2171,7 +2171,7 @@ def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_t
     (deferred,) = (event for event in driver.log if event.kind == "deferred")
     assert (deferred.model, deferred.size, deferred.seconds) == ("b", 1, 17.0)
     assert deferred.cause == Cause("min_residency", residents=("a",))
-    assert driver.request("a", 6.0, leases=False).backend == "a"
+    assert driver.request("a", 6.0, takes_lease=False).backend == "a"
     assert driver.steps(22.9) == []
     assert driver.steps(23.0) == ["evict a"]
     assert driver.tell("deferred") == ["deferred b"]
@@ -2213,7 +2213,7 @@ def test_the_stay_that_is_told_is_that_of_who_is_in_the_way():
     pair, far = backend("t", "0", "1"), backend("c", "1", min_residency=10.0)
     driver = Driver(backend("a", "0", min_residency=30.0), backend("b", "0"), far, pair)
     for name in "ac":
-        driver.request(name, 0.0, leases=False)
+        driver.request(name, 0.0, takes_lease=False)
     assert driver.steps(0.0) == ["load a", "load c"]
     for name in "ac":
         driver.core.loaded(name, 0.0)
@@ -2581,7 +2581,7 @@ def test_nothing_is_begun_before_it_is_known_what_runs_already():
     assert driver.steps(1.0) == []
     assert driver.until == inf
     assert driver.core.adopt("a", 2.0)
-    assert driver.core.state.settled == [first]
+    assert driver.core.state.woken == [first]
     assert first.backend == "a"
     assert driver.request("a", 3.0).backend == "a"
     driver.core.release(first, 3.0)
@@ -2617,7 +2617,7 @@ def test_at_the_end_every_waiting_request_fails_with_the_reason_given():
     error = Stuck("the end")
     driver.core.fail_all(error, 1.0)
     assert [ticket.error for ticket in tickets] == [error, error]
-    assert driver.core.state.settled == tickets
+    assert driver.core.state.woken == tickets
     driver.sound()
 
 

@@ -8,12 +8,13 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.status import model_state
 from anvil_mux.scheduler.steps import Cancel, Load
 from tests.lab.facts import Unloading
@@ -124,7 +125,7 @@ def test_it_comes_back_from_standby_and_stops_nobody_there():
     driver = Driver(home, GUEST).with_resident("home")
     driver.core.release(driver.request("guest", 1.0), 1.0)
     assert driver.steps(1.0) == ["evict home"]
-    driver.core.evicted("home", 2.0, how="sleep")
+    driver.core.evicted("home", 2.0, level="sleep")
     assert driver.steps(2.0) == ["load guest"]
     driver.core.loaded("guest", 5.0)
     [ticket] = driver.core.slots["guest"].holders
@@ -185,15 +186,17 @@ def drawn_world(seed):
             *draw.choice((("0",), ("1",), ("0", "1"))),
             vram=draw.choice((None, 6, 12)),
             home=name in "ab",
-            home_after=draw.choice((None, 0.0, 3.0, 40.0)),
-            drain_timeout=draw.choice((None, 5.0, inf)),
+            home_after=draw.choice((300.0, 0.0, 3.0, 40.0)),
+            drain_timeout=draw.choice((30.0, 5.0, inf)),
             min_residency=draw.choice((0.0, 20.0)),
             concurrency=draw.choice((None, 1)),
             evict_to=draw.choice((("stop",), ("sleep", "stop"))),
         )
         for name in "abcd"
     )
-    config = Config(backends, gpus, policy=draw.choice(("eager", "adaptive")), home_after=10.0, max_wait=30.0)
+    config = Config(
+        backends, gpus=gpus, policy=draw.choice(("eager", "adaptive")), home_after=10.0, max_wait=30.0
+    )
     now, trace = 0.0, []
     for _ in range(60):
         now += draw.expovariate(0.1)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.costs import Cost, Costs
-from anvil_mux.scheduler.events import TRANSITIONS
-from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
+from anvil_mux.scheduler.costs import Cost, Costs, Footprints
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.planner import loss, reserved
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.slot import TRANSITIONS
 from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.steps import NOTHING, Evict, FoundBackend, Load, Ticket
 
@@ -42,7 +42,7 @@ class Fleet:
 
     def loaded(self, backend, at):
         step = self.step(Load, backend)
-        return self.take(self.core.loaded(step, at, step.how))
+        return self.take(self.core.loaded(step, at, step.level))
 
     def evicted(self, backend, at, **left):
         return self.take(self.core.evicted(self.step(Evict, backend), at, **left))
@@ -141,7 +141,7 @@ def four_hosts(costs=SLOW, **settings):
     fleet = Fleet(*backends, *others, costs=costs, **settings)
     for name in ("xa", "xb"):
         fleet.take(fleet.core.adopted(name, 0.0))
-    fleet.take(fleet.core.adopted_standby("md", 0.0, "sleep", {}))
+    fleet.take(fleet.core.adopted("md", 0.0, FoundBackend("sleep")))
     return fleet
 
 
@@ -150,7 +150,7 @@ def test_a_queue_goes_to_a_warm_standby_then_to_a_free_gpu_then_to_the_cheapest_
         [*SLOW, Cost("xb", "m", "stop", 3.0, 30.0, 1, "b"), Cost("xa", "m", "stop", 9.0, 30.0, 1, "a")]
     )
     fleet.request("m", 1.0)
-    assert fleet.step(Load, "md").how == "sleep"
+    assert fleet.step(Load, "md").level == "sleep"
     for host, step in (("d", "load mc"), ("c", "evict xb"), ("b", "evict xa")):
         assert fleet.take(fleet.core.host_lost(host, 2.0)) == [step]
 
@@ -276,7 +276,7 @@ def in_state(state):
                     stop = fleet.step(Evict, "a")
                     fleet.take(fleet.core.evict_failed(stop, 3.0, "no"))
                 elif state != "evicting":
-                    fleet.evicted("a", 3.0, how="sleep", residual={"0": 0})
+                    fleet.evicted("a", 3.0, level="sleep", residual={"0": 0})
                     if state == "demoting":
                         fleet.loaded("b", 4.0)
                         fleet.take(fleet.core.released(waiting, 4.5))
@@ -301,7 +301,7 @@ def test_whatever_it_was_it_is_what_it_was_found_to_be(state):
     fleet.take(fleet.core.host_back("h", 11.0, {"a": FoundBackend("sleep", {"0": 0})}))
     assert fleet.state("a") == "standby"
     fleet.request("a", 12.0)
-    assert fleet.step(Load, "a").how == "sleep"
+    assert fleet.step(Load, "a").level == "sleep"
 
     fleet = in_state(state)
     fleet.take(fleet.core.host_back("h", 11.0, {}))
@@ -400,10 +400,10 @@ def test_what_is_on_a_host_that_is_drained_is_drained_and_stopped_and_its_queues
     fleet = Fleet(*M, on("h", "s", "1", evict_to=("sleep",)), on("h", "x", "2", evict_to=("sleep",)))
     for name in ("m1", "x"):
         fleet.take(fleet.core.adopted(name, 0.0))
-    fleet.take(fleet.core.adopted_standby("s", 0.0, "sleep", {}))
+    fleet.take(fleet.core.adopted("s", 0.0, FoundBackend("sleep")))
     running = fleet.request("m", 1.0)
     assert fleet.take(fleet.core.host_drained("h", 2.0, True)) == ["demote s", "evict x"]
-    assert [(step.backend, getattr(step, "to", step.how)) for step in fleet.steps] == [
+    assert [(step.backend, getattr(step, "to", step.level)) for step in fleet.steps] == [
         ("s", "stop"),
         ("x", "stop"),
     ]
@@ -458,7 +458,7 @@ def test_what_has_only_been_drained_so_far_stays_when_the_host_is_to_be_used_aga
     assert running.severed is None
     fleet.request("b", 61.0)
     fleet.take(fleet.core.time_passed(70.0))
-    assert fleet.step(Evict, "a").how == "sleep"
+    assert fleet.step(Evict, "a").level == "sleep"
 
 
 def test_what_is_found_on_a_drained_host_that_is_back_goes_at_once_and_gets_no_lease():
@@ -544,7 +544,7 @@ def test_residents_on_several_hosts_share_the_demand_and_so_the_loss_of_evicting
         fleet.core.adopted(name, 0.0)
     for at in range(1, 20):
         fleet.core.released(fleet.request("m", float(at)), at + 0.5)
-    state, slot = fleet.core.layout.of_backend["m0"].state, fleet.core.layout.slot("m0")
+    state, slot = fleet.core.layout.of_backend["m0"], fleet.core.layout.slot("m0")
     half, [resident] = loss(state, 20.0, slot), snapshot(state, 20.0, {}).residents
     fleet.core.host_lost("h", 20.0)
     assert loss(state, 20.0, slot) == pytest.approx(2 * half)
@@ -556,14 +556,14 @@ def test_residents_on_several_hosts_share_the_demand_and_so_the_loss_of_evicting
 def test_an_overdue_queue_reserves_one_candidate_not_all():
     pair = on("h", "t", "0", "1")
     fleet = Fleet(*M, on("h", "m2", "1", model="m"), pair)
-    state, model = fleet.core.layout.of_backend["m1"].state, fleet.core.layout.models["m"]
+    state, model = fleet.core.layout.of_backend["m1"], fleet.core.layout.models["m"]
     assert [slot.name for slot in state.loadable(model, 0.0)] == ["m1", "m2"]
     assert [slot.name for slot in reserved(state, model, 0.0)] == ["m1"]
 
 
 def test_a_backend_that_could_not_be_stopped_in_standby_takes_requests_once_it_is_loaded():
     fleet = Fleet(*M[:1], on("", "m2", "1", model="m", evict_to=("sleep",)))
-    fleet.take(fleet.core.adopted_standby("m2", 0.0, "sleep", {}))
+    fleet.take(fleet.core.adopted("m2", 0.0, FoundBackend("sleep")))
     fleet.take(fleet.core.unload_asked("m", 1.0))
     [stop] = fleet.steps
     fleet.take(fleet.core.evict_failed(stop, 2.0, "no"))

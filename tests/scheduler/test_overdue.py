@@ -111,7 +111,8 @@ def test_a_number_holds_as_it_is_written_however_many_wait():
     ],
 )
 def test_a_model_goes_by_the_settings_of_its_own_backends(top, own, expected):
-    replicas = [backend(f"r{n}", str(n), model="m", max_wait=each) for n, each in enumerate(own)]
+    said = [{} if each is None else {"max_wait": each, "inherits": ()} for each in own]
+    replicas = [backend(f"r{n}", str(n), model="m", **each) for n, each in enumerate(said)]
     found = model_settings(Config(tuple(replicas), max_wait=top))["m"]
     assert (found.max_wait, found.follows_load) == expected
 

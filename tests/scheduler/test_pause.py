@@ -4,10 +4,11 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Config, Gpu
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.steps import NOTHING, Evict
-from anvil_mux.scheduler.wait_estimate import wait_estimate
+from anvil_mux.config.config import Config
+from anvil_mux.config.machines import Gpu
+from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.steps import NOTHING, Evict, FoundBackend
+from anvil_mux.scheduler.waits import wait_estimate
 from tests.scheduler.test_hosts import Fleet, on
 
 A = on("", "a", pin=True)
@@ -19,16 +20,16 @@ def test_all_that_is_loaded_on_any_host_is_stopped_pinned_models_and_what_is_in_
     fleet = Fleet(A, S, THERE)
     for name in ("a", "t"):
         fleet.take(fleet.core.adopted(name, 0.0))
-    fleet.take(fleet.core.adopted_standby("s", 0.0, "sleep", {"1": 1}))
+    fleet.take(fleet.core.adopted("s", 0.0, FoundBackend("sleep", {"1": 1})))
     running = fleet.request("t", 1.0)
     assert fleet.take(fleet.core.paused(2.0)) == ["evict a", "demote s"]
-    assert [(step.backend, getattr(step, "to", step.how)) for step in fleet.steps] == [
+    assert [(step.backend, getattr(step, "to", step.level)) for step in fleet.steps] == [
         ("a", "stop"),
         ("s", "stop"),
     ]
     assert fleet.state("t") == "draining"
     assert fleet.take(fleet.core.time_passed(7.0)) == ["evict t"]
-    assert fleet.step(Evict, "t").how == "stop"
+    assert fleet.step(Evict, "t").level == "stop"
     assert running.severed.sentence("t") == (
         "anvil-mux was paused before this request ended, after a drain of 5.0 s"
     )
@@ -164,5 +165,5 @@ def test_a_host_that_comes_with_a_reload_is_paused_too():
 def test_why_says_so(until, fate, sentence):
     fleet = Fleet(A, when_paused=fate)
     fleet.take(fleet.core.paused(0.0, until))
-    state = fleet.core.layout.of_model["a"].state
+    state = fleet.core.layout.of_model["a"]
     assert wait_estimate(state, state.models["a"], 0.0).sentence == sentence

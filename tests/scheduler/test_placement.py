@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.eviction import Candidate, LeastRecentlyUsed, victims
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.slot import HOLDING

@@ -10,11 +10,10 @@ from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import Stay, SwapTo
 from anvil_mux.scheduler.slot import SOON_SECONDS
-from anvil_mux.scheduler.wait_estimate import wait_estimate
+from anvil_mux.scheduler.waits import wait_estimate
 from tests.multiplexer.test_multiplexer import Stage
 from tests.scheduler.test_group import Driver, backend
 
@@ -44,10 +43,10 @@ def test_no_more_requests_than_its_concurrency_are_leased_and_each_end_brings_th
     assert not driver.core.state.models["a"].takes()
     driver.core.release(first, 4.0)
     assert third.backend == "a"
-    assert driver.core.state.settled[1:] == [third]
+    assert driver.core.state.woken[1:] == [third]
     assert fourth.backend is None
     driver.core.release(third, 5.0)
-    assert driver.core.state.settled[1:] == [third, fourth]
+    assert driver.core.state.woken[1:] == [third, fourth]
     driver.core.release(second, 6.0)
     assert driver.core.state.models["a"].takes()
     assert [(e.kind, e.ticket, e.cause) for e in driver.log if e.kind == "queued"][1:] == [
@@ -66,7 +65,7 @@ def test_a_model_without_a_limit_has_no_line_while_it_is_resident():
 def test_of_a_line_that_waited_for_the_load_as_many_are_leased_as_there_are_places():
     driver = Driver(TWO)
     waiting = [driver.request("a", at) for at in (1.0, 2.0, 3.0)]
-    only_load = driver.request("a", 4.0, leases=False)
+    only_load = driver.request("a", 4.0, takes_lease=False)
     assert driver.steps(4.0) == ["load a"]
     driver.core.loaded("a", 9.0)
     assert [each.backend for each in waiting] == ["a", "a", None]
@@ -78,7 +77,7 @@ def test_of_a_line_that_waited_for_the_load_as_many_are_leased_as_there_are_plac
 
 def test_who_only_wants_it_loaded_takes_no_place_and_waits_for_none():
     driver, _ = full(ONE, places=1)
-    assert driver.request("a", 2.0, leases=False).backend == "a"
+    assert driver.request("a", 2.0, takes_lease=False).backend == "a"
 
 
 def test_who_waits_for_a_place_loads_nothing_and_is_never_overdue():
@@ -117,7 +116,7 @@ def test_the_line_of_a_model_that_was_put_out_is_overdue_max_wait_after_that_not
     driver.core.loaded("b", 120.0)
     assert driver.steps(120.0) == []
     assert driver.until == 160.0
-    driver.core.release(driver.core.state.settled[-1], 130.0)
+    driver.core.release(driver.core.state.woken[-1], 130.0)
     assert driver.steps(160.0) == ["evict b"]
     assert waiting.backend is None
     assert check(driver.log, driver.config) == []
@@ -169,11 +168,11 @@ def test_what_a_request_would_wait_for_is_told():
 def order(driver, first):
     """The senders in the order in which they get the one place that ``first`` has."""
     served, now = [], 10.0
-    driver.core.state.settled.clear()
+    driver.core.state.woken.clear()
     driver.core.release(first, now)
-    while driver.core.state.settled:
-        (ticket,) = driver.core.state.settled
-        driver.core.state.settled.clear()
+    while driver.core.state.woken:
+        (ticket,) = driver.core.state.woken
+        driver.core.state.woken.clear()
         served.append(ticket.sender)
         now += 1.0
         driver.core.release(ticket, now)
@@ -202,12 +201,12 @@ def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is
         driver.request("a", 1.0, sender=sender)
     assert driver.steps(1.0) == ["load a"]
     driver.core.load_failed("a", 2.0, LoadError("no"))
-    driver.core.state.settled.clear()
+    driver.core.state.woken.clear()
     for sender in "ccd":
         driver.request("a", 100.0, sender=sender)
     assert driver.steps(100.0) == ["load a"]
     driver.core.loaded("a", 101.0)
-    assert [ticket.sender for ticket in driver.core.state.settled] == ["c", "d"]
+    assert [ticket.sender for ticket in driver.core.state.woken] == ["c", "d"]
 
 
 def test_a_sender_whose_client_left_is_passed_over():
@@ -334,7 +333,7 @@ def test_who_waits_for_a_replica_that_goes_is_served_by_another():
     waiting = bound(driver, "x", 2.0)
     driver.core.died("x", 3.0, "killed")
     assert waiting.backend == "y"  # whose engine will say that it has no such answer
-    assert waiting in driver.core.state.settled
+    assert waiting in driver.core.state.woken
 
 
 def test_who_needs_a_replica_that_is_gone_takes_any():

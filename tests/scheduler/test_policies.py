@@ -12,7 +12,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.scheduler.causes import POLICY, Cause, is_decided
+from anvil_mux.scheduler.events import POLICY, Cause, is_decided
 from anvil_mux.scheduler.policies import (
     FEW,
     FOREVER,

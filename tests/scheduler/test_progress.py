@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anvil_mux.scheduler.progress import LogProgress, Progress, progress
+from anvil_mux.scheduler.waits import LogProgress, Progress, progress
 
 
 def test_a_load_takes_as_long_as_loads_took() -> None:

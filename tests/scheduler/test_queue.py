@@ -2,7 +2,7 @@
 
 from math import inf
 
-from anvil_mux.scheduler.queue import FairQueue, ModelQueue
+from anvil_mux.scheduler.model import FairQueue, ModelQueue
 from anvil_mux.scheduler.steps import Ticket
 
 
@@ -66,7 +66,7 @@ def test_who_leaves_is_never_taken():
 
 def test_who_wants_no_lease_has_no_turn():
     queue = queue_of()
-    queue.join(Ticket(1, "m", 0.0, leases=False))
+    queue.join(Ticket(1, "m", 0.0, takes_lease=False))
     assert queue.take(anybody) is None
     assert numbers(queue) == [1]
 

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from anvil_mux.cli.main import main
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Cause
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import serving
 
@@ -174,7 +175,7 @@ def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFix
 def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
     rig = fleet("num_requests", routing_mode="full")
     try:
-        rig.mux.facts.observed("a", EngineLoad(running=3, waiting=1, usage=0.5))
+        rig.mux.tell(rig.mux.scheduler.observed, "a", EngineLoad(running=3, waiting=1, usage=0.5))
         a, b = explained(rig)["stages"]["neutral"]
         assert b["engine"]["running"] is None
         assert (a["removed_by"], a["metrics"]) == ("metric", {"num_requests": 4})
@@ -192,7 +193,7 @@ def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.Captu
 
 
 def test_without_the_mode_full_nothing_is_told_of_engines(rig: Rig) -> None:
-    rig.mux.facts.observed("a", EngineLoad(running=3, waiting=1))
+    rig.mux.tell(rig.mux.scheduler.observed, "a", EngineLoad(running=3, waiting=1))
     assert "engine" not in explained(rig)["stages"]["neutral"][0]
     backends = json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]
     assert backends["a"]["engine"] is None
@@ -340,7 +341,7 @@ def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) ->
     rig.engine.next()
     elsewhere = ask(rig, LONG)
     held = rig.other.next()
-    rig.mux.facts.unanswering("a", loaded=rig.mux._scheduler.layout.slot("a").loaded)
+    rig.mux.facts.unanswering("a", loaded=rig.mux.scheduler.layout.slot("a").loaded)
     for asked in (held, rig.other.next()):
         asked.send(JSON_OK)
     assert [client.read().status for client in (first, elsewhere)] == [200] * 2
@@ -383,9 +384,9 @@ def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes
     try:
         client = ask(rig, body)
         asked = rig.engine.next()
-        rig.mux.facts.silent("a")
+        rig.mux.tell(rig.mux.scheduler.silent, "a")
         rig.mux.facts.hear({"a": [Report(load=EngineLoad(1, 0, None), age_seconds=61.0)]})
-        rig.mux.facts.silent("a")
+        rig.mux.tell(rig.mux.scheduler.silent, "a")
         rig.other.next().send(JSON_OK)
         assert asked.was_left()
         assert (client.read().header(b"x-anvil-backend") or b"").startswith(b"b; load_balance: ")

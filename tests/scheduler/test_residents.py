@@ -3,7 +3,7 @@
 import pytest
 
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.steps import FoundBackend, Load
 from tests.scheduler.test_hosts import Fleet, on
 
@@ -74,10 +74,10 @@ def test_a_backend_in_standby_does_not_count_and_loading_prefers_it():
     fleet.take(fleet.core.unload_asked("m", 32.0))
     assert fleet.state("m.b") == "draining"
     fleet.take(fleet.core.released(next(iter(fleet.core.layout.slot("m.b").holders)), 33.0))
-    fleet.evicted("m.b", 34.0, how="sleep", residual={"0": 0})
+    fleet.evicted("m.b", 34.0, level="sleep", residual={"0": 0})
     fleet.take(fleet.core.host_back("a", 35.0, {}))
     fleet.request("m", 36.0)
-    assert fleet.step(Load, "m.b").how == "sleep"
+    assert fleet.step(Load, "m.b").level == "sleep"
 
 
 def test_one_that_drains_for_another_model_does_not_count():

@@ -3,11 +3,11 @@
 import itertools
 from math import inf
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import Draining, LoadError, WaitedTooLong
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import NOTHING, Ticket
@@ -32,7 +32,7 @@ class House:
 
     def resident(self, name, at=0.0):
         """Loads the only backend of a model at a moment, without a lease."""
-        (load,) = self.core.requested(Ticket(next(self._ids), name, at, leases=False), at).steps
+        (load,) = self.core.requested(Ticket(next(self._ids), name, at, takes_lease=False), at).steps
         self.core.loaded(load, at, "stop")
 
     def kinds(self):
@@ -232,8 +232,8 @@ def test_a_group_knows_its_own_gpus_and_models_only():
     for group in scheduler.layout.groups:
         (name,) = group.slots
         host, _, gpu = name.partition("-")
-        assert list(group.state.placement.capacity) == [f"{host}/{gpu}"]
-        assert list(group.state.models) == [f"m{gpu}"]
+        assert list(group.placement.capacity) == [f"{host}/{gpu}"]
+        assert list(group.models) == [f"m{gpu}"]
 
 
 def test_a_mistake_in_one_gpu_group_takes_nothing_from_the_others(monkeypatch):

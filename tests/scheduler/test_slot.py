@@ -5,9 +5,8 @@ from math import inf
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import TRANSITIONS
-from anvil_mux.scheduler.slot import SOON_SECONDS, Slot, cool_down
+from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.slot import SOON_SECONDS, TRANSITIONS, Slot, cool_down
 from tests.scheduler.test_hosts import Fleet, on
 
 STATES = {state for state, _ in TRANSITIONS} | set(TRANSITIONS.values())

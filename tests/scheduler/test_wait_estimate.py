@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from anvil_mux.config.config import Gpu
+from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
-from anvil_mux.scheduler.progress import LogProgress, progress
-from anvil_mux.scheduler.wait_estimate import WaitEstimate, span, wait_estimate
+from anvil_mux.scheduler.waits import LogProgress, WaitEstimate, progress, span, wait_estimate
 from tests.explorer.trial import Trial
 from tests.explorer.worlds import WORLDS
 from tests.scheduler.test_group import DEBOUNCE, TEN, A, B, C, Driver, backend
@@ -154,7 +153,7 @@ def test_it_is_told_what_makes_room_in_the_gpu_group_where_that_is() -> None:
     trial = Trial(WORLDS["busy replicas"], "eager").play(*facts)
     layout = trial._main.core.layout
     groups = layout.groups_of["m"]
-    told = [wait_estimate(group.state, layout.models["m"], trial.now) for group in groups]
+    told = [wait_estimate(group, layout.models["m"], trial.now) for group in groups]
     assert len(groups) == 2
     assert told[0] == told[1]
     assert "x will be evicted now" in told[0].because

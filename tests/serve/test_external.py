@@ -12,7 +12,7 @@ import pytest
 from anvil_mux.cli.screen import models_table
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.host.external import Finding, asked
+from anvil_mux.host.hosts import Finding, look_at_server
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.serve.polling import ExternalServers, warnings
 from tests.fake_engine import Asked, FakeEngine
@@ -57,14 +57,14 @@ def test_how_a_server_is(server: FakeEngine, said: bytes, problem: str, hint: st
         return said
 
     server.answer = say
-    assert asked(there(server)) == Finding(problem, hint)
+    assert look_at_server(there(server)) == Finding(problem, hint)
     assert b"authorization: Bearer sk-ours" in heads[0]
     assert heads[0].startswith(b"GET /openai/v1/models ")
 
 
 def test_a_model_that_is_listed_is_well(server: FakeEngine) -> None:
     server.answer = lambda _: answer(200, LIST)
-    assert asked(there(server, served_model="gpt-5-mini")) == Finding()
+    assert look_at_server(there(server, served_model="gpt-5-mini")) == Finding()
     assert warnings([there(server, served_model="gpt-5-mini")]) == []
 
 

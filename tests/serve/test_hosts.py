@@ -14,7 +14,7 @@ from tests.cluster.test_cluster import Machines
 def test_hosts_may_come_while_they_are_gone_through():
     machines = Machines(a="10.0.0.1")
     cluster = Cluster(machines)
-    cluster.look()
+    cluster.refresh()
     local = SimpleNamespace(reconfigure=lambda config: None)
     hosts = ConfiguredHosts(local, cluster, Config((Backend("m", "m"),)))
     clock = SimpleNamespace(now=lambda: 0.0)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.state_files import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.watches import HostWatches
 from tests.cli.demo import compose

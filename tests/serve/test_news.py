@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from anvil_mux.config.config import Backend
@@ -16,8 +17,8 @@ from anvil_mux.host.seam import (
     ServiceEnded,
     WeightsRead,
 )
-from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.scheduler.status import KeptPrompts
+from anvil_mux.scheduler.waits import LogProgress
 from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")
@@ -29,7 +30,7 @@ class Listener:
     def __init__(self, *news: object) -> None:
         self.board = [HostNews(number, cast(Any, what)) for number, what in enumerate(news, 1)]
         self.told: list[object] = []
-        self.overview = self.facts = self
+        self.overview = self.facts = self.scheduler = self
 
     def news(self, after: int, timeout: float) -> list[HostNews]:
         return [each for each in self.board if each.number > after]
@@ -39,6 +40,9 @@ class Listener:
 
     def backend(self, name: str) -> Backend | None:
         return A if name == "a" else None
+
+    def tell(self, fact: Callable[..., object], *about: object, **more: object) -> None:
+        fact(*about, **more)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *given, **named: self.told.append((name, *given, named))
@@ -85,9 +89,16 @@ def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     other = OtherProcess("0", 1, 3 << 30)
     sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}
     reader, told = handed_on(GpusSeen(sight))
-    assert told == [("memory_seen", {"0": 3 << 30}, "", {})]
+    assert told == [("memory_seen", {"0": 3 << 30}, {"host": ""}), ("leaves_gpus", {})]
     assert reader.sight() == sight
-    assert told[1:] == ["watched"]
+    assert told[2:] == ["watched"]
+
+
+def test_where_a_gpu_is_left_to_others_it_is_looked_at_more_often() -> None:
+    listener = Listener(GpusSeen({"0": Seen(0, 24 << 30)}))
+    listener.leaves_gpus = lambda: True
+    NewsReader("", cast(Any, listener), cast(Any, listener), cast(Any, listener).took).read()
+    assert listener.told == [("memory_seen", {}, {"host": ""}), "watched"]
 
 
 def test_a_mistake_of_who_is_told_loses_only_that_news() -> None:

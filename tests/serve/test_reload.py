@@ -26,11 +26,10 @@ from anvil_mux.config.change import Change
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, Draining
 from anvil_mux.host import local
-from anvil_mux.host.docker import ContainerEngine
-from anvil_mux.host.endpoint import Unreachable
-from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.docker_api import ContainerEngine, Unreachable
+from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.lab.checker import check
-from anvil_mux.proxy.reloads import Reloads
+from anvil_mux.proxy.operations import Reloads
 from anvil_mux.serve import building, invocation
 from anvil_mux.serve.building import Parts
 from anvil_mux.serve.hosts import Stock
@@ -555,7 +554,7 @@ def test_reloads_are_one_after_the_other() -> None:
     for thread in threads:
         thread.join(TIMEOUT)
     assert order == ["begins", "ends", "begins", "ends"]
-    assert both.told()["count"] == 2
+    assert both.as_json()["count"] == 2
 
 
 def test_a_program_that_ends_reloads_no_more() -> None:
@@ -583,5 +582,5 @@ def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends() -> None:
     with pytest.raises(ConfigError):
         reloads.reload()
     assert told == ["begins", "one (and 1 more)", "ended"]
-    assert reloads.told()["problems"] == ["one", "two"]
-    assert reloads.told()["failed_at"] == 7.0
+    assert reloads.as_json()["problems"] == ["one", "two"]
+    assert reloads.as_json()["failed_at"] == 7.0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.machines import Gpu
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.routing.in_flight import EngineLoad
+from anvil_mux.scheduler.steps import Effects
 from anvil_mux.serve.polling import NoAnswer, Scraper, ask, load_of, load_of_slots
 from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
 
@@ -121,14 +124,13 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
         told: dict[str, EngineLoad | None] = {}
         both = threading.Event()
 
-        def observed(backend: str, load: EngineLoad | None) -> None:
-            rig.mux.facts.observed(backend, load)
+        def tell(fact: Callable[..., Effects], backend: str, load: EngineLoad | None) -> None:
+            rig.mux.tell(fact, backend, load)
             told[backend] = load
             if len(told) == 2:
                 both.set()
 
-        heard = SimpleNamespace(observed=observed, silent=rig.mux.facts.silent)
-        mux = SimpleNamespace(overview=rig.mux.overview, facts=heard)
+        mux = SimpleNamespace(overview=rig.mux.overview, scheduler=rig.mux.scheduler, tell=tell)
         scraper = Scraper(cast(Multiplexer, mux), every=60.0)
         scraper.worker.start()
         assert both.wait(GUARD)
@@ -146,18 +148,19 @@ def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not
     engine, gone = FakeEngine(), FakeEngine()
     engine.answer = lambda asked: page("nothing_of_requests 1\n")
     gone.close()
-    told: list[tuple[str, object]] = []
+    told: list[tuple[object, ...]] = []
 
-    def silent(backend: str) -> None:
-        told.append((backend, "silent"))
+    def tell(fact: str, *about: object) -> None:
+        told.append((fact, *about))
 
     try:
         replicas = [(Backend("a", "m"), engine.address), (Backend("b", "m"), gone.address)]
         mux = SimpleNamespace(
             overview=SimpleNamespace(resident_replicas=lambda: replicas),
-            facts=SimpleNamespace(observed=lambda *heard: told.append(heard), silent=silent),
+            scheduler=SimpleNamespace(observed="observed", silent="silent"),
+            tell=tell,
         )
         Scraper(cast(Multiplexer, mux)).scrape()
-        assert told == [("a", None), ("b", "silent")]
+        assert told == [("observed", "a", None), ("silent", "b")]
     finally:
         engine.close()

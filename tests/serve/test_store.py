@@ -14,7 +14,8 @@ from typing import cast
 import pytest
 import yaml
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member, Report
 from anvil_mux.routing.pipeline import build

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.messages import Fenced
+from anvil_mux.cluster.frames import Fenced
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import Awake, Evicted, Unfit
@@ -35,7 +35,6 @@ class House:
         tell = self._tell
         facts = SimpleNamespace(
             host_lost=tell("lost"),
-            host_away=tell("away"),
             host_back=tell("back"),
             died=tell("died"),
             is_heard=lambda name, since: name in self.heard,
@@ -59,7 +58,12 @@ class House:
         monkeypatch.setattr(watches, "is_there", lambda address, limit: address[0] in self.answering)
         self.watch = HostWatch(
             self.host,
-            SimpleNamespace(facts=facts, overview=overview),
+            SimpleNamespace(
+                facts=facts,
+                overview=overview,
+                scheduler=SimpleNamespace(host_away="away"),
+                tell=lambda what, host, away: self.told.append((what, host, away)),
+            ),
             adoption,
             news,
             clock=SimpleNamespace(now=lambda: self.moment),

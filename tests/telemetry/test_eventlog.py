@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Gpu, Service
+from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.machines import Gpu
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Batching
 from anvil_mux.lab.figures import figures
@@ -24,8 +25,7 @@ from anvil_mux.lab.plot import Bar, History
 from anvil_mux.lab.recording import BEYOND_SECONDS, workload_of
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import PROFILES, Workload
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.scheduler.events import KINDS, Cause, Event
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import (
     BadLog,
@@ -131,7 +131,7 @@ def test_a_line_holds_only_what_is_not_empty(file: Path) -> None:
 
 def test_the_header_tells_what_is_on_other_hosts() -> None:
     there = Backend("m.h.0", "m", ("0",), host="h", most=1)
-    told = Config((there,), (Gpu("0", 24, host="h"),), memory_of_hosts={"h": 9})
+    told = Config((there,), gpus=(Gpu("0", 24, host="h"),), memory_of_hosts={"h": 9})
     read_back = eventlog.config_of(json.loads(json.dumps(eventlog.header(told, 0.0))))
     assert (read_back.backends, read_back.gpus) == (told.backends, told.gpus)
     assert read_back.memory_of("h") == 9
@@ -145,7 +145,7 @@ def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> No
     )
     told = Config(
         backends,
-        (Gpu("0", vram=24, reserve=1),),
+        gpus=(Gpu("0", vram=24, reserve=1),),
         project="p",
         policy="debounce",
         policy_settings={"quiet": 2.0},

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.hooks import Hook, read
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.config.values import HOOKS, Hook
+from anvil_mux.scheduler.events import KINDS, Cause, Event
 from anvil_mux.telemetry.feed import Feed
-from anvil_mux.telemetry.hooks import Telling, occasion, perform
-from anvil_mux.telemetry.journal import told
+from anvil_mux.telemetry.hooks import HookNotifier, occasion, perform
+from anvil_mux.telemetry.journal import event_as_json
 
 GUARD = 20.0
 
@@ -75,7 +74,7 @@ def receiver() -> Iterator[Receiver]:
     ],
 )
 def test_what_an_event_is_to_a_hook(kind: str, cause: Cause | None, what: str) -> None:
-    assert occasion(told(Event(1.0, kind, "a", "a", cause=cause), 1001.0)) == what
+    assert occasion(event_as_json(Event(1.0, kind, "a", "a", cause=cause), 1001.0)) == what
 
 
 def test_all_other_events_are_nothing_to_a_hook() -> None:
@@ -140,9 +139,11 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path)
 
 def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Receiver) -> None:
     said: list[str] = []
-    telling = Telling(Hook(on=("loaded",), url=receiver.url), said.append)
-    loaded = told(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
-    telling.tell([loaded, told(Event(2.0, "stuck", "a", "a", cause=Cause("evict_failed")), 1002.0)], 0)
+    notifier = HookNotifier(Hook(on=("loaded",), url=receiver.url), said.append)
+    loaded = event_as_json(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
+    notifier.notify(
+        [loaded, event_as_json(Event(2.0, "stuck", "a", "a", cause=Cause("evict_failed")), 1002.0)], 0
+    )
     got = receiver.got.get(timeout=GUARD)
     assert (got["event"], got["model"], got["at"], got["text"]) == (
         "loaded",
@@ -152,20 +153,20 @@ def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Re
     )
     assert receiver.got.empty()
     receiver.status = 500
-    telling.tell([loaded, loaded], 0)
+    notifier.notify([loaded, loaded], 0)
     receiver.status = 204
-    telling.tell([loaded], 3)
+    notifier.notify([loaded], 3)
     receiver.status = 500
-    telling.tell([loaded], 0)
+    notifier.notify([loaded], 0)
     name = f"hook {receiver.url}"
     failed, slow = f"{name} failed: it answered 500", f"{name} is too slow: 3 events were not delivered"
     assert said == [failed, slow, failed]
 
 
 def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) -> None:
-    telling = Telling(Hook(url=receiver.url), pytest.fail)
+    notifier = HookNotifier(Hook(url=receiver.url), pytest.fail)
     kinds = ("ready", "standby", "standby", "stopped", "ready", "stopped")
-    telling.tell([told(Event(1.0, kind, "a", "a"), 1.0) for kind in kinds], 0)
+    notifier.notify([event_as_json(Event(1.0, kind, "a", "a"), 1.0) for kind in kinds], 0)
     got = [receiver.got.get(timeout=GUARD)["event"] for _ in range(4)]
     assert got == ["loaded", "unloaded", "loaded", "unloaded"]
     assert receiver.got.empty()
@@ -180,7 +181,7 @@ def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) ->
     ],
 )
 def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, ...]) -> None:
-    assert read(value) == hooks
+    assert HOOKS.read(value) == hooks
 
 
 @pytest.mark.parametrize(
@@ -200,13 +201,13 @@ def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, .
 )
 def test_a_hook_that_cannot_be_meant_is_refused(value: object, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        read(value)
+        HOOKS.read(value)
 
 
 def test_a_feed_may_be_followed_for_a_hook(receiver: Receiver) -> None:
     feed = Feed()
-    telling = Telling(Hook(url=receiver.url), pytest.fail)
-    worker = telling.worker("hook", feed, wall=lambda moment: moment)
+    notifier = HookNotifier(Hook(url=receiver.url), pytest.fail)
+    worker = notifier.worker("hook", feed, wall=lambda moment: moment)
     worker.start()
     feed.tell(Event(1.0, "ready", "a", "a"))
     feed.tell(Event(2.0, "stopped", "a", "a"))

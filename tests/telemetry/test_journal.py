@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.scheduler.events import KINDS, Cause, Event
 from anvil_mux.telemetry import accesslog
 from anvil_mux.telemetry import journal as journal_room
 from anvil_mux.telemetry.accesslog import human_line, json_line
@@ -106,8 +105,8 @@ def test_a_client_cannot_forge_a_line_of_the_access_log(desk: Desk) -> None:
 
 def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
     journal = desk.open()
-    journal.add(record(path="/healthz", model="", backend=""))
-    journal.add(record(path="/healthz", model="", backend="", status=503))
+    journal.add(record(path="/healthz", model="", backend="", is_quiet=True))
+    journal.add(record(path="/healthz", model="", backend="", is_quiet=True, status=503))
     journal.flush()
     (line,) = desk.lines()
     assert " 503 POST /healthz " in line
@@ -116,7 +115,7 @@ def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
 
 def test_phases_are_counted_and_not_told(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
     journal = desk.open(verbosity=VERBOSE)
-    journal.told(CONFIG.backends[0], "verify", 1.5)
+    journal.note_phase(CONFIG.backends[0], "verify", 1.5)
     journal.flush()
     counted = value(desk.metrics, "anvil_swap_phase_seconds_sum", model="a", phase="verify")
     assert (counted, capfd.readouterr().err) == (1.5, "")
@@ -339,7 +338,7 @@ def test_the_access_log_names_the_preset() -> None:
 def test_weights_that_were_read_ahead_are_counted(desk: Desk) -> None:
     journal = desk.open()
     for size in (1000, 24):
-        journal.told_read_ahead(CONFIG.backends[0], size, 0.5)
+        journal.note_read_ahead(CONFIG.backends[0], size, 0.5)
     journal.flush()
     assert value(desk.metrics, "anvil_read_ahead_bytes_total", model="a") == 1024
     assert value(desk.metrics, "anvil_read_ahead_seconds_total", model="a") == 1.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.host import swap, ways
+from anvil_mux.host import levels
 from anvil_mux.scheduler import events
-from anvil_mux.scheduler.causes import SENTENCES
+from anvil_mux.scheduler.events import SENTENCES
 from anvil_mux.telemetry.metrics import Metrics
 from tests.telemetry.test_metrics import CONFIG, nothing
 
@@ -76,5 +76,5 @@ def test_a_question_asks_by_labels_that_its_metric_has(query: str) -> None:
 
 
 def test_every_phase_is_there() -> None:
-    told = re.findall(r'phase\(backend, "(\w+)"\)', inspect.getsource(swap) + inspect.getsource(ways))
+    told = re.findall(r'phase\(backend, "(\w+)"\)', inspect.getsource(levels))
     assert rows("Phases of a swap").keys() == {"cooldown", "drain", *told}

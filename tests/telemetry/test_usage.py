@@ -154,22 +154,27 @@ def test_a_folder_that_cannot_be_written_is_told_and_counting_goes_on(tmp_path: 
     assert usage.since(0.0) == [row("alice", "a")]
 
 
-def test_metrics_have_what_was_used_since_the_start() -> None:
+def test_what_was_used_since_the_start_is_told_by_key_and_model() -> None:
     usage = Usage(wall=Wall())
-    usage.served("a", served(gpu_seconds=1.5, cached_tokens=4))
-    samples = {(s.name, s.labels.get("kind")): s.value for f in usage.collect() for s in f.samples}
-    assert samples == {
-        ("anvil_key_requests_total", None): 1,
-        ("anvil_key_tokens_total", "prompt"): 6,
-        ("anvil_key_tokens_total", "cached"): 4,
-        ("anvil_key_tokens_total", "completion"): 5,
-        ("anvil_key_gpu_seconds_total", None): 1.5,
+    usage.served("a", served(gpu_seconds=1.5, cached_tokens=4, status=502))
+    usage.served("a", served(gpu_seconds=0.25))
+    usage.served("b", served("bob"))
+    told = usage.since_start()
+    assert told.keys() == {("alice", "a"), ("bob", "b")}
+    assert told["alice", "a"] == {
+        "requests": 2,
+        "failed": 1,
+        "prompt_tokens": 20,
+        "cached_tokens": 4,
+        "tokens": 10,
+        "seconds": 6.0,
+        "gpu_seconds": 1.75,
     }
 
 
-def test_metrics_begin_anew_with_the_program_and_forget_nothing_when_a_day_ends(tmp_path: Path) -> None:
+def test_the_start_is_that_of_the_program_and_nothing_is_forgotten_when_a_day_ends(tmp_path: Path) -> None:
     def requests(usage: Usage) -> list[float]:
-        return [s.value for f in usage.collect() for s in f.samples if s.name == "anvil_key_requests_total"]
+        return [used["requests"] for used in usage.since_start().values()]
 
     wall = Wall()
     usage = Usage(tmp_path / "usage", print, wall)
@@ -186,31 +191,29 @@ def test_metrics_begin_anew_with_the_program_and_forget_nothing_when_a_day_ends(
     assert again.since(0.0)[0]["requests"] == 3
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_scrape_while_rows_leave_memory_or_come_into_it_counts_them_once(tmp_path: Path, sign: int) -> None:
-    Usage(tmp_path, wall=Wall()).served("a", served())
-    if sign == -1:
-        earlier = Usage(tmp_path, wall=Wall())
-        earlier.served("a", served())
-        earlier.save(at_once=True)
+@pytest.mark.parametrize("step", ["_read", "_write"])
+def test_who_asks_while_rows_come_into_memory_or_leave_it_counts_them_once(tmp_path: Path, step: str) -> None:
+    earlier = Usage(tmp_path, wall=Wall())
+    earlier.served("a", served())
+    earlier.save(at_once=True)
     wall = Wall()
     usage = Usage(tmp_path, wall=wall)
-    scraped: list[float] = []
+    asked: list[float] = []
 
-    def scrape() -> None:
-        scraped.extend(counts[0] for counts in usage._since_start().values())
+    def ask() -> None:
+        asked.extend(used["requests"] for used in usage.since_start().values())
 
-    def shift(rows: dict[Any, list[float]], way: int) -> None:
-        Usage._shift(usage, rows, way)
-        if way == sign:
-            thread.start()
-            thread.join(0.1)  # it either has counted by now, or waits
+    real, thread = getattr(usage, step), threading.Thread(target=ask)
 
-    thread = threading.Thread(target=scrape)
-    usage._shift = shift  # type: ignore[method-assign]
+    def stepping(*given: Any) -> Any:
+        thread.start()
+        thread.join(0.1)  # it either has counted by now, or waits
+        return real(*given)
+
+    setattr(usage, step, stepping)
     usage.served("a", served())
     wall.now += DAY
     usage.save(at_once=True)
     thread.join()
-    assert scraped in ([1.0], [])
-    assert [counts[0] for counts in usage._since_start().values()] == [1.0]
+    assert asked == [1.0]
+    assert [used["requests"] for used in usage.since_start().values()] == [1.0]

@@ -26,7 +26,7 @@ import yaml
 from anvil_mux import routing
 from anvil_mux.cli import main as cli
 from anvil_mux.cli.arguments import configuration
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.eviction import EVICTIONS
 from anvil_mux.scheduler.policies import POLICIES

@@ -8,16 +8,16 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from time import thread_time_ns
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import requests
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import MuxError
-from anvil_mux.host import prompt_cache
-from anvil_mux.host.control import CONTROLS
-from anvil_mux.host.engine_client import EngineClient, has_error
+from anvil_mux.host import prompts
+from anvil_mux.host.engine_client import EngineClient, SleepApi, has_error
+from anvil_mux.host.engines import find_engine
 from anvil_mux.protocol import anthropic, api, ollama
 from anvil_mux.protocol.completions import Translation
 from anvil_mux.serve.polling import load_of, load_of_slots
@@ -29,7 +29,7 @@ from tests.values.witness import strict
 from tests.values.work import list_ns
 
 TRANSLATED: dict[str, Callable[[dict[str, Any]], Translation]] = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
-REFUSALS = (MuxError, requests.RequestException, prompt_cache.Unkept)
+REFUSALS = (MuxError, requests.RequestException, prompts.Unkept)
 LISTS, LISTS_PER_BYTE = 2_000_000, 50.0
 ROUNDS = 20
 """Rounds through all readers, for each case of a usual run of the witness."""
@@ -47,7 +47,9 @@ class Scripted(EngineClient):
 def visit(engine: str, says: Says) -> Scripted:
     clock = itertools.count(0, 1)
     backend = replace(_BACKEND, engine=engine, served_model=engine)
-    found = Scripted(backend, "http://127.0.0.1:1", lambda: float(next(clock)), 2.0)
+    found = Scripted(
+        find_engine(engine), backend, "http://127.0.0.1:1", now=lambda: float(next(clock)), deadline=2.0
+    )
     found.told = {path: text.encode() for path, text in _texts(engine).items()}
     found.told[says.path] = said(says, engine).encode("utf-8", "surrogatepass")
     return found
@@ -83,12 +85,12 @@ def translated(path: str, where: str) -> Callable[[Says], None]:
 
 def controlled(engine: str, deed: str) -> Callable[[Says], None]:
     def do(says: Says) -> None:
-        there, control = visit(engine, says), CONTROLS[engine]
+        there, sleeps = visit(engine, says), cast(SleepApi, find_engine(engine).sleeps)
         with there:
             if deed == "is_asleep":
-                assert control.is_asleep(there) in (True, False, None)
+                assert sleeps.is_asleep(there) in (True, False, None)
             else:
-                getattr(control, deed)(there, 1)
+                getattr(sleeps, deed)(there, 1)
 
     return do
 
@@ -103,7 +105,7 @@ def _slots(says: Says) -> None:
     with visit("llamacpp", says) as there:
         if says.path == "/props":
             there.told["/slots"] = b"none"
-        prompt_cache._used(there, prompt_cache._props(there))
+        prompts._used(there, prompts._props(there))
 
 
 def _figures(says: Says) -> None:

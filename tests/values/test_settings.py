@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from tests.running import STOP_TIMEOUT, begin, seen
 from tests.values.settings import EXIT_CODES, NAMES, OF_YAML, Files, drawn, judged, value_of, write
 from tests.values.test_values import SEED, house, kind_of, numbers

@@ -16,10 +16,10 @@ import requests
 
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import control
-from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host import engines
+from anvil_mux.host.levels import Swapper
+from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.seam import Loaded
-from anvil_mux.host.swap import Swapper
 
 PYTHON = os.environ.get("ANVIL_VLLM_PYTHON", "")
 REAL = Path(__file__).resolve().parent.parent / "real"
@@ -67,9 +67,9 @@ def test_it_sleeps_and_wakes_and_is_never_started_again(scene: Scene) -> None:
     for _ in range(3):
         evicted = scene.swapper.evict(scene.backend, "sleep")
         assert (evicted.how, evicted.residual, evicted.host_bytes > 0) == ("sleep", {"0": 0}, True)
-        assert control.is_asleep(scene.backend, scene.url) is True
+        assert engines.is_asleep(scene.backend, scene.url) is True
         assert scene.swapper.load(scene.backend, "sleep") == Loaded(scene.url, "sleep")
-        assert control.is_asleep(scene.backend, scene.url) is False
+        assert engines.is_asleep(scene.backend, scene.url) is False
 
 
 def test_it_is_healthy_while_it_sleeps_and_answers_nobody(
@@ -77,16 +77,16 @@ def test_it_is_healthy_while_it_sleeps_and_answers_nobody(
 ) -> None:
     scene.swapper.evict(scene.backend, "sleep")
     assert requests.get(f"{scene.url}/health", timeout=GUARD).status_code == 200
-    monkeypatch.setattr(control, "PROBE_TIMEOUT", 1.0)
+    monkeypatch.setattr(engines, "PROBE_TIMEOUT", 1.0)
     with pytest.raises(BackendError, match="was not answered in time"):
-        control.probe(scene.backend, scene.url)
+        engines.probe(scene.backend, scene.url)
     monkeypatch.undo()
     assert scene.swapper.load(scene.backend, "sleep").how == "sleep"
 
 
 def test_it_cannot_be_woken_when_it_is_awake(scene: Scene) -> None:
     with pytest.raises(BackendError, match="is awake, nobody knows since when"):
-        control.wake(scene.backend, scene.url, 1)
+        engines.wake(scene.backend, scene.url, 1)
 
 
 def test_a_wake_that_fails_in_the_engine_is_a_cold_start_within_the_load(
@@ -96,4 +96,4 @@ def test_a_wake_that_fails_in_the_engine_is_a_cold_start_within_the_load(
     loaded = scene.swapper.load(scene.backend, "sleep-2")
     assert loaded.how == "stop"
     assert "POST /collective_rpc answers 500" in caplog.text
-    control.probe(scene.backend, loaded.url)
+    engines.probe(scene.backend, loaded.url)

@@ -1,0 +1,308 @@
+"""The abilities of an engine, as its command and its variables give them, and as its owner wants them.
+
+It may sleep, take LoRA adapters, or save prompts; each only if it was started for that. Functions say what a
+service can, why it cannot, and what to write so that it can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import PurePosixPath
+
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.devices import reserves_gpu
+from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Problem, nearest
+from anvil_mux.config.service import HERE, RawService, argv, flag_values
+from anvil_mux.config.values import Loras, Preset
+from anvil_mux.protocol import foreign
+
+# Standby levels
+
+LOADS_A_MODEL = ("-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo")
+LOADS_A_MODEL_BY = ("LLAMA_ARG_MODEL", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_HF_REPO", "LLAMA_ARG_DOCKER_REPO")
+SLEEP_FLAGS = {
+    "vllm": ("--enable-sleep-mode",),
+    "sglang": ("--enable-memory-saver", "--enable-weights-cpu-backup"),
+}
+NO_DEEP_SLEEP = "vLLM cannot read its weights again where it has LoRA adapters; take sleep"
+UNIFIED_MEMORY = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
+"""Makes llama.cpp allocate memory that the CUDA driver moves to and fro."""
+
+
+def cannot_evict_to(service: RawService, variables: Mapping[str, str], engine: str, way: str) -> str:
+    """Why the service cannot take this standby level, as far as it says; "" if it can."""
+    if way == "freeze" and reserves_gpu(service):
+        return "what is frozen keeps its GPU memory"
+    if way == "checkpoint" and UNIFIED_MEMORY in variables:
+        return f"the driver cannot checkpoint unified memory; take {UNIFIED_MEMORY} out of its environment"
+    if way not in ("sleep", "sleep-2"):
+        return ""
+    if engine not in ("vllm", "sglang", "ollama", "llamacpp"):
+        text = f"engine {engine} cannot be told to sleep; vllm, sglang, ollama and llamacpp can"
+        return Diagnostic(text, write="evict_to: [stop]")
+    if way == "sleep-2" and engine != "vllm":
+        text = f"{engine} cannot drop its weights and read them again; take sleep"
+        return Diagnostic(text, write="evict_to: [sleep, stop]")
+    words = argv(service)
+    if way == "sleep-2" and {"--enable-lora", "--lora-modules"} & {word.partition("=")[0] for word in words}:
+        return Diagnostic(NO_DEEP_SLEEP, write="evict_to: [sleep, stop]")
+    if engine == "vllm" and variables.get("VLLM_SERVER_DEV_MODE") != "1":
+        write = 'environment: {VLLM_SERVER_DEV_MODE: "1"}'
+        return Diagnostic(f"vLLM has its sleep routes only with {write}", write=write)
+    if engine == "llamacpp" and _loads_a_model(words, variables):
+        return "llama-server unloads in router mode only, without a model of its own: give it --models-dir"
+    # Flags may also come from an image's own command, or from a file.
+    missing = [flag for flag in SLEEP_FLAGS.get(engine, ()) if flag not in words]
+    if missing and words and not any(word.startswith("--config") for word in words):
+        flags = " ".join(missing)
+        return Diagnostic(f"add {flags} to its command", write=f"command: ... {flags}")
+    return ""
+
+
+def lightest_levels(service: RawService, variables: Mapping[str, str], engine: str) -> tuple[str, ...]:
+    """The standby levels of a service that names none: asleep if its owner gave it what that takes."""
+    told = set(SLEEP_FLAGS.get(engine, ())) <= set(argv(service))
+    sleeps = engine in ("vllm", "sglang", "ollama") and told
+    return (
+        ("sleep", "stop")
+        if sleeps and not cannot_evict_to(service, variables, engine, "sleep")
+        else ("stop",)
+    )
+
+
+def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
+    given = {word.partition("=")[0] for word in words}
+    return bool(given & set(LOADS_A_MODEL)) or any(name in variables for name in LOADS_A_MODEL_BY)
+
+
+# LoRA adapters
+
+ALLOWS_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""The variable with which vLLM loads adapters while it runs."""
+PROMPTS_KEPT = ("-cram", "--cache-ram")
+"""The flags that say how many prompts llama-server keeps in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The LoRA adapters of one service, as names of its model."""
+
+    presets: tuple[Preset, ...] = ()
+    to_load: Loras = ()
+    """The adapters that the engine has to be told to load once it runs."""
+    put: tuple[tuple[str, str], ...] = ()
+    """The fields that requests for the model's own name are asked with, unless its service sets them."""
+    problems: tuple[Problem, ...] = ()
+    caveats: tuple[str, ...] = ()
+
+
+def find_adapters(
+    engine: str, words: Sequence[str], variables: Mapping[str, str], wanted: Loras | None
+) -> Adapters:
+    """The adapters that a service is to offer: ``wanted``, and those that vLLM's own command names."""
+    if engine == "llamacpp":
+        return _of_llamacpp(words, variables, wanted or ())
+    in_command = dict(_modules(words)) if engine == "vllm" else {}
+    told = dict.fromkeys(in_command, "") | dict(wanted or ())
+    presets, to_load, problems = [], [], []
+    for name, path in told.items():
+        if why := _why_not(engine, words, variables, in_command, name=name, path=path):
+            problems.append(((name,), why))
+            continue
+        presets.append(Preset(name, served_model=name, is_adapter=True))
+        if path and name not in in_command:
+            to_load.append((name, path))
+    return Adapters(tuple(presets), tuple(to_load), problems=tuple(problems))
+
+
+def _why_not(
+    engine: str,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    in_command: Mapping[str, str],
+    *,
+    name: str,
+    path: str,
+) -> str:
+    """Why an engine that takes an adapter's name for a model's cannot offer it; "" if it can."""
+    if engine not in ("vllm", "openai"):
+        return (
+            f"engine {engine} takes no adapter's name as a model's; vllm and llamacpp can. Where a field of "
+            "the question chooses it, a preset can set that"
+        )
+    if name in in_command:
+        same = path in ("", in_command[name])
+        return "" if same else f"its command has it at {in_command[name]}, not at {path}"
+    if not path:
+        return f"is no adapter of its command; {nearest(name, in_command)}" if in_command else ""
+    if engine != "vllm":
+        text = f"engine {engine} cannot be told to load it: name it alone, loras: [{name}], if it has it"
+        return Diagnostic(text, write=f"loras: [{name}]")
+    if words and "--enable-lora" not in words and not any(word.startswith("--config") for word in words):
+        text = "vLLM has adapters only with --enable-lora in its command"
+        return Diagnostic(text, write="command: ... --enable-lora")
+    if variables.get(ALLOWS_LOADING, "").strip().lower() not in ("1", "true"):
+        write = f'environment: {{{ALLOWS_LOADING}: "1"}}'
+        said = "vLLM loads an adapter while it runs only with"
+        other = f"or write --lora-modules {name}={path} in its command"
+        return Diagnostic(f"{said} {write}; {other}", said=f"{said} {ALLOWS_LOADING}; {other}", write=write)
+    return ""
+
+
+def _modules(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The adapters after --lora-modules, each NAME=PATH or JSON with name and path."""
+    taking = False
+    for word in words:
+        if word.startswith("--lora-modules="):
+            taking, word = True, word.partition("=")[2]
+        elif word.startswith("-"):
+            taking = word == "--lora-modules"
+            continue
+        if not taking:
+            continue
+        try:
+            said = foreign.read(word)
+        except ValueError:
+            name, equals, path = word.partition("=")
+            if equals and name:
+                yield name, path
+        else:
+            if isinstance(said, dict) and isinstance(said.get("name"), str) and said["name"]:
+                yield said["name"], str(said.get("path", ""))
+
+
+def _of_llamacpp(words: Sequence[str], variables: Mapping[str, str], wanted: Loras) -> Adapters:
+    """Adapters of llama-server, which numbers those of its command; a question says how much of each.
+
+    Each question says it of all: where nothing is said they have the scales of the command, and llama-server
+    does not notice then that a prompt in its cache was computed with others.
+    """
+    files = list(_files(words))
+    by_stem = {PurePosixPath(file).stem: number for number, (file, _) in enumerate(files)}
+    by_path = {file: number for number, (file, _) in enumerate(files)}
+    presets, problems = [], []
+    for name, path in wanted:
+        number = by_path.get(path) if path else by_stem.get(name)
+        if number is None:
+            add = f"add --lora {path} to its command" if path else nearest(name, by_stem)
+            text = f"{path or name} is no adapter of its command; {add}"
+            write = f"command: ... --lora {path}" if path else ""
+            problems.append(((name,), Diagnostic(text.removesuffix("; known: "), write=write)))
+        else:
+            presets.append(Preset(name, set=(("lora", _scales(files, number)),), is_adapter=True))
+    if not presets:
+        return Adapters(problems=tuple(problems))
+    put, caveats = [("lora", _scales(files))], []
+    if _prompts_kept(words, variables) != "0":
+        put.append(("cache_prompt", "false"))
+        said = (
+            "llama-server does not know by which LoRA adapter a prompt was computed that it keeps in host "
+            "memory, so each prompt is computed anew"
+        )
+        text, write = f"{said}: add --cache-ram 0 to its command", "command: ... --cache-ram 0"
+        caveats.append(Diagnostic(text, said=said, write=write, key=("x-anvil", "loras")))
+    return Adapters(tuple(presets), put=tuple(put), problems=tuple(problems), caveats=tuple(caveats))
+
+
+def _scales(files: Sequence[tuple[str, float]], only: int = -1) -> str:
+    """The field of a question that has one adapter apply, or none."""
+    scales = [scale if number == only else 0.0 for number, (_, scale) in enumerate(files)]
+    return json.dumps([{"id": number, "scale": scale} for number, scale in enumerate(scales)])
+
+
+def _prompts_kept(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """How much host memory llama-server keeps prompts in, as far as its service says so."""
+    said = [value for flag in PROMPTS_KEPT for value in flag_values(words, flag)]
+    return said[-1] if said else variables.get("LLAMA_ARG_CACHE_RAM")
+
+
+def _files(words: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """The adapters of llama-server in the order of their numbers, each with its scale."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        given = (value if equals else following).split(",")
+        if flag == "--lora":
+            yield from ((file, 1.0) for file in given)
+        elif flag == "--lora-scaled":
+            for each in given:
+                file, _, scale = each.rpartition(":")
+                yield (file, float(scale)) if re.fullmatch(r"-?[0-9.]+", scale) else (each, 1.0)
+
+
+# Prompts on disk
+
+PROMPTS_FLAG, PROMPTS_VARIABLE = "--slot-save-path", "LLAMA_ARG_SLOT_SAVE_PATH"
+PROMPTS_EXAMPLE = f'write command: [..., {PROMPTS_FLAG}, /prompts] and volumes: ["./prompts:/prompts"]'
+PROMPTS_LINES = f'command: [..., {PROMPTS_FLAG}, /prompts]\nvolumes: ["./prompts:/prompts"]'
+_KEY = ("x-anvil", "prompt_cache")
+ADAPTER_FLAGS = ("--lora", "--lora-scaled")
+
+
+def prompts_folder(service: Service) -> str:
+    """The folder, as the service sees it, into which its engine writes prompts; "" if it was given none."""
+    told = [*flag_values(service.command, PROMPTS_FLAG), dict(service.environment).get(PROMPTS_VARIABLE)]
+    return next(filter(None, told), "")
+
+
+def cannot_keep_prompts(backend: Backend) -> str:
+    """Why the backend's engine cannot keep prompts, and what to write instead; "" if it can."""
+    service = backend.service
+    if backend.engine != "llamacpp":
+        return f"engine {backend.engine} cannot save prompts; llamacpp can (docs/swaps.md has the others)"
+    if "sleep" in backend.evict_to:
+        return "llama-server in router mode has no slots of its own: give it a model, and take sleep out"
+    if not (folder := prompts_folder(service)):
+        said = "llama-server needs a folder for them"
+        return Diagnostic(f"{said}: {PROMPTS_EXAMPLE}", said=said, write=PROMPTS_LINES)
+    if not os.path.isabs(folder) and HERE not in dict(service.mounts):
+        return f"{PROMPTS_FLAG} must be an absolute path, not {folder}"
+    if not service.on_host(folder):
+        said = f"{folder} is in no folder of the host, and is not to be seen from here"
+        return Diagnostic(f"{said}: {PROMPTS_EXAMPLE}", said=said, write=f'volumes: ["./prompts:{folder}"]')
+    if backend.adapts_by_field or any(
+        True for flag in ADAPTER_FLAGS for _ in flag_values(service.command, flag)
+    ):
+        return (
+            "llama-server does not say with which LoRA adapters a saved prompt was computed: "
+            "take --lora out of its command, or prompt_cache"
+        )
+    return ""
+
+
+def prompt_caveats(service: Service) -> Iterator[str]:
+    """Warnings of what keeps llama-server from saving prompts, or all of them, with remedies."""
+    words = service.command
+    if any(word.partition("=")[0] in ("--mmproj", "-mm", "--mmproj-url", "-mmu") for word in words):
+        text = "prompt_cache: llama-server saves no prompts of a model that sees or hears (--mmproj)"
+        yield Diagnostic(text, key=_KEY)
+    if "--no-cache-prompt" in words:
+        text = "prompt_cache: with --no-cache-prompt no prompt is used again; take it out"
+        yield Diagnostic(text, key=_KEY)
+    if _moves_idle_prompts(words, dict(service.environment)):
+        said = (
+            "prompt_cache: llama-server takes idle prompts out of their slots, so only those that were used "
+            "last are kept"
+        )
+        flag = "--no-cache-idle-slots"
+        text, write = f"{said}; add {flag} to its command", f"command: ... {flag}"
+        yield Diagnostic(text, said=said, write=write, key=_KEY)
+
+
+def _moves_idle_prompts(words: Sequence[str], variables: Mapping[str, str]) -> bool:
+    """Whether all slots share one buffer, from which those that are idle are cleared."""
+    if "--no-cache-idle-slots" in words or variables.get("LLAMA_ARG_CACHE_IDLE_SLOTS") in ("0", "false"):
+        return False
+    memory = [*flag_values(words, "--cache-ram"), *flag_values(words, "-cram")]
+    if "0" in (*memory, variables.get("LLAMA_ARG_CACHE_RAM")):
+        return False
+    slots = [value for flag in ("-np", "--parallel") for value in flag_values(words, flag)]
+    slots += filter(None, [variables.get("LLAMA_ARG_N_PARALLEL")])
+    if "-kvu" in words or "--kv-unified" in words:
+        return "1" not in slots
+    return not slots and "-no-kvu" not in words and "--no-kv-unified" not in words

@@ -1,0 +1,394 @@
+"""Compose files -> one mapping, through the Compose program or without it.
+
+``docker compose config`` knows every form that Compose knows, so it is asked where it can be; it needs no
+Docker Engine. Where it is missing interpolate.py reads one file, and for local processes several. Either way
+the variables are in, and what the file left open (unset variables) is a warning.
+
+The ``x-anvil`` of several files is merged here, since releases of Compose differ in how they merge
+extensions: up to 2.34 the last file's replaces all, from then on mappings are merged and lists appended. Each
+setting of an ``x-anvil`` is, whole, that of the last file that has it. Before a file come those that it
+includes; before a service comes the one that it extends. The rest is merged as Compose does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from anvil_mux.command import Done, run
+from anvil_mux.config import interpolate
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, advice
+from anvil_mux.config.interpolate import Document, Scope
+from anvil_mux.config.problems import KeyInFile
+from anvil_mux.config.reading import OURS, unknown_keys
+from anvil_mux.errors import ConfigError
+
+FILE_NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")
+OVERRIDE_NAMES = (
+    "compose.override.yml",
+    "compose.override.yaml",
+    "docker-compose.override.yml",
+    "docker-compose.override.yaml",
+)
+COMPOSE_TIMEOUT = 60.0
+OF_PROCESSES = ("HOST", "PORT")
+"""Variables that a local process is given when it starts."""
+SHARED = ("networks", "volumes", "secrets", "configs")
+"""The things beside services that services use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The files' content, taken together."""
+
+    services: Any
+    settings: Any
+    """The top-level ``x-anvil``."""
+    project: str
+    warnings: tuple[str, ...]
+    plain: bool
+    """Whether it was read without the Compose program."""
+    shared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """``SHARED`` -> name -> description."""
+    places: Mapping[KeyPath, KeyInFile] = field(default_factory=dict)
+    """The key of each setting of ``x-anvil`` -> the file whose value counts, and its key there."""
+
+
+Compose = Callable[[Sequence[str], Mapping[str, str]], Done | None]
+"""Runs a command; None where there is no such program."""
+
+
+def find_files(folder: Path, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """The compose files that Compose itself would take in ``folder``; ConfigError."""
+    folder = folder.absolute()
+    variables = interpolate.environment(folder, environ)
+    if named := variables.get("COMPOSE_FILE"):
+        separator = variables.get("COMPOSE_PATH_SEPARATOR") or os.pathsep
+        return tuple(folder / file for file in named.split(separator))
+    for place in (folder, *folder.parents):
+        if found := [place / name for name in FILE_NAMES if (place / name).is_file()]:
+            overrides = [place / name for name in OVERRIDE_NAMES if (place / name).is_file()]
+            return (found[0], *overrides[:1])
+    raise ConfigError([f"{folder}: no compose.yaml here or above; name a compose file on the command line"])
+
+
+def combine(
+    documents: Sequence[Document],
+    environ: Mapping[str, str],
+    compose: Compose | None = None,
+    *,
+    process: bool = False,
+) -> Content:
+    """The content of the files, through ``compose`` if that is given and there is such a program.
+
+    ``process``: the services are local processes, of which Compose knows nothing.
+    """
+    if compose is not None and not process:
+        answer = compose(compose_config([document.file for document in documents]), environ)
+        if answer is not None:
+            return _composed(documents, answer, environ)
+    if len(documents) > 1 and not process:
+        text = f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"
+        raise ConfigError([Diagnostic(text, page="running.md#docker-or-podman")])
+    variables = interpolate.environment(documents[0].file.parent, environ)
+    content: Any = {}
+    warnings: list[str] = []
+    for document in documents:
+        resolved, unset = interpolate.resolve(document, variables)
+        content = laid_over(content, resolved)
+        warnings += [_unset(documents, name, process=process) for name in unset]
+    project = _project(documents[0].file, content, environ)
+    return _content(content, project, warnings, Layers(documents, variables), plain=True)
+
+
+def compose_config(files: Iterable[Path]) -> list[str]:
+    # YAML, because its JSON leaves out the x- keys of services.
+    words = [word for file in files for word in ("-f", str(file))]
+    return ["docker", "compose", "--ansi", "never", *words, "--profile", "*", "config"]
+
+
+def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> Done | None:
+    """Run the Compose program; None where there is none."""
+    try:
+        done = run(argv, COMPOSE_TIMEOUT, env=environ)
+    except OSError:
+        return None
+    except subprocess.TimeoutExpired:
+        raise ConfigError([f"`{' '.join(argv)}` did not end within {COMPOSE_TIMEOUT:g} s"]) from None
+    if done.code and re.search(r"is not a docker command|unknown (shorthand )?(flag|command)", done.err):
+        return None
+    return done
+
+
+def _composed(documents: Sequence[Document], answer: Done, environ: Mapping[str, str]) -> Content:
+    said, warnings = [], []
+    for line in answer.err.splitlines():
+        if warning := re.search(r'level=warning msg="(.*)"\s*$', line):
+            warnings.append(_of_compose(documents, warning[1].replace('\\"', '"')))
+        elif line.strip():
+            said.append(line.strip())
+    if answer.code:
+        why = " ".join(said) or f"exit status {answer.code}"
+        own = [*unknown_keys(documents), *_without_image(documents)]
+        raise ConfigError([*warnings, _of_compose(documents, why), *own])
+    # It prints every $ that stands for itself as $$.
+    content = yaml.load(answer.out.replace("$$", "$"), interpolate.Loader) or {}
+    try:
+        variables = interpolate.environment(documents[0].file.parent, environ)
+    except ConfigError:
+        variables = dict(environ)  # Compose has read the file, whatever we make of it
+    layers = Layers(documents, variables)
+    return _content(content, content.get("name", ""), warnings, layers, plain=False)
+
+
+def _content(
+    content: dict[str, Any], project: str, warnings: Iterable[str], layers: Layers, *, plain: bool
+) -> Content:
+    places: dict[KeyPath, KeyInFile] = {}
+
+    def lay(holder: Any, key: KeyPath, found: Sequence[Layer]) -> None:
+        """Merge what several files have; what one file has is right as it was read."""
+        if not plain and len(found) > 1:
+            holder[OURS] = merged(found)
+        counting = origins(found).items()
+        places.update({(*key, OURS, n): (each.document, (*each.key, n)) for n, each in counting})
+
+    lay(content, (), layers.of_all())
+    for name, described in mapping(content.get("services")).items():
+        own: list[Layer] = []
+        with suppress(ConfigError, ValueError):  # what stands at an address Compose alone has read
+            own = layers.of_service(name)
+        lay(described, ("services", name), own)
+    shared = {kind: found for kind in SHARED if isinstance(found := content.get(kind), dict)}
+    services, settings = content.get("services"), content.get(OURS)
+    return Content(services, settings, project, tuple(warnings), plain=plain, shared=shared, places=places)
+
+
+def _of_compose(documents: Sequence[Document], text: str) -> Diagnostic:
+    """A problem or warning of the Compose program, in its own words: it says itself where, if it knows."""
+    first = documents[0].file
+    files = " and ".join([str(first), *(each.file.name for each in documents[1:])])
+    return Diagnostic(f"{files}: docker compose config: {text}", place=Position(str(first)))
+
+
+def _without_image(documents: Sequence[Document]) -> Iterator[Diagnostic]:
+    """A problem for each server elsewhere without what Compose wants of a service."""
+    written = [mapping(each.content.get("services")) for each in documents]
+    for document, services in zip(documents, written, strict=True):
+        for name, described in services.items():
+            keys = {key for each in written for key in mapping(each.get(name))}
+            ours = mapping(mapping(described).get(OURS))
+            if "url" in ours and not keys & {"image", "build", "extends"}:
+                text = "Compose wants `image: scratch` and `profiles` also of a server elsewhere (url)"
+                missing = Diagnostic(text, write="image: scratch", page="elsewhere.md")
+                yield missing.at(document.place(("services", name)), ("services", name), f"services.{name}")
+
+
+def _unset(documents: Sequence[Document], name: str, *, process: bool = False) -> str:
+    """A warning about a variable that is not set, at the first line that uses it."""
+    said = f"the variable {name} is not set, so nothing stands in its place"
+    if process and name in OF_PROCESSES:
+        found = advice(f"{said}; anvil-mux puts in a {name} that begins with $$", f"$${name}")
+    else:
+        text = f"{said}; set it, here or in .env, or write ${{{name}:-default}}"
+        found = Diagnostic(text, said=said, write=f"{name}=... in .env")
+    for document in documents:
+        for key, value in _texts(document.content, ()):
+            if re.search(rf"(?<!\$)(?:\$\$)*\$(?:{name}\b|{{{name}[:}}?+-])", value):
+                return found.at(document.place(key), key, ".".join(key))
+    return found.at(Position(str(documents[0].file)), (), "")
+
+
+def _texts(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Every text in a file, with its key."""
+    match value:
+        case str():
+            yield key, value
+        case dict():
+            for name, inner in value.items():
+                yield from _texts(inner, (*key, str(name)))
+        case list():
+            for index, inner in enumerate(value):
+                yield from _texts(inner, (*key, str(index)))
+
+
+def _project(file: Path, content: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """The project's name as Compose finds it."""
+    folder = Path(os.path.abspath(file)).parent
+    chosen = interpolate.environment(folder, environ).get("COMPOSE_PROJECT_NAME")
+    name = chosen or content.get("name") or folder.name
+    return re.sub(r"[^a-z0-9_-]", "", str(name).lower()).lstrip("_-")
+
+
+# The x-anvil of several files
+
+RESET, OVERRIDE = "!reset", "!override"
+"""The tags of Compose by which a file takes away what stands in those before it."""
+
+
+class Layer(NamedTuple):
+    """The ``x-anvil`` that one file has for the whole, or for a service."""
+
+    document: Document
+    key: KeyPath
+    variables: Mapping[str, str]
+
+    def settings(self) -> Any:
+        """The content as it is written; a setting that is reset has no value."""
+        value: Any = self.document.content
+        for part in self.key:
+            value = value[part]
+        tags = dict(self.document.tags)
+        if isinstance(value, dict):
+            return {n: None if tags.get((*self.key, n)) == RESET else each for n, each in value.items()}
+        return value
+
+    def filled(self, name: str) -> Any:
+        """The value of a setting with its variables replaced."""
+        value = self.settings()[name]
+        return interpolate.filled(self.document, value, (*self.key, name), Scope(self.variables))
+
+
+class Layers:
+    """The ``x-anvil`` of all files, each with its place; ``variables``: those of the project."""
+
+    def __init__(self, documents: Sequence[Document], variables: Mapping[str, str]) -> None:
+        self._documents = documents
+        self._folder = documents[0].file.parent
+        self._variables = variables
+        self._read: dict[Path, Document] = {}
+        self._inner: dict[Path, list[tuple[Document, Path, Mapping[str, str]]]] = {}
+        """File -> those that it includes, each with its folder and its variables."""
+
+    def of_all(self) -> list[Layer]:
+        """The ``x-anvil`` at the top level of each file; Compose takes none from an included one."""
+        found: list[Layer] = []
+        for document in self._documents:
+            _add(found, document, (OURS,), document.content, self._variables)
+        return found
+
+    def of_service(self, name: str) -> list[Layer]:
+        """The ``x-anvil`` of a service in each file; ConfigError if one of them cannot be read."""
+        found: list[Layer] = []
+        for document in self._documents:
+            self._take(found, document, self._folder, self._variables, name)
+        return found
+
+    def _take(
+        self, found: list[Layer], document: Document, folder: Path, variables: Mapping[str, str], name: str
+    ) -> None:
+        if document.file not in self._inner:
+            self._inner[document.file] = [*self._included(document, folder, variables)]
+        for inner, its_folder, its_variables in self._inner[document.file]:
+            self._take(found, inner, its_folder, its_variables, name)
+        self._take_service(found, document, folder, variables, name)
+
+    def _take_service(
+        self, found: list[Layer], document: Document, folder: Path, variables: Mapping[str, str], name: str
+    ) -> None:
+        key, tags = ("services", name), dict(document.tags)
+        if tags.get(key) in (RESET, OVERRIDE):
+            found.clear()
+        described = mapping(mapping(document.content.get("services")).get(name))
+        if tags.get(key) == RESET:
+            return
+        if extends := described.get("extends"):
+            about = extends if isinstance(extends, dict) else {"service": extends}
+            scope = Scope(variables)
+            base, its_folder = document, folder
+            if file := about.get("file"):
+                base = self._document(folder / scope.fill(str(file)))
+                its_folder = base.file.parent
+            self._take_service(found, base, its_folder, variables, scope.fill(str(about.get("service"))))
+        _add(found, document, (*key, OURS), described, variables)
+
+    def _included(
+        self, document: Document, folder: Path, variables: Mapping[str, str]
+    ) -> Iterator[tuple[Document, Path, Mapping[str, str]]]:
+        scope = Scope(variables)
+        for each in listed(document.content.get("include")):
+            about = each if isinstance(each, dict) else {"path": each}
+            files = [folder / scope.fill(str(path)) for path in listed(about.get("path"))]
+            inner = folder / scope.fill(str(about.get("project_directory") or files[0].parent))
+            own = [folder / scope.fill(str(file)) for file in listed(about.get("env_file"))]
+            known = interpolate.variables_of(own or [inner / interpolate.ENV_FILE], variables)
+            for file in files:
+                yield self._document(file), inner, known
+
+    def _document(self, file: Path) -> Document:
+        if file not in self._read:
+            self._read[file] = interpolate.read(file)
+        return self._read[file]
+
+
+def _add(
+    found: list[Layer],
+    document: Document,
+    key: KeyPath,
+    holder: Mapping[str, Any],
+    variables: Mapping[str, str],
+) -> None:
+    tag = dict(document.tags).get(key)
+    if tag in (RESET, OVERRIDE):
+        found.clear()
+    if holder.get(OURS) is not None and tag != RESET:
+        found.append(Layer(document, key, variables))
+
+
+def origins(layers: Sequence[Layer]) -> dict[str, Layer]:
+    """Setting -> the layer whose value counts."""
+    said = [(layer, layer.settings()) for layer in layers]
+    return {name: layer for layer, settings in said if isinstance(settings, dict) for name in settings}
+
+
+def merged(layers: Sequence[Layer]) -> Any:
+    """The settings of all layers; what is no mapping, and so an error, is that of the last one."""
+    last = layers[-1].settings()
+    if not isinstance(last, dict):
+        return last
+    return {name: layer.filled(name) for name, layer in origins(layers).items()}
+
+
+def laid_over(one: Any, other: Any) -> Any:
+    """Merge as Compose does: mappings key by key, lists one after the other, the other's plain values win."""
+    if other is None:
+        return one
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = dict(one)
+        for key, value in other.items():
+            if key == OURS and isinstance(value, dict):
+                found[key] = {**mapping(one.get(key)), **value}
+            else:
+                replaces = key not in one or key in ("command", "entrypoint")
+                found[key] = value if replaces else laid_over(one[key], value)
+        return found
+    if isinstance(one, list) and isinstance(other, dict):
+        return _pairs(one) | other
+    if isinstance(one, dict) and isinstance(other, list):
+        return laid_over(one, _pairs(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return [*one, *(each for each in other if each not in one)]
+    return other
+
+
+def _pairs(given: list[Any]) -> dict[str, str | None]:
+    """A list of NAME=VALUE as a mapping."""
+    pairs = (str(each).partition("=") for each in given)
+    return {name: text if equals else None for name, equals, text in pairs}
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def listed(value: Any) -> list[Any]:
+    """A list, or the one value that may stand for a list of it."""
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,431 @@
+"""A kind of value: how people write it, what it is read as, and the JSON Schema of it, in one object.
+
+``read`` takes what YAML, an environment variable or a flag gave (so numbers may come as text) and returns the
+value, or raises ValueError that says what it should be; with a ``Diagnostic`` in it, it also has a value to
+write instead. Parts of a value that are wrong are told one by one (``Wrong``), so that no mistake hides
+another.
+
+A shape (JSON Schema, draft 7) is for editors, which complete and check by it. It takes all that ``read``
+takes and refuses the common mistakes; ``read`` alone decides. A variable of Compose (``${NAME}``) may stand
+for any scalar, so text with a ``$`` always passes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from anvil_mux.clock import MOST_COUNT, YEAR_SECONDS, seconds_in
+from anvil_mux.config.diagnostic import Diagnostic, advice, as_diagnostic, as_yaml
+
+Made = TypeVar("Made")
+Shape = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueKind:
+    name: str
+    """The name that the documentation gives it."""
+    read: Callable[[Any], Any]
+    shape: Shape
+    """The JSON Schema of what ``read`` takes."""
+
+    def then(self, make: Callable[[Any], Any]) -> ValueKind:
+        """The same values, and what ``make`` makes of each."""
+
+        def read(value: Any) -> Any:
+            try:
+                found = self.read(value)
+            except Wrong as wrong:
+                raise Wrong(wrong.problems, make(wrong.rest)) from None
+            return make(found)
+
+        return replace(self, read=read)
+
+    def called(self, name: str) -> ValueKind:
+        return replace(self, name=name)
+
+
+# What is wrong
+
+
+Problem = tuple[tuple[str, ...], str]
+"""The way to a part of a value, and what is wrong with it."""
+
+
+class Wrong(ValueError):
+    """Parts of a value are wrong; ``rest`` is what it comes to without them."""
+
+    def __init__(self, problems: Sequence[Problem], rest: Any) -> None:
+        super().__init__("; ".join([": ".join((".".join(path), text)) for path, text in problems]))
+        self.problems = problems
+        self.rest = rest
+
+
+def unfit(said: str, value: str = "") -> ValueError:
+    """The error of a value that cannot be taken; ``value``: one that could stand there."""
+    return ValueError(Diagnostic(said, value=value))
+
+
+def unknown(key: str, known: Collection[str], value: Any) -> Diagnostic:
+    """The diagnostic about an unknown key: the nearest one, with the value that it was given."""
+    near = meant(key, known)
+    written = "..." if value is None else as_yaml(value)
+    return Diagnostic(f"unknown key; {nearest(key, known)}", write=f"{near}: {written}" if near else "")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at the known word that is nearest to an unknown one."""
+    known = tuple(known)
+    close = meant(word, known)
+    return f"did you mean {close}?" if close else f"known: {', '.join(known)}"
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The known word that is near an unknown one; "" if none is."""
+    return next(iter(get_close_matches(word, tuple(known), 1, 0.6)), "")
+
+
+def show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Kinds made of others
+
+
+def record(make: Callable[..., Any], **parts: ValueKind) -> ValueKind:
+    """A mapping that has these keys and no others, of which ``make`` makes one thing.
+
+    A key without a value counts as not given, so that ``make`` knows what holds without it.
+    """
+
+    def read(value: Mapping[str, Any]) -> Any:
+        problems: list[Problem] = [
+            ((str(key),), unknown(str(key), parts, each)) for key, each in value.items() if key not in parts
+        ]
+        given = {key: each for key, each in value.items() if key in parts and each is not None}
+        made = make(**_read_each(given, lambda key, each: parts[key].read(each), problems))
+        if problems:
+            raise Wrong(problems, made)
+        return made
+
+    shape = object_shape({key: kind.shape for key, kind in parts.items()})
+    return ValueKind(f"{{{', '.join(parts)}}}", read, shape)
+
+
+def read_each(values: Mapping[Any, Any], read: Callable[[Any, Any], Made]) -> dict[Any, Made]:
+    """Name -> what ``read`` makes of it and its value, of a mapping that may have any names."""
+    problems: list[Problem] = []
+    found = _read_each(values, read, problems)
+    if problems:
+        raise Wrong(problems, found)
+    return found
+
+
+def _read_each(
+    values: Mapping[Any, Any], read: Callable[[Any, Any], Made], problems: list[Problem]
+) -> dict[Any, Made]:
+    found: dict[Any, Made] = {}
+    for name, value in values.items():
+        try:
+            found[name] = read(name, value)
+        except Wrong as wrong:
+            problems += [((str(name), *path), text) for path, text in wrong.problems]
+            found[name] = wrong.rest
+        except ValueError as error:
+            problems.append(((str(name),), as_diagnostic(error)))
+    return found
+
+
+def by_name(read: Callable[[Any, Any], Any], value: Shape, wanted: str, example: str) -> ValueKind:
+    """A mapping with any names, of which each is read with its value; ``wanted``: how it is written."""
+
+    def read_all(given: Any) -> dict[Any, Any]:
+        if not isinstance(given, dict):
+            raise unfit(f"must hold {wanted}, not {show(given)}", example)
+        return read_each(given, read)
+
+    return ValueKind(wanted, read_all, names_shape(value))
+
+
+def either(short: ValueKind, long: ValueKind) -> ValueKind:
+    """A mapping that ``long`` reads, or a short form that stands for it."""
+
+    def read(value: Any) -> Any:
+        return long.read(value) if isinstance(value, dict) else short.read(value)
+
+    return ValueKind(f"{short.name}, or {long.name}", read, any_of(short.shape, long.shape))
+
+
+def positive(kind: ValueKind) -> ValueKind:
+    """The values of a kind that are more than 0."""
+
+    def read(value: Any) -> Any:
+        if found := kind.read(value):
+            return found
+        raise unfit(f"must be more than 0, not {show(value)}")
+
+    return replace(kind, read=read)
+
+
+# Words
+
+
+def one_of(*known: str) -> ValueKind:
+    def read(value: Any) -> str:
+        if value not in known:
+            text = f"must be one of {', '.join(known)}, not {show(value)}"
+            raise unfit(text, meant(str(value).lower(), known) or known[0])
+        return str(value)
+
+    return ValueKind(" | ".join(known), read, word_shape(known))
+
+
+def some_of(known: Collection[str], aliases: Mapping[str, str]) -> ValueKind:
+    """A list of words, in order, each once."""
+
+    def read(value: Any) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(aliases.get(name, name) for name in _read_names(value)))
+        for name in names:
+            if name not in known:
+                near = meant(name, known) or next(iter(known))
+                mended = [near if each == name else each for each in names]
+                raise unfit(f"unknown: {name}; {nearest(name, known)}", as_yaml(mended))
+        if not names:
+            raise unfit("must name at least one", as_yaml([*known][-1:]))
+        return names
+
+    return ValueKind("list of " + " | ".join(known), read, list_shape(word_shape([*known, *aliases])))
+
+
+def _read_text(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(_not_text(value))
+    if any(character < " " or character in "\"'`\\\x7f" for character in value):
+        kept = re.sub(r"[\x00-\x1f\"'`\\\x7f]", "", value).strip()
+        raise unfit(f"must not hold quotes or control characters: {show(value)}", kept and as_yaml(kept))
+    return value.strip()
+
+
+def _not_text(value: Any) -> Diagnostic:
+    said = f"must be text, not {show(value)}"
+    if isinstance(value, (bool, float)):
+        return advice(said, value=f'"{as_yaml(value)}"')
+    return Diagnostic(said)
+
+
+def _read_names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, list):
+        value = [value]
+    return tuple(dict.fromkeys(_read_text(each) for each in value))
+
+
+FLAGS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def _read_flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in FLAGS:
+        raise unfit(f"must be true or false, not {show(value)}", "true")
+    return FLAGS[value.lower()]
+
+
+# Numbers
+
+
+def whole_number(least: int, most: float = math.inf, example: str = "") -> ValueKind:
+    """A whole number; ``example``: what to write for one that does not fit, if not the nearest that does."""
+
+    def read(value: Any) -> int:
+        if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}", value):
+            value = int(value)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not least <= value <= min(most, MOST_COUNT):
+            limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:.0f}"
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+            near = example or f"{min(max(value, least), most, MOST_COUNT):.0f}" if fits else ""
+            raise unfit(f"must be a whole number {limits}, not {show(value)}", near)
+        return int(value)
+
+    return ValueKind("whole number", read, whole_shape(least, most))
+
+
+SIZES = {unit + "iB": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
+SIZES |= {unit + "B": 1000**power for power, unit in enumerate("KMGT", 1)}
+SIZES |= {"kB": 1000, "B": 1, "": 1}
+
+
+def size(least: int = 0) -> ValueKind:
+    """Bytes; 0 passes as well as anything of at least ``least``."""
+
+    def read(value: Any) -> int:
+        written = "" if value is True else str(value).strip()
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", written)
+        if found is None or found[2] not in SIZES:
+            text = f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}"
+            raise unfit(text, f"{found[1]}{_unit(found[2])}" if found else "20GiB" if least else "64MiB")
+        amount = int(min(float(found[1]) * SIZES[found[2]], MOST_COUNT + 1))
+        if amount > MOST_COUNT:
+            raise unfit(f"must be at most 1000TB, not {show(value)}", "64MiB")
+        if 0 < amount < least:
+            raise ValueError(advice(f"is only {amount} bytes", value=f"{found[1]}GiB"))
+        return amount
+
+    return ValueKind("size", read, amount_shape(rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(SIZES)})\s*$"))
+
+
+def _unit(written: str) -> str:
+    """The unit that people mean who write g, G, Gb or gib."""
+    return f"{written[0].upper()}iB" if written and written[0].upper() in "KMGT" else "GiB"
+
+
+def gib(amount: float) -> str:
+    """Bytes as people say them."""
+    return f"{amount / (1 << 30):.1f} GiB"
+
+
+# Times
+
+ENDLESS = "none"
+"""How people write that something has no end."""
+AUTO = "auto"
+"""How people write that a time follows what goes on."""
+
+
+def span(seconds: float) -> str:
+    """A length of time for people."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.3g} h"
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+class TooLong(ValueError):
+    """A time of more than a year."""
+
+
+def read_seconds(value: Any) -> float:
+    """A time from outside: seconds, or text such as 2m; at most a year."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    seconds = value if is_number else seconds_in(value) if isinstance(value, str) else None
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise unfit(f"must be seconds, or a time such as 30s or 2m, not {show(value)}", _seconds_near(value))
+    if seconds > YEAR_SECONDS:
+        raise TooLong(Diagnostic(f"must be at most a year (8760h), not {show(value)}", value="8760h"))
+    return float(seconds)
+
+
+def seconds_or(word: str, stands_for: float | str, meaning: str = "") -> ValueKind:
+    """A time, or a word; ``meaning``: what is said of it to whoever wrote neither."""
+
+    def read(value: Any) -> float | str:
+        if value == word:
+            return stands_for
+        try:
+            return read_seconds(value)
+        except TooLong:
+            raise
+        except ValueError:
+            text = f"must be seconds, a time such as 30s or 2m, or {word}{meaning}"
+            raise unfit(f"{text}, not {show(value)}", _seconds_near(value)) from None
+
+    return ValueKind(f"seconds, or {word}", read, any_of({"enum": [word]}, SECONDS.shape))
+
+
+def seconds_or_none(seconds: float) -> str:
+    """Seconds as people read them, or ``none``."""
+    return f"{seconds:g} s" if seconds < math.inf else ENDLESS
+
+
+def _seconds_near(value: Any) -> str:
+    """A time in our words for one in others' (30 sec, 2 minutes), or an example."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(h|ms|us|m|s)[a-z]*\.?", str(value).strip().lower())
+    return f"{found[1]}{found[2]}" if found else "30s"
+
+
+# Shapes
+
+NOTHING: Shape = {"type": "null"}
+"""The shape of a key without a value, which counts as not given."""
+VARIABLE: Shape = {"type": "string", "pattern": r"\$"}
+
+
+def any_of(*shapes: Shape) -> Shape:
+    return {"anyOf": list(shapes)}
+
+
+def text_shape(pattern: str = r"\S") -> Shape:
+    """Text, or a number that is taken as text, of which some part fits ``pattern``."""
+    return {"type": ["string", "integer"], "pattern": rf"{pattern}|\$"}
+
+
+def word_shape(known: Iterable[str]) -> Shape:
+    return any_of({"enum": list(known)}, VARIABLE)
+
+
+def whole_shape(least: float, most: float) -> Shape:
+    """A whole number, which may also be written as text."""
+    limits = {"minimum": least, "maximum": most}
+    number = {
+        "type": "integer",
+        **{key: int(each) for key, each in limits.items() if not math.isinf(each)},
+    }
+    return any_of(number, {"type": "string", "pattern": r"^-?[0-9]+$|\$"})
+
+
+def amount_shape(pattern: str, most: float = math.inf) -> Shape:
+    """A number from 0 to ``most``, or text that fits ``pattern``."""
+    limits = {"minimum": 0} if math.isinf(most) else {"minimum": 0, "maximum": int(most)}
+    return any_of({"type": "number", **limits}, {"type": "string", "pattern": rf"{pattern}|\$"})
+
+
+def list_shape(item: Shape) -> Shape:
+    """A list, for which a single item, or items with commas in between, may stand."""
+    return any_of(item, {"type": "array", "items": item}, {"type": "string", "pattern": r",|\$|^\s*$"})
+
+
+def object_shape(keys: Mapping[str, Shape]) -> Shape:
+    """A mapping that has these keys and no others; each may be left without a value."""
+    known = {key: any_of(shape, NOTHING) for key, shape in keys.items()}
+    return {"type": "object", "properties": known, "additionalProperties": False}
+
+
+def names_shape(value: Shape) -> Shape:
+    """A mapping with any keys."""
+    return {"type": "object", "additionalProperties": value}
+
+
+# The usual kinds
+
+TEXT = ValueKind("text", _read_text, text_shape())
+NAMES = ValueKind("list of names", _read_names, list_shape(TEXT.shape))
+FLAG = ValueKind("true | false", _read_flag, any_of({"type": "boolean"}, word_shape(FLAGS)))
+PORT = whole_number(1, 65535, "8000")
+COUNT = whole_number(1)
+SIZE = size()
+MEMORY = size(least=1 << 20)
+_NUMBER = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)"
+DURATIONS = rf"^({_NUMBER}|({_NUMBER}(ms|us|µs|μs|ns|h|m|s))+)$"
+SECONDS = ValueKind("seconds", read_seconds, amount_shape(DURATIONS, YEAR_SECONDS))
+SECONDS_OR_NONE = seconds_or(ENDLESS, math.inf, " (as long as it takes)")
+SECONDS_OR_AUTO = seconds_or(AUTO, AUTO)

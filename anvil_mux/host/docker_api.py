@@ -1,0 +1,579 @@
+"""The Docker Engine API: where the engine is, a connection to it, and its answers, judged by their status.
+
+The address is found as the docker program finds it. ``DOCKER_HOST`` decides, then ``DOCKER_CONTEXT``,
+then the context that is in use, then Docker's own socket. Where none of these says anything and Docker's
+socket is not there, ``CONTAINER_HOST`` and Podman's sockets are looked at: Podman answers the same
+requests there, and where it differs is known by ``Libpod-Api-Version``. An engine on another machine is
+reached by tcp://, with TLS where ``DOCKER_TLS_VERIFY`` or the context says so, or by ssh://, where
+``docker system dial-stdio`` hands our bytes on to the socket there.
+
+``ContainerEngine`` is all that this program asks of one. Nothing here pulls or builds an image. An
+answer's status says what happened, and its ``message`` is for people only: 304 means that it was so
+already, 404 that there is no such thing, 409 that the state of the container is in the way. A request
+that could not be made at all is ``Unreachable``.
+
+What a killed anvil-mux has asked for goes on without it. An engine holds the lock of a container while it
+starts it, and inspects under that lock, so ``inspect`` shows what came of the start. Of one that is being
+stopped only an event tells: ``signalled``.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import math
+import os
+import re
+import socket
+import ssl
+import struct
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from anvil_mux.command import without_keys
+from anvil_mux.errors import BackendError
+from anvil_mux.host.container import LABEL, Container, read_container
+from anvil_mux.protocol.foreign import Lines
+
+DOCKER_SOCKET = "/var/run/docker.sock"
+PODMAN_SOCKET = "/run/podman/podman.sock"
+START_IT = "Start dockerd, or set DOCKER_HOST; `docker info` tells whether it answers"
+ASK_TIMEOUT = 20.0
+START_TIMEOUT = 60.0
+STOP_SLACK = 20.0
+"""The engine's own time around the grace period."""
+OLDEST, NEWEST = (1, 40), (1, 52)
+"""The versions of the API that this is written for: Docker 19.03 and 29, Podman's 1.41 between them."""
+
+LATELY = 600.0
+END_SIGNALS = frozenset({"2", "3", "9", "15"})
+LONG_ID = re.compile(r"[0-9a-f]{64}")
+Readable = http.client.HTTPResponse | io.BytesIO
+
+
+# The address of the engine
+
+
+class Unreachable(BackendError):
+    """The engine does not answer where it should, or not in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How an engine and we prove who we are."""
+
+    folder: str
+    """The folder of ca.pem, cert.pem and key.pem, or some of them."""
+    verify: bool = True
+
+    def context(self) -> ssl.SSLContext:
+        ca, cert, key = (Path(self.folder, f"{name}.pem") for name in ("ca", "cert", "key"))
+        context = ssl.create_default_context(cafile=str(ca) if ca.exists() else None)
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if cert.exists() and key.exists():
+            context.load_cert_chain(cert, key)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The address of an engine."""
+
+    address: str
+    """A URL: unix:///var/run/docker.sock, tcp://host:2376 or ssh://user@host."""
+    tls: Tls | None = None
+    found_by_us: bool = False
+    """Whether the docker program would look elsewhere, and has to be told."""
+    problem: str = ""
+    """Why there is no address."""
+
+    @property
+    def path(self) -> str | None:
+        """The path of the socket, if the engine is on this machine."""
+        return self.address.removeprefix("unix://") if self.address.startswith("unix://") else None
+
+
+def find_endpoint(env: Mapping[str, str]) -> Endpoint:
+    """Find the engine that the docker program talks to in this environment, or Podman where there is none."""
+    if host := env.get("DOCKER_HOST"):
+        verify, asked = bool(env.get("DOCKER_TLS_VERIFY")), bool(env.get("DOCKER_TLS"))
+        tls = Tls(env.get("DOCKER_CERT_PATH") or str(_config_folder(env)), verify)
+        return Endpoint(host, tls if verify or asked else None)
+    name = env.get("DOCKER_CONTEXT") or _context_in_use(env)
+    if name and name != "default":
+        return _of_context(name, _config_folder(env) / "contexts")
+    if os.path.exists(DOCKER_SOCKET):
+        return Endpoint(f"unix://{DOCKER_SOCKET}")
+    if host := env.get("CONTAINER_HOST"):
+        return Endpoint(host, found_by_us=True)
+    for path in (
+        f"{env.get('XDG_RUNTIME_DIR') or f'/run/user/{os.getuid()}'}/podman/podman.sock",
+        PODMAN_SOCKET,
+    ):
+        if os.path.exists(path):
+            return Endpoint(f"unix://{path}", found_by_us=True)
+    return Endpoint(f"unix://{DOCKER_SOCKET}")
+
+
+def _config_folder(env: Mapping[str, str]) -> Path:
+    home = env.get("HOME") or os.path.expanduser("~")
+    return Path(env.get("DOCKER_CONFIG") or os.path.join(home, ".docker"))
+
+
+def _context_in_use(env: Mapping[str, str]) -> str:
+    return str(_read_json(_config_folder(env) / "config.json").get("currentContext") or "")
+
+
+def _of_context(name: str, contexts: Path) -> Endpoint:
+    folder = sha256(name.encode()).hexdigest()
+    endpoint = _read_json(contexts / "meta" / folder / "meta.json").get("Endpoints", {}).get("docker", {})
+    if not endpoint.get("Host"):
+        lacks = f"there is no docker context {name}: `docker context ls` lists those there are"
+        return Endpoint("", problem=lacks)
+    secrets = contexts / "tls" / folder / "docker"
+    tls = Tls(str(secrets), not endpoint.get("SkipTLSVerify")) if secrets.is_dir() else None
+    return Endpoint(endpoint["Host"], tls)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+class Connection(http.client.HTTPConnection):
+    """One connection to an engine; any thread may end it."""
+
+    def __init__(self, endpoint: Endpoint, timeout: float | None) -> None:
+        super().__init__("docker", timeout=timeout)
+        self._endpoint = endpoint
+        self._wire: socket.socket | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def connect(self) -> None:
+        if self._endpoint.problem:
+            raise Unreachable(self._endpoint.problem)
+        try:
+            self.sock = self._connected()
+        except PermissionError as error:
+            raise self._unreachable(error, "Add this user to the group docker, or set DOCKER_HOST") from None
+        except ssl.SSLError as error:
+            raise self._unreachable(error, "DOCKER_CERT_PATH names the folder of its certificates") from None
+        except (OSError, ValueError) as error:
+            raise self._unreachable(error, START_IT) from None
+
+    def wait_for_ever(self) -> None:
+        """Lift the time limit from what is read from now on."""
+        if self._wire:
+            self._wire.settimeout(None)
+
+    def interrupt(self) -> None:
+        """End what another thread reads."""
+        if self._wire:
+            with suppress(OSError):
+                socket.socket.shutdown(self._wire, socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        self.interrupt()
+        self.close()
+        if self._wire:
+            self._wire.close()
+        if self._child:
+            self._child.kill()
+            self._child.communicate()
+
+    def complaint(self) -> str:
+        """Return what ssh printed last, once the connection is closed from its side."""
+        if not self._child:
+            return ""
+        self.interrupt()
+        with suppress(subprocess.TimeoutExpired):
+            _, printed = self._child.communicate(timeout=1.0)
+            return printed.decode(errors="replace").strip().rpartition("\n")[2]
+        return ""
+
+    def _connected(self) -> socket.socket:
+        url = urlsplit(self._endpoint.address)
+        match url.scheme:
+            case "unix":
+                wire = self._wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                wire.settimeout(self.timeout)
+                wire.connect(self._endpoint.path or "")
+                return wire
+            case "tcp":
+                tls = self._endpoint.tls
+                place = (url.hostname or "127.0.0.1", url.port or (2376 if tls else 2375))
+                self._wire = socket.create_connection(place, self.timeout)
+                self._wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if tls:
+                    self._wire = tls.context().wrap_socket(self._wire, server_hostname=url.hostname)
+                return self._wire
+            case "ssh":
+                return self._by_ssh()
+        raise ValueError("an address begins with unix://, tcp:// or ssh://")
+
+    def _by_ssh(self) -> socket.socket:
+        self._wire, theirs = socket.socketpair()
+        self._wire.settimeout(self.timeout)
+        argv, own = ssh_command(self._endpoint.address), theirs.fileno()
+        with theirs:
+            self._child = subprocess.Popen(
+                argv,
+                stdin=own,
+                stdout=own,
+                stderr=subprocess.PIPE,
+                env=without_keys(os.environ),
+                start_new_session=True,
+            )
+        return self._wire
+
+    def _unreachable(self, error: Exception, advice: str) -> Unreachable:
+        why = (isinstance(error, OSError) and error.strerror) or error
+        return Unreachable(
+            f"Cannot connect to the Docker daemon at {self._endpoint.address}: {why}. {advice}"
+        )
+
+
+def ssh_command(address: str) -> list[str]:
+    """The command whose input and output are a connection to the engine on another machine."""
+    url = urlsplit(address)
+    argv = ["ssh", "-o", "ConnectTimeout=30", "-T"]
+    argv += ["-l", url.username] if url.username else []
+    argv += ["-p", str(url.port)] if url.port else []
+    there = ["--host", f"unix://{url.path}"] if url.path.strip("/") else []
+    return [*argv, "--", url.hostname or "", "docker", *there, "system", "dial-stdio"]
+
+
+# The engine
+
+
+class DockerRefused(BackendError):
+    """The engine answers that it did not do what it was asked for."""
+
+    def __init__(self, what: str, answer: int, said: str) -> None:
+        super().__init__(f"Docker answers {answer} to {what}: {said}")
+        self.answer = answer
+        self.words = said
+
+
+class Missing(DockerRefused):
+    """The container, or something that it needs, is not there (404)."""
+
+
+class Conflict(DockerRefused):
+    """The container is in a state that does not allow it (409)."""
+
+
+REFUSALS: dict[int, type[DockerRefused]] = {404: Missing, 409: Conflict}
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """An engine, as it describes itself."""
+
+    podman: str = ""
+    """Podman's version; "": it is Docker."""
+    rootless: bool = False
+    """Whether it runs as a user other than root."""
+    cgroup: str = ""
+    """The version of the cgroups, where it says it."""
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Podman's version, as far as it is numbers."""
+        found = re.match(r"\d+(\.\d+)*", self.podman)
+        return tuple(map(int, found[0].split("."))) if found else ()
+
+
+class Stream:
+    """An answer without an end, line by line; any thread may end it."""
+
+    def __init__(self, connection: Connection, pieces: Iterator[bytes]) -> None:
+        self._connection = connection
+        self._pieces = pieces
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.end()
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
+
+    def __iter__(self) -> Iterator[str]:
+        lines = Lines()
+        with suppress(OSError, http.client.HTTPException):  # as it is when it is interrupted
+            for piece in self._pieces:
+                for line in lines.feed(piece):
+                    yield line.decode(errors="replace").rstrip("\r")
+        if lines.rest:
+            yield lines.rest.decode(errors="replace")
+
+
+class ContainerEngine:
+    """Asks one container engine; every call is bounded in time, and made on a connection of its own."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        # Learned before the first question, and again after an answer that says it is wrong.
+        self._version = ""
+        self._is_podman = False
+
+    # Containers
+
+    def containers(self, project: str, service: str = "") -> list[tuple[str, str]]:
+        """Return id and service of each container of a project, whatever its state, but one-off runs."""
+        labels = {"project": project, "oneoff": "False", "service": service}
+        words = [f"{LABEL}.{name}={value}" for name, value in labels.items() if value]
+        listed = self._json("/containers/json", all=1, filters=_filters(label=words))
+        return [(each["Id"], (each.get("Labels") or {}).get(f"{LABEL}.service", "")) for each in listed]
+
+    def inspect(self, id: str) -> Container | None:
+        """Describe a container; None if it is gone."""
+        try:
+            return read_container(self._json(f"/containers/{id}/json"))
+        except Missing:
+            return None
+
+    def start(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/start", START_TIMEOUT)
+
+    def stop(self, id: str, grace: float) -> None:
+        self._ask("POST", _path(f"/containers/{id}/stop", t=math.ceil(grace)), grace + STOP_SLACK)
+
+    def kill(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/kill")
+
+    def pause(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/pause")
+
+    def unpause(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/unpause")
+
+    def remove(self, id: str) -> None:
+        """Remove it by force, though it runs."""
+        self._ask("DELETE", _path(f"/containers/{id}", force=1))
+
+    def processes(self, id: str) -> list[int]:
+        """List the ids of its processes on its host; [] if it does not run."""
+        self._learn()
+        wanted = "hpid" if self._is_podman else "-eo pid"
+        try:
+            body = self._ask("GET", _path(f"/containers/{id}/top", ps_args=wanted))
+        except (Missing, Conflict):
+            return []
+        rows = json.loads(body)["Processes"] if body else None
+        # Null: Docker within a container may not find the control group, and then lists nothing.
+        return [int(word) for row in rows or () for word in row[:1] if word.isdecimal()]
+
+    # The engine itself
+
+    def has_image(self, name: str) -> bool:
+        return bool(self.image_id(name))
+
+    def image_id(self, name: str) -> str:
+        """The id of the image that has this name; "" if none has."""
+        try:
+            return str(self._json(f"/images/{quote(name, safe='/:@')}/json")["Id"])
+        except Missing:
+            return ""
+
+    def runtimes(self) -> list[str]:
+        """The low-level runtimes that it knows, such as runc and nvidia."""
+        return list(self._json("/info").get("Runtimes") or ())
+
+    def about(self) -> About:
+        """Ask the engine which one it is, and how it runs."""
+        said = self._json("/info")
+        rootless = bool(said.get("Rootless")) or "name=rootless" in (said.get("SecurityOptions") or ())
+        version = str(said.get("ServerVersion") or "") if self._is_podman else ""
+        return About(version, rootless, str(said.get("CgroupVersion") or ""))
+
+    def ping(self) -> None:
+        """Raise Unreachable if the engine does not answer."""
+        self._version = ""
+        self._learn()
+
+    # Logs and events
+
+    def log(self, container: Container, lines: int, since: float) -> list[str]:
+        """The last lines of both streams, in their order."""
+        path = f"/containers/{container.id}/logs"
+        asked = _path(path, stdout=1, stderr=1, tail=lines, since=f"{since:.6f}")
+        body = b"".join(_pieces(container, io.BytesIO(self._ask("GET", asked))))
+        return body.decode(errors="replace").splitlines()[-lines:]
+
+    def follow(self, container: Container, lines: int) -> Stream:
+        """The lines as they come, beginning with so many of the last ones, until the container ends."""
+        path = f"/containers/{container.id}/logs"
+        # Without a limit: Podman does not answer before there is a line.
+        connection, response = self._request(
+            "GET", _path(path, stdout=1, stderr=1, tail=lines, follow=1), timeout=None
+        )
+        return Stream(connection, _pieces(container, response))
+
+    def deaths(self, project: str, since: float) -> Stream:
+        """A line for each end of a container of the project; see ``read_death``."""
+        # Podman's filters call an end died, and its events call it die.
+        filters = _filters(type=["container"], event=["die", "died"], label=[f"{LABEL}.project={project}"])
+        connection, response = self._request(
+            "GET", _path("/events", since=f"{since:.6f}", filters=filters), ASK_TIMEOUT
+        )
+        connection.wait_for_ever()
+        return Stream(connection, _read_pieces(response))
+
+    def signalled(self, project: str) -> dict[str, float]:
+        """The containers that were sent a signal to end in the last minutes -> the Unix time of that."""
+        now = time.time()
+        filters = _filters(type=["container"], event=["kill"], label=[f"{LABEL}.project={project}"])
+        said = self._ask(
+            "GET", _path("/events", since=int(now - LATELY), until=f"{now:.6f}", filters=filters)
+        )
+        events = [json.loads(line) for line in said.splitlines() if line]
+        actors = [(each["Actor"], float(each["timeNano"]) / 1e9) for each in events]
+        return {
+            actor["ID"]: moment
+            for actor, moment in actors
+            if actor["Attributes"].get("signal") in END_SIGNALS
+        }
+
+    def await_end(self, id: str, timeout: float) -> None:
+        """Return when it does not run any more; Unreachable after that time."""
+        self._ask("POST", _path(f"/containers/{id}/wait", condition="not-running"), timeout)
+
+    # Requests
+
+    def _json(self, path: str, **query: object) -> Any:
+        answer = self._ask("GET", _path(path, **query))
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise BackendError(f"what Docker answers to GET {path} is not JSON") from None
+
+    def _ask(self, method: str, path: str, timeout: float = ASK_TIMEOUT) -> bytes:
+        connection, response = self._request(method, path, timeout)
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(connection, method, path, timeout, error) from None
+        finally:
+            connection.end()
+
+    def _request(
+        self, method: str, path: str, timeout: float | None
+    ) -> tuple[Connection, http.client.HTTPResponse]:
+        """Ask; the connection is the caller's to end, unless this raises."""
+        self._learn()
+        connection, response = self._send(method, f"/v{self._version}{path}", timeout)
+        if response.status < 300 or response.status == 304:
+            return connection, response
+        if response.status == 400:
+            self._version = ""  # the engine may be another one since
+        said = b""
+        with suppress(OSError, http.client.HTTPException):
+            said = response.read()
+        connection.end()
+        error = REFUSALS.get(response.status, DockerRefused)
+        raise error(_what(method, path), response.status, _message(said))
+
+    def _learn(self) -> None:
+        """Find the newest version that both sides know."""
+        if self._version:
+            return
+        connection, response = self._send("GET", "/_ping", ASK_TIMEOUT)
+        connection.end()
+        named = response.getheader("Api-Version", "")
+        if not re.fullmatch(r"\d+\.\d+", named):
+            raise Unreachable(f"what answers at {self.endpoint.address} is no Docker Engine")
+        spoken = tuple(map(int, named.split(".")))
+        if spoken < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise Unreachable(
+                f"Docker's API is {named}, and {oldest} is needed: update Docker to 19.03 or later"
+            )
+        self._is_podman = response.getheader("Libpod-Api-Version") is not None
+        self._version = ".".join(map(str, min(spoken, NEWEST)))
+
+    def _send(
+        self, method: str, path: str, timeout: float | None
+    ) -> tuple[Connection, http.client.HTTPResponse]:
+        connection = Connection(self.endpoint, timeout)
+        try:
+            connection.request(method, path)
+            return connection, connection.getresponse()
+        except Unreachable:
+            connection.end()
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(connection, method, path, timeout, error) from None
+
+    def _lost(
+        self, connection: Connection, method: str, path: str, timeout: float | None, error: Exception
+    ) -> Unreachable:
+        complaint = connection.complaint()
+        connection.end()
+        what = _what(method, path)
+        if isinstance(error, TimeoutError):
+            return Unreachable(f"Docker did not answer {what} within {timeout:g} s; dockerd may be stuck")
+        why = complaint or "the connection was closed"
+        return Unreachable(f"Docker at {self.endpoint.address} did not answer {what}: {why}. {START_IT}")
+
+
+def read_death(line: str) -> tuple[str, int | None]:
+    """The id of the container that ended, and its exit code if the event has it."""
+    try:
+        event = json.loads(line)
+        actor = event["Actor"]
+        code = str((actor.get("Attributes") or {}).get("exitCode", ""))
+        return str(actor["ID"]), int(code) if code.isdecimal() else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", None
+
+
+def _what(method: str, path: str) -> str:
+    """The request as an error names it: without its query, and with ids as people know them."""
+    return f"{method} {LONG_ID.sub(lambda id: id[0][:12], path.partition('?')[0])}"
+
+
+def _path(path: str, **query: object) -> str:
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def _filters(**filters: Sequence[str]) -> str:
+    return json.dumps(filters)
+
+
+def _message(body: bytes) -> str:
+    """Read why the engine refuses, for people."""
+    text = body.decode(errors="replace").strip()
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["message"])
+    return " ".join(text.split()).rstrip(".?")
+
+
+def _pieces(container: Container, answer: Readable) -> Iterator[bytes]:
+    """The output of a container: as it is with a terminal, else each piece behind a head with its length."""
+    return _read_pieces(answer) if container.tty else _read_frames(answer)
+
+
+def _read_pieces(answer: Readable) -> Iterator[bytes]:
+    while piece := answer.read1(1 << 16):
+        yield piece
+
+
+def _read_frames(answer: Readable) -> Iterator[bytes]:
+    while len(head := answer.read(8)) == 8:
+        yield answer.read(struct.unpack(">4xI", head)[0])

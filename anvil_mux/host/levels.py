@@ -1,0 +1,541 @@
+"""HOW a backend takes and leaves its GPUs: the standby levels, and one guarantee around all: ``Swapper``.
+
+A load ends in a backend that answers for its model, or the backend is gone again, or the caller is told that
+it may still hold its GPUs. One that does not come back from its standby level is stopped and started anew
+within the same load.
+
+An eviction ends in GPUs that are free, as far as they can be read (freed.py): what an engine says is not
+believed. Where a level fails, or frees nothing, the next deeper one is taken: stop, then kill. What even that
+does not end is a BackendError. What is to be frozen is frozen after that: nothing can be done to its GPU
+memory any more.
+
+The engine's last log lines are read before the clean-up, because the clean-up may take the log with it.
+
+A standby level is an object with ``load`` and ``evict``, made with the ``Swapper``; ``LEVELS`` names them.
+``Stop`` is the one that every engine and runtime can do.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+from anvil_mux.config.abilities import SLEEP_FLAGS, cannot_evict_to
+from anvil_mux.config.caveats import SLEEPERS
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
+from anvil_mux.host import engines
+from anvil_mux.host.cuda_checkpoint import Checkpointer
+from anvil_mux.host.freed import After, Before, FreedCheck, host_bytes
+from anvil_mux.host.prompts import PromptCache
+from anvil_mux.host.reading import Probe
+from anvil_mux.host.runtime import NotBegun, Runtime
+from anvil_mux.host.seam import LOG_LINES, Evicted, Loaded
+
+log = logging.getLogger(__name__)
+
+ReportPhase = Callable[[Backend, str, float], object]
+"""Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
+SHORT_OF_MEMORY = re.compile(
+    r"out ?of ?(device ?)?memory|(cuda|hip)malloc failed|(failed|unable) to allocate|free memory on device|"
+    r"no available memory|(not enough|insufficient) memory",
+    re.IGNORECASE,
+)
+"""How engines say that a GPU's memory does not suffice, in the reason of a failed load or its last lines."""
+
+
+class Swapper:
+    """Performs steps on backends, outside of the multiplexer's lock.
+
+    ``load``, ``evict`` and ``demote`` keep what ``seam.Host`` promises. Of an engine that had ended by itself
+    before its eviction, how that was is reported, and not that it went into no standby.
+    ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``report`` learns what phases took.
+    ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
+    ``prompts`` keeps those of engines that are stopped. ``lacks`` lists the rights that a checkpoint misses.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        levels: Mapping[str, Callable[[Swapper], Level]] | None = None,
+        *,
+        probe: Probe | None = None,
+        report: ReportPhase | None = None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        checkpointer: Checkpointer | None = None,
+        note: Callable[[str, str], object] = lambda backend, level: None,
+        prompts: PromptCache | None = None,
+        lacks: Callable[[Backend], list[str]] = lambda backend: [],
+    ) -> None:
+        self.runtime = runtime
+        self.now = now
+        self.sleep = sleep
+        self.checkpointer = checkpointer or Checkpointer(now=now, wait=sleep)
+        self._report = report
+        self._note = note
+        self._lacks = lacks
+        self._levels = {name: make(self) for name, make in (levels or LEVELS).items()}
+        self._prompts = prompts or PromptCache(now)
+        self._memory = FreedCheck(probe, now, sleep, lambda pid: runtime.owner(pid))
+        self._urls: dict[str, str] = {}  # one worker at a time writes a backend's entry
+        self._loads: dict[str, int] = {}  # the numbers of those under way; the same
+        self._cancelled: dict[str, int] = {}  # backend -> the last of its loads that was cancelled
+
+    def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
+        """Load from the standby level ``how``.
+
+        ``number`` is that of no other load; 0: it cannot be cancelled.
+        """
+        self._loads[backend.name] = number
+        try:
+            return self._load_somehow(backend, how)
+        except Cancelled as error:
+            self._clean_up(backend, error)
+            raise
+        finally:
+            del self._loads[backend.name]
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        """End the load of this number before its time; any thread, also before it begins."""
+        self._cancelled[backend.name] = number
+
+    def _load_somehow(self, backend: Backend, how: str) -> Loaded:
+        self._note(backend.name, "")
+        if how != "stop":
+            try:
+                return Loaded(self._level(how).load(backend), how)
+            except Cancelled:
+                raise
+            except Exception as error:
+                log.warning(
+                    "%s could not be woken from standby (%s) and is restarted: %s",
+                    backend.name,
+                    how,
+                    _reason(error),
+                )
+                self._clean_up(backend, error)
+        try:
+            if check_cancelled := self.check_cancelled(backend):
+                check_cancelled()
+            return Loaded(self._load_cold(backend), "stop")
+        except Cancelled:
+            raise
+        except NotBegun as error:
+            raise LoadError(error.message) from error
+        except Exception as error:
+            lines = self.log_tail(backend)
+            why = _reason(error)
+            if any(map(SHORT_OF_MEMORY.search, (why, *lines))):
+                why += self._memory.others(backend.gpus)
+            self._clean_up(backend, error)
+            raise LoadError(why, log=lines) from error
+
+    def _load_cold(self, backend: Backend) -> str:
+        """Load it from nothing, and restore its prompts; without them if its engine ended over that."""
+        if backend.prompt_cache is None:
+            return self._level("stop").load(backend)
+        for _ in range(2):
+            began = self._prompts.prepare(backend)
+            url = self._level("stop").load(backend)
+            with self.phase(backend, "restore"):
+                self._prompts.restore(backend, url, began, self.check_cancelled(backend))
+            if not (how := self.ended(backend)):
+                return url
+        raise LoadError(f"{backend.name} {how} when it was ready")
+
+    def evict(self, backend: Backend, how: str = "stop") -> Evicted:
+        """Evict to the standby level ``how``, or to a deeper one."""
+        level = self._level(how)
+        held = self._held(backend, resident=True)
+        died = self.ended(backend)
+        if how != "stop" and not died:
+            self._note(backend.name, how)
+            try:
+                return self._to_standby(backend, how, level, level.evict, held)
+            except Exception as error:
+                died = self.ended(backend)
+                if not died:
+                    why = self._why_not_standby(backend, level, error)
+                    log.warning(
+                        "%s could not be put into standby (%s) and is stopped instead: %s",
+                        backend.name,
+                        how,
+                        why,
+                    )
+        if not died:
+            self._save_prompts(backend)
+            self._await_notice(backend)
+        said = tuple(self.log_tail(backend)) if died else ()
+        return replace(self._stop_or_kill(backend, held), died=died or "", log=said)
+
+    def stop(self, backend: Backend) -> None:
+        """Stop a backend however it is, without a look at its GPUs."""
+        if not self.runtime.is_frozen(backend):
+            self._await_notice(backend)
+        self.runtime.stop(backend)
+
+    def _await_notice(self, backend: Backend) -> None:
+        """Let its engine notice that those who were cut have left: until then a signal may not end it."""
+        with suppress(MuxError):
+            engines.await_notice(backend, self.url(backend))
+
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+        """Move a backend from the standby level ``how`` to ``to`` without waking; if that fails, stop it.
+
+        A sleeper can be checkpointed as it is; for a deeper sleep it would have to be woken.
+        """
+        held = self._held(backend, resident=False)
+        level = self._level(to)
+        if isinstance(level, Checkpoint) and how in SLEEPS:
+            self._note(backend.name, to)
+            try:
+                return self._to_standby(backend, to, level, level.checkpoint, held)
+            except Exception as error:
+                why = self._why_not_standby(backend, level, error)
+                log.warning("%s could not be checkpointed and is stopped: %s", backend.name, why)
+        elif to != "stop":
+            log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, how, to)
+        if how == "freeze":
+            self._save_prompts(backend, thaw=True)
+        return self._stop_or_kill(backend, held)
+
+    def _why_not_standby(self, backend: Backend, level: Level, error: Exception) -> str:
+        """The reason why it is not in standby; of a checkpoint also which rights are missing."""
+        lacking = self._lacks(backend) if isinstance(level, Checkpoint) else []
+        return "; ".join([_reason(error), *lacking])
+
+    def ended(self, backend: Backend) -> str | None:
+        """How it ended, for people; None while it runs, and while that cannot be told."""
+        try:
+            return self.runtime.ended(backend)
+        except MuxError:
+            return None
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        """Whether its engine says within ``limit`` seconds that it is well; see engines.answers."""
+        try:
+            url = self.url(backend)
+        except MuxError:
+            return False
+        return engines.answers(backend, url, limit, self.now)
+
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
+        """Return the last lines that its engine printed, as far as they can be had."""
+        try:
+            return self.runtime.log_tail(backend, lines)
+        except MuxError:
+            return []
+
+    def _to_standby(
+        self, backend: Backend, how: str, level: Level, leave: Callable[[Backend], int], held: Before
+    ) -> Evicted:
+        with self.phase(backend, "evict"):
+            moved = leave(backend)
+        left = After(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else After()
+        if level.frees:
+            with self.phase(backend, "verify"):
+                left = self._memory.left(held, runs=True)
+        # Docker does not look into what is frozen, and processes may have been replaced by others.
+        kept = max(moved, host_bytes(self._pids(backend)))
+        if level.freezes:
+            with self.phase(backend, "freeze"):
+                self.runtime.pause(backend)
+        return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
+
+    def _save_prompts(self, backend: Backend, *, thaw: bool = False) -> None:
+        """Save the prompts of an engine that is to be stopped; what fails is logged."""
+        if backend.prompt_cache is None:
+            return
+        try:
+            with self.phase(backend, "save"):
+                if thaw:
+                    self.runtime.resume(backend)
+                self._prompts.save(backend, self.url(backend))
+        except MuxError as error:
+            log.warning("%s: its prompts were not saved: %s", backend.name, error.message)
+
+    def _pids(self, backend: Backend) -> list[int]:
+        """List its processes; none where they cannot be asked for."""
+        try:
+            return self.runtime.pids(backend)
+        except MuxError:
+            return []
+
+    def _stop_or_kill(self, backend: Backend, held: Before) -> Evicted:
+        """Stop or kill it; BackendError if not even that frees its GPUs."""
+        try:
+            return self._end(backend, self._level("stop").evict, held)
+        except Exception as error:
+            why = _reason(error)
+            log.warning("%s could not be stopped and is killed: %s", backend.name, why)
+        try:
+            return self._end(backend, self.runtime.kill, held)
+        except Exception as error:
+            text = f"{backend.name} may still hold its GPUs: {why}; then killed: {_reason(error)}"
+            raise BackendError(text) from error
+
+    def _end(self, backend: Backend, end: Callable[[Backend], object], held: Before) -> Evicted:
+        with self.phase(backend, "evict"):
+            end(backend)
+        with self.phase(backend, "verify"):
+            left = self._memory.left(held, runs=False)
+        return Evicted("stop", freed=left.freed)
+
+    def _held(self, backend: Backend, *, resident: bool) -> Before:
+        """Measure what it holds on its GPUs; nothing is known where that cannot be asked."""
+        try:
+            return self._memory.held(backend, lambda: self.runtime.pids(backend), resident=resident)
+        except MuxError:
+            return Before()
+
+    def _level(self, how: str) -> Level:
+        if how not in self._levels:
+            raise BackendError(f"unknown standby level {how!r}; known: {', '.join(self._levels)}")
+        return self._levels[how]
+
+    def _clean_up(self, backend: Backend, error: Exception) -> None:
+        try:
+            self._stop_or_kill(backend, self._held(backend, resident=False))
+        except BackendError as worse:
+            raise BackendError(
+                f"{_reason(error)}; and then it could not be stopped: {worse.message}"
+            ) from worse
+
+    # What standby levels work with
+
+    def check_cancelled(self, backend: Backend) -> Callable[[], None] | None:
+        """Return a check that raises Cancelled once the load under way was; None if it cannot be."""
+        number = self._loads.get(backend.name, 0)
+
+        def check_cancelled() -> None:
+            if number == self._cancelled.get(backend.name):
+                raise Cancelled(f"the load of {backend.name} was cancelled")
+
+        return check_cancelled if number else None
+
+    @contextmanager
+    def phase(self, backend: Backend, name: str) -> Iterator[None]:
+        """Report how long what is done within takes, however it ends."""
+        begun = self.now()
+        try:
+            yield
+        finally:
+            if self._report:
+                self._report(backend, name, self.now() - begun)
+
+    def start(self, backend: Backend) -> str:
+        """Start the service, or find it running; return its URL."""
+        url = self._urls[backend.name] = self.runtime.start(backend)
+        return url
+
+    def url(self, backend: Backend) -> str:
+        """Return the URL of the running service; BackendError if it cannot be reached."""
+        url = self._urls.get(backend.name) or self.runtime.running().get(backend.name)
+        if not url:
+            raise BackendError(f"{backend.name} cannot be reached")
+        self._urls[backend.name] = url
+        return url
+
+    def bring_back(self, backend: Backend, wake: Callable[[str], object]) -> str:
+        """Wake the service at its URL, and return that once its model has answered a token."""
+        url = self.url(backend)
+        with self.phase(backend, "load"):
+            wake(url)
+        with self.phase(backend, "probe"):
+            engines.probe(backend, url)
+        return url
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, LoadError):
+        return error.reason
+    return error.message if isinstance(error, MuxError) else f"{type(error).__name__}: {error}"
+
+
+# Standby levels
+
+
+class Level(Protocol):
+    """One standby level."""
+
+    frees: ClassVar[bool]
+    """Whether it gives GPU memory back. False: for engines that hold none."""
+    freezes: ClassVar[bool]
+    """Whether the service is frozen once its memory is free."""
+
+    def load(self, backend: Backend) -> str:
+        """Base URL of the backend once it answers for its model; an error if it does not."""
+
+    def evict(self, backend: Backend) -> int:
+        """Returns when its GPUs are free, as far as the engine says; an error if they are not.
+
+        The bytes that were taken from the GPUs to host memory, 0 where only the engine knows.
+        """
+
+
+class Stop:
+    """The service is stopped; its next load is a cold start."""
+
+    frees: ClassVar[bool] = True
+    freezes: ClassVar[bool] = False
+
+    def __init__(self, swapper: Swapper) -> None:
+        self._swapper = swapper
+
+    def load(self, backend: Backend) -> str:
+        begun = self._swapper.now()
+        try:
+            return self._load(backend, begun)
+        except LoadError:
+            if not self._swapper.runtime.lost_its_port(backend):
+                raise
+        log.warning("%s lost its port to another program, and is started with another one", backend.name)
+        return self._load(backend, begun)
+
+    def _load(self, backend: Backend, begun: float) -> str:
+        swapper = self._swapper
+        with swapper.phase(backend, "load"):
+            url = swapper.start(backend)
+        with swapper.phase(backend, "ready"):
+            engines.await_ready(
+                backend,
+                url,
+                ended=lambda: swapper.runtime.ended(backend),
+                check_cancelled=swapper.check_cancelled(backend),
+                deadline=begun + backend.load_timeout,
+                now=swapper.now,
+                sleep=swapper.sleep,
+            )
+            if may_sleep(backend) and engines.is_asleep(backend, url):
+                # It ran already, asleep; or it is one that loads nothing by itself.
+                engines.wake(backend, url, engines.UNKNOWN, swapper.check_cancelled(backend))
+            deadline = begun + backend.load_timeout
+            engines.load_adapters(
+                backend,
+                url,
+                deadline=deadline,
+                check_cancelled=swapper.check_cancelled(backend),
+                now=swapper.now,
+            )
+        return url
+
+    def evict(self, backend: Backend) -> int:
+        self._swapper.runtime.stop(backend)
+        return 0
+
+
+class Sleep:
+    """The engine sleeps: it frees its GPU memory and keeps the weights in host memory."""
+
+    frees: ClassVar[bool] = True
+    freezes: ClassVar[bool] = False
+    level: ClassVar[int] = 1
+
+    def __init__(self, swapper: Swapper) -> None:
+        self._swapper = swapper
+
+    def load(self, backend: Backend) -> str:
+        check_cancelled = self._swapper.check_cancelled(backend)
+        return self._swapper.bring_back(
+            backend, lambda url: engines.wake(backend, url, self.level, check_cancelled)
+        )
+
+    def evict(self, backend: Backend) -> int:
+        engines.sleep(backend, self._swapper.url(backend), self.level)
+        return 0
+
+
+class DeepSleep(Sleep):
+    """The engine sleeps and drops its weights, which are read from disk again when it wakes."""
+
+    level: ClassVar[int] = 2
+
+
+class Checkpoint:
+    """The CUDA driver moves the GPU memory to host memory; then the service is frozen.
+
+    An engine that can sleep does so first: what it drops, such as its cache, need not be moved. Its processes
+    are looked for each time, since engines replace them. Where none uses CUDA, it is only frozen.
+    """
+
+    frees: ClassVar[bool] = True
+    freezes: ClassVar[bool] = True
+
+    def __init__(self, swapper: Swapper) -> None:
+        self._swapper = swapper
+
+    def load(self, backend: Backend) -> str:
+        return self._swapper.bring_back(backend, lambda url: self._restore(backend, url))
+
+    def _restore(self, backend: Backend, url: str) -> None:
+        swapper = self._swapper
+        swapper.runtime.resume(backend)
+        if standby := swapper.checkpointer.find_standby(swapper.runtime.pids(backend)):
+            swapper.checkpointer.restore(standby)
+        if sleeps_first(backend):
+            # It may have come here by way of a deeper sleep.
+            level = engines.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
+            engines.wake(backend, url, level, swapper.check_cancelled(backend))
+
+    def evict(self, backend: Backend) -> int:
+        if sleeps_first(backend):
+            engines.sleep(backend, self._swapper.url(backend), Sleep.level)
+        return self.checkpoint(backend)
+
+    def checkpoint(self, backend: Backend) -> int:
+        """Checkpoint a backend that is asleep already."""
+        swapper = self._swapper
+        pids = swapper.checkpointer.find(swapper.runtime.pids(backend))
+        return swapper.checkpointer.checkpoint(pids).bytes if pids else 0
+
+
+class Freeze:
+    """The service is frozen as it is; only for engines that hold no GPU memory."""
+
+    frees: ClassVar[bool] = False
+    freezes: ClassVar[bool] = True
+
+    def __init__(self, swapper: Swapper) -> None:
+        self._swapper = swapper
+
+    def load(self, backend: Backend) -> str:
+        return self._swapper.bring_back(backend, lambda url: self._swapper.runtime.resume(backend))
+
+    def evict(self, backend: Backend) -> int:
+        return 0
+
+
+SLEEPS: dict[str, type[Sleep]] = {"sleep": Sleep, "sleep-2": DeepSleep}
+LEVELS: dict[str, Callable[[Swapper], Level]] = {
+    **SLEEPS,
+    "checkpoint": Checkpoint,
+    "freeze": Freeze,
+    "stop": Stop,
+}
+
+
+def sleeps_first(backend: Backend) -> bool:
+    """Whether it sleeps before its memory is moved: its standby levels say so, or its command allows it.
+
+    Only engines that keep their weights then; the others would have to read them again.
+    """
+    if backend.engine not in SLEEPERS:
+        return False
+    command = backend.service.command
+    allowed = set(SLEEP_FLAGS[backend.engine]) <= set(command)
+    variables = dict(backend.service.environment)
+    can = allowed and not cannot_evict_to({"command": [*command]}, variables, backend.engine, "sleep")
+    return can or "sleep" in backend.evict_to
+
+
+def may_sleep(backend: Backend) -> bool:
+    """Whether one that runs may be found asleep."""
+    if "checkpoint" in backend.evict_to and sleeps_first(backend):
+        return True
+    return any(level in SLEEPS for level in backend.evict_to)

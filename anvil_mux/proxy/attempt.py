@@ -1,0 +1,435 @@
+"""One try of a question at one engine, under its lease.
+
+The engine is asked in words that it understands, and the client told the answer. Most answers pass as they
+are. A question in an API that the engine lacks is translated, there and back. Of two stages the first fills
+in the question of the second. A websocket becomes a tunnel. Bytes go in one direction: the question to the
+``Exchange``, which brings the answer, and that to the ``Reply``.
+
+What goes wrong with the engine (``Failed``, ``Severed``) is for the dispatcher to judge. What else is raised
+ends the request: its client has left, or the engine has refused it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from anvil_mux.errors import (
+    BackendError,
+    BadRequest,
+    ClientGone,
+    ClientStalled,
+    MuxError,
+    RefusedByEngine,
+)
+from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.protocol import api, completions, http1, naming
+from anvil_mux.protocol.api import written
+from anvil_mux.protocol.completions import Translation, parse
+from anvil_mux.proxy import heads
+from anvil_mux.proxy.client import Spool
+from anvil_mux.proxy.exchange import (
+    WHOLE,
+    BrokenOff,
+    Exchange,
+    Relay,
+    RequestBody,
+    Silent,
+    StreamOutcome,
+    name_of,
+)
+from anvil_mux.proxy.pump import End
+from anvil_mux.proxy.question import (
+    TRANSLATE,
+    Question,
+    QuestionBody,
+    StoredResponses,
+    answer_id,
+    has_answer_id,
+)
+from anvil_mux.proxy.reply import CAPTURED_BYTES, JSON, Reply
+from anvil_mux.proxy.rewriting import rewritten, with_system
+from anvil_mux.scheduler.steps import NO_USAGE, Crash
+
+LACKING = (404, 405, 501)
+"""How engines answer to a route that they do not have."""
+COPIED_BYTES = 2 * CAPTURED_BYTES
+"""Bytes that are copied of a stream that is captured: its framing is among them."""
+MESSAGES = "/v1/messages"
+"""The route at which llama-server passes over fields that choose a LoRA adapter."""
+WITHOUT_ADAPTERS = frozenset(
+    (
+        *("/v1/embeddings", "/embedding", "/embed", "/v2/embed", "/encode", "/pooling", "/classify"),
+        *("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/score", "/v1/score"),
+    )
+)
+"""The routes at which it does not let a question choose one."""
+MAX_QUOTED = 2000
+"""Bytes of an engine's error that an error event repeats."""
+
+
+class _Lacking(Exception):
+    """The engine does not have the route."""
+
+
+class Attempt:
+    """One try of a question at one engine. Used by the request's thread, for ``run`` or ``prefill``."""
+
+    __slots__ = ("_crash_under", "_relay", "_stored", "exchange", "lease", "question", "record", "reply")
+
+    def __init__(
+        self,
+        question: Question,
+        lease: Lease,
+        reply: Reply,
+        *,
+        relay: Relay,
+        stored: StoredResponses,
+        crash_under: Callable[[Lease], Crash | None],
+    ) -> None:
+        """``crash_under``: how a backend ended under a lease, if it has."""
+        self.question = question
+        self.lease = lease
+        self.reply = reply
+        self.record = reply.record
+        begins = question.after if question.stream else None  # any other answer comes when it is whole
+        self.exchange = Exchange(relay, lease, reply.client.socket, begins)
+        """The request to the engine, and its answer."""
+        self._relay = relay
+        self._stored = stored
+        self._crash_under = crash_under
+
+    def run(self) -> None:
+        """Asks the engine, and passes its answer to the client."""
+        question = self.question
+        if self.lease.backend is question.target.unchanged_at:
+            self._pass_on(question.body)
+        elif question.context.route.upgrades:
+            self._tunnel()
+        elif question.translation:
+            self._translate(question.translation)
+        else:
+            self._ask_in_clients_words()
+
+    def _ask_in_clients_words(self) -> None:
+        """Asks the engine what the client asked; if it lacks the route, in words that every engine has."""
+        question, backend = self.question, self.lease.backend
+        route, lacking = question.context.route, question.context.access.lacking
+        lacks, attempt = (backend.name, route.path), self
+        drops_fields = route.path == MESSAGES and backend.adapts_by_field
+        if not (route.translated and (lacks in lacking or drops_fields)):
+            try:
+                return self._pass_on(self._body_as_known())
+            except _Lacking:
+                attempt = Attempt(
+                    question,
+                    self.lease,
+                    self.reply,
+                    relay=self._relay,
+                    stored=self._stored,
+                    crash_under=self._crash_under,
+                )
+        assert isinstance(question.body, (bytes, bytearray))
+        attempt._translate(TRANSLATE[route.path](parse(question.body)))
+        if not drops_fields:
+            lacking.add(lacks)
+        return None
+
+    def _ask(self, method: str, head: bytes, body: RequestBody, *, upgrade: bool = False) -> http1.Response:
+        """The head of the answer, noted."""
+        response = self.exchange.ask(method, head, body, upgrade=upgrade)
+        self.record.first_byte = time.monotonic() - self.question.context.since
+        if self.lease.permit:
+            self._note_status(response)
+        return response
+
+    def _note_status(self, response: http1.Response) -> None:
+        """Report how a server elsewhere is, by an answer's status; BackendError if that is not passed on."""
+        backend, permit, status = self.lease.backend, self.lease.permit, response.status
+        assert permit is not None
+        name = name_of(backend)
+        if status == 401:
+            named = backend.api_key_env
+            key = f"the API key in {named}" if named else "requests without a key (name one with api_key_env)"
+            permit.failed(f"it refuses {key} ({status})")
+            raise BackendError(f"{name} refuses {key}.")
+        if status == 429 or (status >= 500 and status not in LACKING):
+            pause = heads.pause_asked(response.fields, time.time())
+            permit.failed(f"it answered {status}", pause=pause)
+            if self.question.falls_back:
+                raise BackendError(f"{name} answered {status}.")
+
+    def _release(self, said: bytes) -> None:
+        """End the lease with the engine's part, however slowly the client takes what is left of its answer.
+
+        ``said``: what has the engine's figures in it.
+        """
+        self.exchange.close()
+        lease = self.lease
+        lease.release(whole=True, usage=api.tokens_said(said)[1:] if lease.is_routed else NO_USAGE)
+
+    # The answer as it is
+
+    def _pass_on(self, body: RequestBody) -> None:
+        """Passes the request on, its body as it is given here, and the answer back."""
+        question, reply, exchange = self.question, self.reply, self.exchange
+        method, route = question.context.request.method, question.context.route
+        try:
+            response = self._ask(method, heads.request_head(question, self.lease), body)
+            if route.translated and response.status in LACKING:
+                raise _Lacking
+            if route.beat == "responses" and response.status == 200:
+                self._note_stored()
+            if exchange.whole and reply.form != "event":
+                self.record.said = data = exchange.data
+                declared = None if response.body == "none" else len(data)
+                head = heads.response_head(reply, response, length=declared)
+                self._release(data)
+                reply.pass_on(response.status, head + data, "cut")
+                if reply.capture:
+                    reply.capture.add(data)
+            else:
+                self._stream()
+        except BaseException:
+            exchange.close()
+            raise
+
+    def _note_stored(self) -> None:
+        """Remembers which engine has the answer that begins now."""
+        question, exchange = self.question, self.exchange
+        if not exchange.whole and _is_events(exchange.response):
+            exchange.read_on(has_answer_id)
+        if id := answer_id(exchange.data):
+            self._stored.keep(id, question.target.model, self.lease.backend.name, question.context.key)
+
+    def _stream(self) -> None:
+        """A body as it comes, behind the engine's head, or in the stream that was begun while the model
+        loaded: then what the engine says must be events.
+        """
+        exchange, reply = self.exchange, self.reply
+        response, head, goes_on = exchange.response, b"", reply.form == "event"
+        length = response.length if response.body == "length" and not goes_on else None
+        events = length is None and _is_events(response)
+        if goes_on and (response.status >= 300 or not events):
+            raise _engine_error(self.question.target.model, response.status, exchange.data)
+        chunked = length is None and reply.chunked
+        if not goes_on:
+            reply.keep = reply.keep and (chunked or length is not None)
+        first = exchange.begin(chunked=chunked, copied=COPIED_BYTES if reply.capture else 0)
+        reply.answered = bool(first)
+        if not goes_on:
+            head = heads.response_head(reply, response, length=length, chunked=chunked)
+        if exchange.has_ended:
+            self._release(exchange.passed.usage)
+        if goes_on:
+            reply.send(first)
+        else:
+            reply.pass_on(response.status, head + first, "event" if events else "cut")
+        self._finish(exchange.stream())
+
+    def _finish(self, outcome: StreamOutcome) -> None:
+        """The end of a body that the pump has moved: the bytes that are left, or what went wrong."""
+        exchange, reply, record, end = self.exchange, self.reply, self.record, outcome.end
+        if end is End.CLOSED and not self._is_cut_short():
+            end = End.COMPLETE
+        if reply.capture:
+            reply.capture.add(exchange.copied)
+        record.sent += outcome.sent
+        reply.answered = reply.answered or outcome.sent > 0
+        record.said, record.tokens = exchange.passed.usage, exchange.passed.events
+        if end is End.COMPLETE:
+            self._release(exchange.passed.usage)
+            if outcome.rest:
+                reply.send(outcome.rest)
+            return
+        fits = reply.form == "event" and outcome.aligned
+        reply.broke_off(exchange.last_payload if fits else None)
+        engine = f"The engine of {self.question.target.model}"
+        match end:
+            case End.CLIENT_GONE:
+                raise ClientGone("The client left its stream.")
+            case End.CLIENT_STALLED:
+                raise ClientStalled(f"The client read nothing for {self._relay.client_timeout:g} s.")
+            case End.SEVERED:
+                raise self.lease.severed_error()
+            case End.SILENT:
+                raise Silent(f"{engine} went silent in the middle of its answer.")
+            case End.DIED | End.CLOSED:
+                raise BrokenOff(f"{engine} broke off its answer.")
+
+    def _is_cut_short(self) -> bool:
+        """Whether a body ended too early that only the end of its connection ends.
+
+        A stream of events lacks its last event, where its API has one. Of others it counts what became of
+        the engine.
+        """
+        if self.question.context.route.beat != "none" and _is_events(self.exchange.response):
+            return True
+        return not self.lease.permit and self._crash_under(self.lease) is not None
+
+    # Websockets
+
+    def _tunnel(self) -> None:
+        """The lease lasts as long as the websocket is open."""
+        reply = self.reply
+        with self.exchange as exchange:
+            head = heads.request_head(self.question, self.lease, heads.UPGRADE)
+            response = self._ask("GET", head, b"", upgrade=True)
+            reply.keep, reply.answered = False, True
+            if response.status != 101:
+                body = exchange.content(WHOLE)
+                head = heads.response_head(reply, response, length=len(body))
+                self._release(body)
+                reply.pass_on(response.status, head + body, "cut")
+                return
+            reply.pass_on(101, heads.switched_head(reply, response) + exchange.data, "frame")
+            ended, error = exchange.tunnel(reply.client.take_rest(), lambda: reply.context.may_go_on)
+            self.record.sent += ended.passed
+            if not ended.open:
+                reply.broke_off(None)
+            if error:
+                raise error
+
+    # Translations
+
+    def _translate(self, translation: Translation) -> None:
+        """Asks the engine in its own words, and says the answer in the client's, in this thread."""
+        question, lease, reply, record = self.question, self.lease, self.reply, self.record
+        answer, path, key = translation.answer, translation.path, question.context.key
+        answer.begun(time.time(), record.waited)
+        if translation.keep_alive and (key is None or key.admin):
+            lease.keep_alive(translation.keep_alive)
+        if not path:
+            lease.release(whole=True)
+            reply.whole(200, [JSON], answer.whole(b"", time.time()))
+            return
+        model = question.target.model
+        body = self._rewritten(translation.body(question.known_as(lease.backend)), path)
+        with self.exchange as exchange:
+            response = self._ask("POST", heads.translated_head(question, lease, path), body)
+            if response.status >= 300:
+                raise _refusal(model, path, response.status, exchange.content(WHOLE))
+            try:
+                if translation.stream:
+                    self._say_stream(translation)
+                else:
+                    self._say_whole(translation)
+            finally:
+                record.said, record.tokens = exchange.passed.usage, exchange.passed.events
+
+    def _say_whole(self, translation: Translation) -> None:
+        question, exchange = self.question, self.exchange
+        content = exchange.content(question.context.access.config.max_body)
+        if not content:  # an answer's words for nothing are those of a question that asks for nothing
+            raise BackendError(f"The engine of {question.target.model} answered with nothing.")
+        translated = translation.answer.whole(content, time.time())
+        self._release(exchange.passed.usage)
+        self.reply.whole(200, [JSON], translated)
+
+    def _say_stream(self, translation: Translation) -> None:
+        exchange, reply, answer = self.exchange, self.reply, translation.answer
+        if not _is_events(exchange.response):
+            raise BackendError(f"The engine of {self.question.target.model} did not answer with a stream.")
+        if reply.form == "answer":
+            reply.begin()
+        for piece in exchange.pieces():
+            translated = answer.feed(piece, time.time())
+            reply.answered = reply.answered or bool(translated)
+            if exchange.has_ended:
+                translated += answer.finish(time.time())
+                self._release(exchange.passed.usage)
+            reply.event(translated)
+        reply.end()
+
+    # Two stages
+
+    def prefill(self) -> Question:
+        """The first of two stages: the question of the second. What fails here the client has not seen."""
+        question, lease = self.question, self.lease
+        body, translation = question.body, question.translation
+        assert isinstance(body, (bytes, bytearray))
+        document = translation.question if translation else parse(body)
+        model = question.target.model
+        own = self._rewritten(translation.body(model) if translation else body, question.path)
+        assert isinstance(own, (bytes, bytearray))
+        first = completions.for_prefill(
+            document if own is body else parse(own), question.known_as(lease.backend)
+        )
+        with self.exchange as exchange:
+            response = exchange.ask("POST", heads.translated_head(question, lease, question.path), first)
+            content = exchange.content(question.context.access.config.max_body)
+        lease.release(whole=True, usage=api.tokens_said(content)[1:])
+        if response.status >= 300:
+            raise _engine_error(model, response.status, content)
+        try:
+            document = completions.for_decode(document, content)
+        except ValueError as error:
+            raise BackendError(f"{lease.backend.name} gave no answer that can be read: {error}.") from None
+        if translation:
+            return replace(question, translation=replace(translation, question=document))
+        return replace(question, body=written(document))
+
+    # The body that the engine gets
+
+    def _rewritten(self, body: QuestionBody, path: str) -> QuestionBody:
+        """A body of JSON as its service gets it at ``path``, under the preset that the question names."""
+        backend, preset = self.lease.backend, self.question.preset_at(self.lease.backend)
+        if preset and preset.is_adapter and not preset.served_model and path in WITHOUT_ADAPTERS:
+            model = self.question.target.model
+            text = f"the engine of {model} cannot apply the LoRA adapter {preset.name} at {path}"
+            raise BadRequest(text, status=501)
+        if not (preset or backend.strip or backend.set) or isinstance(body, Spool):
+            return body
+        if preset is None:
+            return rewritten(body, backend.strip, dict(backend.set))
+        if preset.system:
+            body = with_system(body, path, preset.system)
+        strip, put = preset.over(backend.strip, backend.set)
+        return rewritten(body, strip, put) if strip or put else body
+
+    def _body_as_known(self) -> RequestBody:
+        """The client's body as the service is to get it, with the name that it knows its model by."""
+        question = self.question
+        body, named, model_in = question.body, question.named, question.context.route.model_in
+        known_as = question.known_as(self.lease.backend)
+        if model_in in ("json", "path"):
+            body = self._rewritten(body, question.path)
+        if isinstance(body, Spool):
+            if (
+                question.span
+            ):  # also where it is the client's own name: another may have been put there before
+                body.replace(question.span, known_as.encode())
+            return body
+        if named == known_as or model_in == "upstream":
+            return body
+        if model_in == "multipart":
+            return (naming.model_replaced_in_query(body.decode("ascii"), known_as).encode("ascii"),)
+        return naming.model_replaced(body, known_as, question.span) if body else ()
+
+
+def _is_events(response: http1.Response) -> bool:
+    """Whether it is a stream of events that can be read here, and written into."""
+    kind = response.fields.get(b"content-type", b"")
+    return kind.startswith(b"text/event-stream") and b"content-encoding" not in response.fields
+
+
+def _engine_error(model: str, status: int, body: bytes) -> MuxError:
+    """An engine's answer for a client that expects events; a refusal is passed on in the engine's words."""
+    error = api.error_said(body) if 400 <= status < 500 else None
+    if error is None:
+        text = body[:MAX_QUOTED].decode("utf-8", "replace")
+        return BackendError(f"The engine of {model} answered {status}: {text}")
+    message = error.pop("message")
+    assert isinstance(message, str)
+    fields = {key: value[:MAX_QUOTED] if isinstance(value, str) else value for key, value in error.items()}
+    return RefusedByEngine(message[:MAX_QUOTED], status=status, said=fields)
+
+
+def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
+    """An engine's answer to a question that is not the client's own."""
+    error = api.error_said(body)
+    if status == 501 or (status in LACKING and error is None):
+        why = error["message"] if error else f"it has no {path}"
+        return BadRequest(f"the engine of {model} cannot do this: {why}"[:MAX_QUOTED], status=501)
+    return _engine_error(model, status, body)

@@ -1,0 +1,529 @@
+"""One request to one engine, and its answer back.
+
+``with Exchange(relay, lease, client) as exchange:`` is for one request of the leased backend. ``ask`` borrows
+a connection, sends the request and returns with the head of the answer. What is short is ``whole`` by then;
+of any other body one of these gets the rest: ``content`` or ``pieces`` read it here, ``begin`` and then
+``stream`` have the pump move it to the client, ``tunnel`` is for what is no HTTP any more. Leaving the block
+gives the connection back to the pool if it can carry another request, else closes it: a client that leaves
+ends the engine's work at once.
+
+While the handler's thread waits for the engine, SO_RCVTIMEO wakes it a few times a second to look at the
+client, the lease and the clock; the path of a quick answer pays no system call for that. When the drain ends
+first, ``sever`` (a worker's thread) shuts the engine's connection down, and the blocked thread sees its end.
+
+A pooled connection may have been closed while it was idle: a request that finds it so is sent once more on a
+fresh one. A connection that cannot be made is ``EngineUnreachable``, and nothing was sent. What else fails is
+the failure of this one request; what it says of the engine, the multiplexer looks into.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from socket import SHUT_RDWR, socket
+from typing import NamedTuple
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import (
+    BackendError,
+    ClientGone,
+    ClientStalled,
+    MuxError,
+    Overloaded,
+    Unauthorized,
+    is_shortage,
+)
+from anvil_mux.host.hosts import why_unreachable
+from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.protocol import http1
+from anvil_mux.protocol.lasthead import LastHead
+from anvil_mux.proxy.client import Spool
+from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect, connect_elsewhere
+from anvil_mux.proxy.pump import AnswerBody, Copied, End, Passed, Pump, PumpedStream, body_of
+from anvil_mux.proxy.sockets import has_left
+from anvil_mux.proxy.tunnel import Ended, tunnel
+
+Pieces = Iterable[bytes | bytearray | memoryview]
+"""Something that can be iterated over more than once."""
+RequestBody = bytes | bytearray | Pieces
+
+READ = 16384
+SMALL = 65536
+"""A body up to this size is sent in one piece with its head."""
+WHOLE = 256 * 1024
+"""An answer with a Content-Length up to this is read completely before its head is sent on."""
+
+
+class Failed(BackendError):
+    """An exchange came to no whole answer, through no fault of the request's."""
+
+
+class EngineUnreachable(Failed):
+    """Nothing of the request was sent, or its engine has ended since: it may be sent again."""
+
+
+class Unanswered(Failed):
+    """The request was sent, and the connection ended before a byte of an answer came."""
+
+
+class Silent(Failed):
+    """Nothing came for as long as an engine may be silent."""
+
+
+class BrokenOff(Failed):
+    """The connection ended within an answer."""
+
+
+def name_of(backend: Backend) -> str:
+    """The name of whoever answers for a backend, for people."""
+    return f"The server of {backend.model}" if backend.url else f"The engine of {backend.model}"
+
+
+def _length(body: RequestBody) -> int:
+    return len(body) if isinstance(body, (bytes, bytearray, Spool)) else sum(map(len, body))
+
+
+class Relay:
+    """The pool and the pump that all requests share.
+
+    ``timeout``: the longest silence of an engine; ``client_timeout``: how long a client may take nothing;
+    ``begin_thread``: what the pump's thread does first.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 600.0,
+        client_timeout: float = 60.0,
+        begin_thread: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.timeout = timeout
+        self.client_timeout = client_timeout
+        self.pool = Pool()
+        self.pump = Pump(timeout, client_timeout, begin_thread)
+        self.read: dict[Address, float] = {}
+        """Engine -> when the thread of a request last read a part of an answer from it."""
+
+    def has_heard(self, address: Address, since: float) -> bool:
+        """Whether a part of any answer came from there since that moment."""
+        return self.read.get(address, 0.0) >= since or self.pump.has_heard(address, since)
+
+    def close(self) -> None:
+        self.pump.close()
+        self.pool.close()
+
+
+class StreamOutcome(NamedTuple):
+    """The outcome of a body that the pump has moved to the client."""
+
+    end: End
+    sent: int
+    """Bytes that the client was sent."""
+    rest: bytes
+    """The bytes that it lacks of an answer that has ended."""
+    aligned: bool
+    """Whether it was sent whole chunks, so that another one can follow."""
+
+
+class Exchange:
+    """One request at one engine. Its methods are called by one thread, ``sever`` by any."""
+
+    __slots__ = (
+        "_body",
+        "_chunked",
+        "_client",
+        "_connections",
+        "_cut",
+        "_deadline",
+        "_is_noted",
+        "_missing",
+        "_passed",
+        "_relay",
+        "_reusable",
+        "_silence",
+        "_size",
+        "_stream",
+        "_upstream",
+        "data",
+        "lease",
+        "response",
+        "whole",
+    )
+
+    def __init__(self, relay: Relay, lease: Lease, client: socket, begins: float | None = None) -> None:
+        """``begins``: the seconds within which a server elsewhere is to begin its answer; None: as long as
+        any silence. An engine of ours may be at a long prompt.
+        """
+        if begins is None or not lease.backend.url or begins > relay.timeout:
+            begins = relay.timeout
+        self._silence = begins
+        self._relay = relay
+        self.lease = lease
+        self._connections = relay.pool.of(lease.run, lease.backend)
+        self._client = client
+        self._upstream: Upstream | None = None
+        self._stream: PumpedStream | None = None
+        self._cut = False
+        self._size = self._missing = 0
+        """The bytes of the request, and those of them that its connection has not taken."""
+        self._reusable = False
+        """Whether the answer has ended, and another may follow it."""
+        self._deadline = 0.0
+        """The moment at which the engine has been silent for too long; 0: the first look sets it."""
+        self.response: http1.Response
+        """The head of the answer, once it was asked for."""
+        self.data = b""
+        """The part of the body that came with the head."""
+        self.whole = False
+        """Whether ``data`` is all of the body."""
+        self._is_noted = not lease.is_routed
+        """Whether it was noted that the answer has begun; or nobody has to know."""
+        self._chunked = False
+        self._body: AnswerBody | None = None
+        self._passed: Passed | None = None
+        lease.on_severed(self.sever)
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives its connection back, or ends it; any number of times."""
+        upstream, self._upstream = self._upstream, None
+        if upstream is None:
+            return
+        if self._reusable and not (self._missing or self._cut):
+            self._connections.put(upstream)
+        else:
+            upstream.socket.close()
+
+    def sever(self) -> None:
+        """Ends whatever this exchange still does; any number of times, also after its end."""
+        # Without a lock: this marks first and looks second, the other thread takes or leaves its connection
+        # first and looks for the mark second. So one of them sees what the other did.
+        self._cut = True
+        stream, upstream = self._stream, self._upstream
+        if stream:
+            stream.cut = True
+        if upstream:
+            try:
+                upstream.socket.shutdown(SHUT_RDWR)
+            except OSError:
+                pass
+
+    # The question
+
+    def ask(self, method: str, head: bytes, body: RequestBody, *, upgrade: bool = False) -> http1.Response:
+        """Sends the request and returns the head of the answer; ``data`` holds what came with it.
+
+        ``head`` is its lines: it is ended here, so that it announces the body that is sent, and no other.
+        Where ``upgrade`` is asked for, 101 is an answer too, and ``tunnel`` follows it.
+        """
+        size = _length(body)
+        head = http1.framed(head, method, size)
+        self._size = len(head) + size
+        if isinstance(body, (bytes, bytearray)):
+            head, body = (head + body, ()) if size <= SMALL else (head, (body,))
+        pooled = self._connections.take()
+        data = self._try(pooled, head, body) if pooled else b""
+        if not data and not self._deadline:  # one that was idle for too long ends at once
+            self.close()
+            data = self._try_anew(head, body)
+        if not data:
+            raise Unanswered(f"{self._name} closed the connection without an answer.")
+        self._silence = self._relay.timeout
+        assert self._upstream is not None
+        last_head = self._upstream.last_head
+        response = last_head.again(data) if method != "HEAD" else None
+        if response is None:
+            response = self._read_head(last_head, method, data, upgrade)
+        else:
+            self.data = data[last_head.end :]
+        self.response = response
+        if response.status == 101:
+            return response
+        length = 0 if response.body == "none" else response.length
+        if length is not None and length <= WHOLE:
+            self.whole = True
+            if len(self.data) != length:
+                self._read_whole(length)
+            if not self._is_noted:
+                self._note_first_byte()
+            self._reusable = response.keep_alive
+        return response
+
+    @property
+    def _name(self) -> str:
+        return name_of(self.lease.backend)
+
+    def _connect(self) -> Upstream:
+        self._deadline = 0.0
+        backend = self.lease.backend
+        try:
+            if backend.url:
+                return Upstream(connect_elsewhere(backend, self._look, 2 * self._relay.timeout))
+            return Upstream(connect(self.lease.address, self._look))
+        except OSError as error:
+            if self.lease.severed:
+                raise self.lease.severed_error() from None
+            if is_shortage(error):
+                text = f"overloaded: anvil-mux can open no connection to {self._name} ({error.strerror})"
+                raise Overloaded(f"{text}: see ulimit -n. Try again.") from None
+            raise EngineUnreachable(f"{self._name} cannot be reached: {why_unreachable(error)}.") from None
+
+    def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:
+        """Try on a connection of its own; see ``_try``."""
+        upstream = self._connect()
+        try:
+            return self._try(upstream, head, pieces)
+        finally:
+            upstream.answered = True
+            self._connections.answered(upstream)
+
+    def _try(self, upstream: Upstream, head: bytes, pieces: Pieces) -> bytes:
+        """The first bytes of the answer, or none if the connection failed before."""
+        self._upstream = upstream
+        if self._cut:
+            raise self.lease.severed_error()
+        self._deadline = 0.0
+        self._missing = self._size
+        try:
+            self._send(upstream.socket, head)
+            for piece in pieces:
+                self._send(upstream.socket, piece)
+        except OSError:
+            pass  # an engine may refuse a body early: its answer, if there is one, counts
+        try:
+            return self._recv(upstream.socket)
+        except OSError:
+            return b""
+
+    def _send(self, connection: socket, data: bytes | bytearray | memoryview) -> None:
+        left = data
+        while True:
+            try:
+                sent = connection.send(left)
+            except BlockingIOError:
+                self._look()
+                continue
+            self._missing -= sent
+            if sent == len(left):
+                return
+            left = memoryview(left)[sent:]
+            self._deadline = 0.0
+
+    def _recv(self, connection: socket) -> bytes:
+        while True:
+            try:
+                data = connection.recv(READ)
+            except BlockingIOError:
+                self._look()
+                continue
+            except OSError:
+                if self.lease.severed:  # its engine wrote on after the shutdown: that is a reset
+                    raise self.lease.severed_error() from None
+                raise
+            if not data and self.lease.severed:
+                raise self.lease.severed_error()
+            return data
+
+    def _look(self) -> None:
+        """Look at the lease, the client and the clock, as a thread that waits for the engine does."""
+        if self.lease.severed:
+            raise self.lease.severed_error()
+        if has_left(self._client):
+            raise ClientGone("The client closed its connection.")
+        if self._upstream and not self._upstream.answered:
+            self._connections.waits(self._upstream)
+        now = time.monotonic()
+        if not self._deadline:
+            self._deadline = now - LOOK_SECONDS + self._silence
+        elif now > self._deadline:
+            raise Silent(f"{self._name} was silent for {self._silence:g} s.")
+
+    # The answer
+
+    def _read_head(
+        self, last_head: LastHead[http1.Response], method: str, data: bytes, upgrade: bool
+    ) -> http1.Response:
+        while True:
+            while (end := http1.response_head_end(data)) is None:
+                data += self._more()
+            head, data = data[:end], data[end:]
+            response = http1.parse_response(head, method, upgrade=upgrade)
+            if response.status >= 200 or response.status == 101:
+                break
+        last_head.remember(head, response)
+        self.data = data
+        return response
+
+    def _read_whole(self, length: int) -> None:
+        pieces = [self.data]
+        missing = length - len(self.data)
+        while missing > 0:
+            pieces.append(self._more())
+            missing -= len(pieces[-1])
+        if missing < 0:
+            raise BackendError(f"{self._name} sent more than it announced.")
+        self.data = b"".join(pieces)
+
+    def _more(self) -> bytes:
+        data = self._received()
+        if not data:
+            raise BrokenOff(f"{self._name} broke off its answer.")
+        return data
+
+    def _received(self) -> bytes:
+        assert self._upstream is not None
+        self._deadline = 0.0
+        try:
+            data = self._recv(self._upstream.socket)
+        except OSError as error:
+            raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
+        if data:
+            self._relay.read[self.lease.address] = time.monotonic()
+        return data
+
+    def read_on(self, until: Callable[[bytes], bool]) -> None:
+        """Reads until enough of the body came with the head; not for one that may have ended."""
+        while not until(self.data):
+            self.data += self._more()
+
+    def _note_first_byte(self) -> None:
+        """Note that a part of the body came that the client has not seen; Severed if it must not."""
+        if not self._is_noted and not self.lease.first_byte():
+            raise self.lease.severed_error()
+        self._is_noted = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has said all."""
+        return self.whole or (self._body is not None and self._body.ended)
+
+    @property
+    def passed(self) -> Passed:
+        """The parts that are kept of an answer that does not come whole."""
+        if self._passed is None:
+            self._passed = Passed()
+        return self._passed
+
+    # The body: read here
+
+    def content(self, limit: int) -> bytes:
+        """All of the content; BackendError if it is more than ``limit`` bytes."""
+        pieces: list[bytes] = []
+        left = limit
+        for piece in self.pieces():
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise BackendError(f"{self._name} answered with more than {limit} bytes.")
+        return b"".join(pieces)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The content as it comes, in the handler's thread: for answers that are read, not passed on.
+
+        With the last piece, which may be empty, it ``has_ended``.
+        """
+        if self.whole:
+            self.passed.note(self.data)
+            yield self.data
+            return
+        response = self.response
+        self._body = body = body_of(response, chunked=False)
+        content = body.feed(self.data) if self.data else b""
+        while True:
+            self._reusable = self.has_ended and response.keep_alive and body.clean
+            if content:
+                self._note_first_byte()
+            self.passed.note(content)
+            yield content
+            if body.ended:
+                break
+            content = body.feed(self._received())
+
+    # The body: moved to the client
+
+    def begin(self, *, chunked: bool, copied: int = 0) -> bytes:
+        """The first bytes of a body that is not whole, for a client that gets it chunked or not.
+
+        ``copied``: how many of its first bytes are kept.
+        """
+        if copied:
+            self._passed = Copied(copied)
+        response = self.response
+        self._chunked = chunked
+        self._body = body = body_of(response, chunked=chunked)
+        if self.data:
+            self._note_first_byte()
+        first = body.feed(self.data) if self.data else b""
+        self._reusable = body.ended and response.keep_alive and body.clean
+        self.passed.note(first)
+        return first
+
+    def stream(self) -> StreamOutcome:
+        """Moves the rest of the body to the client; blocks until it has ended."""
+        body, sent, pending, aligned = self._body, 0, b"", True
+        assert body is not None
+        if not body.ended:
+            assert self._upstream is not None
+            first_byte = None if self._is_noted else self.lease.first_byte
+            stream = PumpedStream(self._upstream.socket, self._client, body, self.passed, first_byte)
+            self._stream = stream
+            stream.cut = self._cut
+            end = self._relay.pump.relay(stream)
+            sent, pending = stream.relayed, stream.pending
+            aligned = body.aligned and not pending
+            if end is End.CLIENT_GONE and not pending and self.passed.has_last_event:
+                return StreamOutcome(End.COMPLETE, sent, b"", aligned)
+            if end is not End.COMPLETE:
+                is_severed = end is End.DIED and self.lease.severed
+                return StreamOutcome(End.SEVERED if is_severed else end, sent, b"", aligned)
+        self._reusable = self.response.keep_alive and body.clean
+        return StreamOutcome(End.COMPLETE if body.is_whole else End.CLOSED, sent, pending + body.end, aligned)
+
+    @property
+    def copied(self) -> bytes:
+        """The first bytes of the answer's content, if it was to be copied."""
+        if not isinstance(self._passed, Copied):
+            return b""
+        try:
+            return http1.ChunkDecoder().feed(self._passed.copy) if self._chunked else self._passed.copy
+        except BackendError:
+            return b""  # its framing is broken: it has no content
+
+    @property
+    def last_payload(self) -> bytes:
+        """The last bytes of content that the client was sent, if nothing was split."""
+        last = self.passed.last
+        return last[:-2] if self._chunked else last
+
+    # No body, but a websocket
+
+    def tunnel(self, early: bytes, may_go_on: Callable[[], bool]) -> tuple[Ended, MuxError | None]:
+        """Passes bytes both ways until the end, and what went wrong. ``early``: what the client has sent
+        already. ``may_go_on``: whether its key still allows it."""
+        upstream, lease = self._upstream, self.lease
+        assert upstream is not None
+        ended = tunnel(
+            self._client,
+            upstream.socket,
+            early,
+            begun=self.data,
+            must_end=lambda: lease.severed or not may_go_on(),
+            silence=self._relay.timeout,
+            client_timeout=self._relay.client_timeout,
+        )
+        if lease.severed:
+            return ended, lease.severed_error()
+        if ended.by == "order":
+            return ended, Unauthorized("The API key of this websocket was taken back.")
+        if ended.by == "client_stalled":
+            seconds = self._relay.client_timeout
+            return ended, ClientStalled(f"The client read nothing for {seconds:g} s.")
+        if ended.by == "silence":
+            return ended, BackendError(f"Both sides were silent for {self._relay.timeout:g} s.")
+        if ended.by == "engine" and ended.open:
+            return ended, BrokenOff(f"{self._name} broke off the connection.")
+        return ended, None

@@ -1,0 +1,485 @@
+"""A question to a model: the body of a request, and the model that it is for.
+
+``Target`` is what its model's name comes to, and ``Question`` that with its head (``RequestContext``) and its
+body. Neither is ever altered. Where the model's name stands is the route's to say
+(``api.Route.model_in``).
+
+Engines keep their answers to /v1/responses, each for itself, so that a client can go on from one
+(``previous_response_id``), fetch it again or delete it. So a request that refers to an answer is for the
+backend that gave it, which ``StoredResponses`` remembers. An engine that was evicted since has lost the
+answer, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import NamedTuple
+
+from anvil_mux.config.config import Backend
+from anvil_mux.config.keys import Key
+from anvil_mux.config.values import Preset
+from anvil_mux.errors import BadRequest, Forbidden, NotFound, UnknownModel
+from anvil_mux.host.engines import find_engine
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
+from anvil_mux.protocol.completions import Translation, parse
+from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext
+from anvil_mux.proxy.client import Client, Spool
+
+SESSIONS = "/v1/realtime/"
+"""How the paths begin at which a session is described, which may name a model within."""
+EXPLAIN = b"x-anvil-explain"
+"""The header of a request that is not to be sent on: where it would go, and why, is the answer."""
+SWAP = b"x-anvil-swap"
+"""The header by which a request says whether it may force a swap: never, or allowed."""
+TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
+"""Path -> how a body that is asked for there becomes a question that every engine understands."""
+MOST_ANSWERS = 10_000
+"""The most answers that are remembered, the newest."""
+
+_ANSWER_ID = re.compile(rb'(?<!\\)"id" ?: ?"(resp_[A-Za-z0-9_-]{1,250})"')
+_PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(resp_[A-Za-z0-9_-]{1,250})"')
+_FIRST_EVENT_BYTES = 64 * 1024
+
+QuestionBody = bytes | bytearray | Spool
+
+
+@dataclass(slots=True)
+class Target:
+    """The model that a request names, and what follows from that under its configuration."""
+
+    model: str
+    replicas: int
+    explains: bool
+    """Whether they are not sent on, but answered with where they would go."""
+    loads: bool
+    """Whether their model is loaded for them, if it is not."""
+    unchanged_at: Backend | None
+    """The backend that gets their bodies as they are, if any does."""
+    preset: str = ""
+    """The preset that they name, if they name one."""
+    never_swaps: bool = False
+    """Whether they may force no swap: what is ready serves them, or nothing does."""
+    choices: tuple[str, ...] = ()
+    """The models of which any serves them, in order of preference, where their name stands for several."""
+    external: str = ""
+    """The model's only backend, if that is a server elsewhere."""
+    chain: FallbackChain = ()
+    """The models that they go to in turn, if the model has fallbacks."""
+
+
+@dataclass(slots=True)
+class Question:
+    """A request for a model, its body read."""
+
+    context: RequestContext
+    target: Target
+    body: QuestionBody
+    named: str | None = None
+    """The model's name within ``body``, if that need not be changed for every engine."""
+    span: tuple[int, int] | None = None
+    """The place of that name in a form."""
+    stream: bool = False
+    """The client asked for a stream into which comments may be written."""
+    translation: Translation | None = None
+    """The question for its engine, if that does not speak the client's API."""
+    owner: str = ""
+    """The backend that has an earlier answer which it is about."""
+    falls_back: bool = False
+    """Whether another model is asked if this one fails."""
+    after: float | None = None
+    """Seconds that it may wait before that."""
+
+    def preset_at(self, backend: Backend) -> Preset | None:
+        """The preset that it names, as it is at a backend."""
+        name = self.target.preset
+        return self.context.access.presets.get((backend.name, name)) if name else None
+
+    def known_as(self, backend: Backend) -> str:
+        """The model id that the engine of a backend is asked for."""
+        preset = self.preset_at(backend)
+        return (preset and preset.served_model) or backend.served_model or self.target.model
+
+    @property
+    def path(self) -> str:
+        """The path that its engine is asked for."""
+        return self.translation.path if self.translation else self.context.route.path
+
+
+class Questions:
+    """Reads requests for models. Any thread."""
+
+    def __init__(self, mux: Multiplexer, stored: StoredResponses) -> None:
+        self._mux = mux
+        self._stored = stored
+
+    def read(self, context: RequestContext, client: Client) -> Question:
+        """Read body and model of a request; BadRequest, NotFound, UnknownModel. To be closed."""
+        question = self._read(context, client)
+        return self._chosen(question) if question.target.choices else question
+
+    def _chosen(self, question: Question) -> Question:
+        """The question for the one of several names that is to serve it, as things are at this moment."""
+        context, before = question.context, question.target
+        name = self._mux.overview.choose(before.choices)
+        found = _target(context, context.access.meant(name)._replace(choices=before.choices))
+        return replace(question, target=replace(found, never_swaps=before.never_swaps))
+
+    def _read(self, context: RequestContext, client: Client) -> Question:
+        route, query = context.route, context.request.query
+        if query and route.model_in not in ("query", "upstream"):
+            naming.model_in_query(query)  # the engine gets its own name there, if there is one
+        match route.model_in:
+            case "json":
+                return _from_json(context, client)
+            case "session":
+                body = read_json(context, client)
+                named, span = [*naming.session_models(body), (None, None)][0]
+                aim = target(context, named)
+                _check_session(context, aim, named, body)
+                return Question(context, aim, body, named, span)
+            case "path":
+                body = read_json(context, client)
+                stream = naming.model_and_stream(body)[1] and route.streams
+                named = api.model_in_path(context.request.path)
+                found = context.access.find(named, api=context.api, key=context.key)
+                return Question(context, _target(context, found), body, stream=stream)
+            case "multipart":
+                return _from_form(context, client)
+            case "query":
+                if route.upgrades and context.request.fields.get(b"upgrade", b"").lower() != b"websocket":
+                    raise BadRequest(f"{context.request.path} is a websocket", status=426)
+                named = naming.model_in_query(context.request.query)
+                aim = target(context, named)
+                client.read_body(context.request, context.access.config.max_body)
+                return Question(context, aim, b"", named)
+            case "answer":
+                return self._about_answer(context, client)
+            case _:
+                return self._below_upstream(context, client)
+
+    def _about_answer(self, context: RequestContext, client: Client) -> Question:
+        """A request about an earlier answer: for the engine that has it, if that was not evicted since."""
+        id = api.answer_in_path(context.request.path)
+        kept = self._stored.find(id, context.key)
+        if kept is None or (kept.model, kept.backend) not in self._ready():
+            raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
+        found = _target(context, Named(kept.model))
+        return Question(context, found, _read(context, client), owner=kept.backend)
+
+    def _ready(self) -> list[tuple[str, str]]:
+        return [
+            (model.model, backend.backend)
+            for model in self._mux.overview.status().models
+            for backend in model.backends
+            if backend.state == "ready" and not backend.is_lost
+        ]
+
+    def _below_upstream(self, context: RequestContext, client: Client) -> Question:
+        """A request below /upstream/: for the engine of the model in its path, as it is.
+
+        A GET loads no model: pages ask for their parts without anybody meaning it.
+        """
+        request, access = context.request, context.access
+        for name, path in api.upstream(request.path):
+            if not access.knows(name):
+                continue
+            try:
+                model = resolve(context, name)
+            except UnknownModel:
+                continue
+            if not access.may_use(context.key, model):  # but a preset of it, which the engine does not know
+                raise Forbidden(f"this API key may use {name}, but not all of {model}, as /upstream/ does")
+            if not _may_ask(context, model, path):
+                raise NotFound(f"{request.method} {path} is not offered of the engine of {model}.")
+            if request.method == "GET" and not self._mux.overview.is_ready(model):
+                raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
+            context = replace(context, route=api.Route("openai", "upstream", path=path))
+            body = _read(context, client)
+            if context.key and not context.key.admin:
+                _check_names(context, model, path, body)
+            return Question(context, _target(context, Named(model)), body)
+        raise _no_upstream(context)
+
+
+def target(context: RequestContext, named: str | None) -> Target:
+    """The target of a request that names ``named``."""
+    return _target(context, context.access.find(named, api=context.api, key=context.key), named)
+
+
+def retarget(question: Question, model: str) -> Target:
+    """The target of a question that another model than the one in it is to answer.
+
+    A preset that its name stands for is left out: it is another model's. It may force a swap if it could.
+    """
+    found = _target(question.context, Named(model), question.named)
+    return replace(found, never_swaps=question.target.never_swaps)
+
+
+def _target(context: RequestContext, found: Named, named: str | None = None) -> Target:
+    access, key, route = context.access, context.key, context.route
+    model = found.model
+    backend = access.only.get(model)
+    unchanged = (
+        named is not None
+        and access.unchanged.get(model) == named
+        and route.model_in == "json"
+        and not (route.translated or found.preset)
+    )
+    return Target(
+        model,
+        replicas=access.replicas[model],
+        explains=EXPLAIN in context.request.fields,
+        loads=naming.may_load(context.request.query),
+        unchanged_at=backend if unchanged else None,
+        preset=found.preset,
+        never_swaps=_never_swaps(context.request) or not (found.swaps and (key is None or key.swaps)),
+        choices=found.choices,
+        external=backend.name if backend and backend.url else "",
+        chain=access.chain(key, model, found.choices),
+    )
+
+
+def _never_swaps(request: http1.Request) -> bool:
+    """Whether the header of a request says that it may force no swap."""
+    value = request.fields.get(SWAP)
+    if value is None:
+        return False
+    if value not in (b"never", b"allowed"):
+        raise BadRequest("X-Anvil-Swap must be never or allowed", param="X-Anvil-Swap")
+    return value == b"never"
+
+
+def resolve(context: RequestContext, named: str | None) -> str:
+    """The one model that a client's name stands for; BadRequest if it stands for several."""
+    return context.access.find_one(named, api=context.api, key=context.key)
+
+
+def _from_json(context: RequestContext, client: Client) -> Question:
+    route, body = context.route, read_json(context, client)
+    if route.translated == "always":
+        translation = TRANSLATE[route.path](parse(body))
+        stream = translation.stream and bool(translation.path)
+        found, named = target(context, translation.model), translation.model
+        return Question(context, found, body, named, stream=stream, translation=translation)
+    named, stream = naming.model_and_stream(body)
+    if context.access.has_external and context.key and not context.key.admin:
+        naming.refuse_more_models(body)
+    aim = target(context, named)
+    if route.path.startswith(SESSIONS):
+        _check_session(context, aim, named, body)
+    return Question(context, aim, body, named, stream=stream and route.streams)
+
+
+def _from_form(context: RequestContext, client: Client) -> Question:
+    kind = context.request.fields.get(b"content-type", b"")
+    if _coding(context.request):
+        raise BadRequest("a form must be sent as it is, without Content-Encoding", status=415)
+    if kind.partition(b";")[0].strip().lower() == naming.URLENCODED:
+        body = client.read_body(context.request, naming.MAX_JSON_PARSED)
+        if not naming.is_urlencoded(kind, body):
+            raise BadRequest("this route takes a form, not JSON", status=415)
+        named, wants_stream = naming.in_urlencoded(body)
+        return Question(
+            context, target(context, named), body, named, stream=wants_stream and context.route.streams
+        )
+    if naming.media(kind, b"") != "multipart":
+        raise BadRequest("this route takes a form (Content-Type: multipart/form-data)", status=415)
+    scanner = naming.MultipartModelScanner(naming.boundary(kind))
+    spool = Spool()
+    try:
+        spool.fill(client.read_pieces(context.request, context.access.config.max_upload), scanner.feed)
+        scanner.finish()
+        found = target(context, scanner.model)
+    except BaseException:
+        spool.close()
+        raise
+    stream = scanner.stream and context.route.streams
+    return Question(context, found, spool, scanner.model, scanner.span, stream=stream)
+
+
+def read_json(context: RequestContext, client: Client) -> bytes | bytearray:
+    """The body of a route that takes JSON."""
+    request = context.request
+    body = client.read_body(request, context.access.config.max_body)
+    if b"content-encoding" in request.fields:
+        body = _unpacked(context, client, body)
+    kind = request.fields.get(b"content-type", b"")
+    if kind != b"application/json" and naming.media(kind, body) != "json":
+        raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
+    return body
+
+
+def _read(context: RequestContext, client: Client) -> bytes | bytearray:
+    """The body of any kind, in memory."""
+    return _unpacked(context, client, client.read_body(context.request, context.access.config.max_body))
+
+
+def _unpacked(context: RequestContext, client: Client, body: bytes | bytearray) -> bytes | bytearray:
+    packed = _coding(context.request)
+    if not packed:
+        return body
+    most = foreign.unpacked_size(len(body), context.access.config.max_body)
+    client.hold(most)
+    content = foreign.unpacked(body, packed, most)
+    client.hold(len(content) - most)
+    return content
+
+
+def _coding(request: http1.Request) -> str:
+    """How the body is compressed; empty for a plain one."""
+    named = request.fields.get(b"content-encoding", b"identity").decode("latin-1").strip()
+    return "" if named.lower() == "identity" else named or "(empty)"
+
+
+def _may_ask(context: RequestContext, model: str, path: str) -> bool:
+    backends = [backend for backend in context.access.config.backends if backend.model == model]
+    return all(_offers(backend, context.request.method, path) for backend in backends)
+
+
+def _offers(backend: Backend, method: str, path: str) -> bool:
+    """Whether ``path`` may be asked for below /upstream/; what steers the engine never may."""
+    engine = find_engine(backend.engine)
+    if engine.steers(path) or method not in ("GET", "POST"):
+        return False
+    route = api.match(method, path)
+    if route and route.translated != "always" and not route.upgrades:
+        return True
+    listed = any(path == each or (each[-1] == "/" and path.startswith(each)) for each in backend.upstream)
+    return listed or (method == "GET" and path in engine.shown)
+
+
+def _check_names(context: RequestContext, model: str, path: str, body: bytes | bytearray) -> None:
+    """Check that path, query and body name nothing of the server of ``model`` but what the key may use there;
+    UnknownModel.
+
+    A server elsewhere, and some engines, have more models than the configuration says.
+    """
+    there = names_there(context.access, context.key, model)
+    names = [_name_in_path(path), naming.model_in_query(context.request.query)]
+    for name in (*names, *_names_in_body(context, path, body)):
+        if name is not None and name not in there:
+            raise UnknownModel(name, there)
+
+
+def _check_session(context: RequestContext, aim: Target, named: str | None, body: bytes | bytearray) -> None:
+    """Check that a session at a server elsewhere names, beside its model, only what the key may use there;
+    UnknownModel.
+    """
+    key, backends = context.key, context.access.config.backends
+    models = {aim.model, *aim.choices, *(step.model for step in aim.chain)}
+    if key is None or key.admin or not any(each.url and each.model in models for each in backends):
+        return
+    there = names_there(context.access, key, aim.model)
+    names = [name for name, _ in naming.session_models(body)]
+    if named in names:
+        names.remove(named)
+    for name in names:
+        if name not in there:
+            raise UnknownModel(name, there)
+
+
+def names_there(access: Access, key: Key | None, model: str) -> set[str]:
+    """The models that the server of a model knows and ``key`` may use, by the server's names."""
+    backends = access.config.backends
+    sites = {(each.url, each.api_key_env) for each in backends if each.model == model and each.url}
+    names: set[str] = set()
+    for each in backends:
+        if each.model == model or ((each.url, each.api_key_env) in sites and access.may_use(key, each.model)):
+            names.add(each.served_model or each.model)
+            names |= {preset.served_model for preset in each.presets if preset.served_model}
+    return names
+
+
+def _name_in_path(path: str) -> str | None:
+    route = api.match("POST", path)
+    return api.model_in_path(path) if route and route.model_in == "path" else None
+
+
+def _names_in_body(context: RequestContext, path: str, body: bytes | bytearray) -> list[str | None]:
+    """The models in a body of any kind that may have one; BadRequest for one that cannot be read for that."""
+    kind = context.request.fields.get(b"content-type", b"")
+    if not body:
+        return []
+    if kind.lower().startswith(b"multipart/"):
+        scanner = naming.MultipartModelScanner(naming.boundary(kind))
+        scanner.feed(bytes(body))
+        scanner.finish()
+        return [scanner.model]
+    if naming.is_urlencoded(kind, body):
+        return [naming.in_urlencoded(body)[0]]
+    if api.api_of(path) == "ollama":
+        return [ollama.name_in(parse(body))]
+    naming.refuse_more_models(body)
+    route = api.match("POST", path)
+    if route and route.path.startswith(SESSIONS):
+        return [name for name, _ in naming.session_models(body)]
+    return [naming.model_and_stream(body)[0]]
+
+
+def _no_upstream(context: RequestContext) -> UnknownModel | NotFound:
+    """Why a path below /upstream/ leads nowhere: its model, or else the rest of it."""
+    unknown: UnknownModel | None = None
+    for name in api.upstream_names(context.request.path):
+        try:
+            resolve(context, name)
+        except UnknownModel as error:
+            unknown = unknown or error
+        else:
+            unknown = None
+            break
+    return unknown or NotFound(f"{context.request.path} names no model and path: /upstream/MODEL/PATH.")
+
+
+# Answers that engines keep
+
+
+class StoredResponse(NamedTuple):
+    """The model and backend that gave an answer, and the API key that asked for it."""
+
+    model: str
+    backend: str
+    key: object
+
+
+class StoredResponses:
+    """The answers that are remembered. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._kept: dict[str, StoredResponse] = {}
+
+    def keep(self, id: str, model: str, backend: str, key: object) -> None:
+        with self._lock:
+            self._kept[id] = StoredResponse(model, backend, key)
+            if len(self._kept) > MOST_ANSWERS:
+                del self._kept[next(iter(self._kept))]
+
+    def find(self, id: str, key: object) -> StoredResponse | None:
+        """The answer of that id, if ``key`` asked for it."""
+        with self._lock:
+            kept = self._kept.get(id)
+        return kept if kept and kept.key == key else None
+
+
+def answer_id(answer: bytes) -> str:
+    """The id of an answer that begins like this; "" if it is not in it."""
+    found = _ANSWER_ID.search(answer)
+    return found[1].decode("ascii") if found else ""
+
+
+def previous_answer(body: bytes | bytearray) -> str:
+    """The id of the answer that a body refers to; "" for none."""
+    found = _PREVIOUS.search(body)
+    return found[1].decode("ascii") if found else ""
+
+
+def has_answer_id(events: bytes) -> bool:
+    """Whether the id has come, or is not to be waited for: it stands in a stream's first event, if anywhere.
+
+    ``events`` may be chunked: the last chunk and the end of an event in CRLF look alike.
+    """
+    ended = b"\n\n" in events or b"\r\n\r\n" in events
+    return ended or len(events) > _FIRST_EVENT_BYTES or _ANSWER_ID.search(events) is not None

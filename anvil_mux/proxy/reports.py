@@ -1,0 +1,419 @@
+"""Reports on the state of the whole, from memory: probes, lists of models, /why, /logs, usage, captures.
+
+Whatever Docker and the engines are doing, nothing here waits for them but ``/logs``, in the thread of whoever
+asks. Each report is a function of the reply that it is written to. Nothing is loaded for any.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import starmap
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+from anvil_mux import __version__
+from anvil_mux.clock import count_in, mistakes
+from anvil_mux.config.kinds import read_seconds
+from anvil_mux.errors import BadRequest, CircuitOpen, NotFound, UnknownModel
+from anvil_mux.host.seam import Seen, Sight
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.protocol import api, http1, ollama
+from anvil_mux.protocol.completions import finite, parse
+from anvil_mux.proxy.access import RequestContext
+from anvil_mux.proxy.operations import Reloads
+from anvil_mux.proxy.question import read_json
+from anvil_mux.proxy.reply import JSON, TEXT, Capture, Reply
+from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.status import ModelState
+from anvil_mux.scheduler.waits import WaitEstimate
+from anvil_mux.telemetry import healthz
+from anvil_mux.telemetry.accesslog import Served
+
+OF_ONE = "/v1/models/"
+LOG_LINES = 200
+MAX_LOG_LINES = 5000
+WEEK = "7d"
+CAPTURED = (
+    *("id", "ended", "key", "path", "model", "backend", "status", "code", "waited", "first_byte", "seconds"),
+    *("prompt_tokens", "tokens"),
+)
+"""The fields of a captured request's record that are shown."""
+
+UsageSince = Callable[[float], list[dict[str, Any]]]
+"""Unix time -> what was used since then, by key and model."""
+
+
+# Probes
+
+
+class Probes:
+    """Answers probes. Any thread; the handler alone writes ``draining``."""
+
+    def __init__(
+        self,
+        mux: Multiplexer,
+        metrics: Callable[[str], tuple[str, bytes]],
+        checks: Mapping[str, Callable[[], str]],
+        sight: Callable[[], Sight],
+        reloads: Reloads | None,
+        notes: Mapping[str, Callable[[], str]],
+    ) -> None:
+        self._mux = mux
+        self._metrics = metrics
+        self.checks = checks
+        """Name -> what is wrong with it, from memory; nothing when it is well."""
+        self.sight = sight
+        """The use of the GPUs, from memory."""
+        self._reloads = reloads
+        self._notes = notes
+        """Name -> what is to be known and keeps nobody from using us, from memory."""
+        self._started = time.time()
+        self.draining = False
+
+    def hello(self, reply: Reply) -> None:
+        lines = (f"  {model.model}  {model.offered_state}\n" for model in self._mux.overview.status().models)
+        text = f"anvil-mux {__version__}\n\nmodels:\n{''.join(lines)}\nstate: /healthz  metrics: /metrics\n"
+        reply.fresh(TEXT, text.encode())
+
+    def readyz(self, reply: Reply) -> None:
+        context = reply.context
+        unseen = ", ".join(self._mux.overview.unseen)
+        adoption = unseen and f"it is not known yet whether these run already: {unseen}"
+        problems = {**self._problems(), "adoption": adoption}
+        ready = not any(problems.values())
+        text = "ok\n" if ready else "not ready\n"
+        wants_all = not ready or "verbose" in context.request.query.split("&")
+        if wants_all and context.access.tells_state(context.key):
+            lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
+            notes = (f"[~]{name} {why}\n" for name, why in self._notes_now().items())
+            text = "".join([*lines, *notes]) + text
+        reply.fresh(TEXT, text.encode(), 200 if ready else 503)
+
+    def healthz(self, reply: Reply) -> None:
+        state = self.state()
+        reply.json(state, status=503 if state["problems"] else 200, indent=1)
+
+    def metrics(self, reply: Reply) -> None:
+        accept = reply.context.request.fields.get(b"accept", b"").decode("latin-1")
+        content_type, text = self._metrics(accept)
+        reply.fresh((b"Content-Type", content_type.encode("ascii")), text)
+
+    def state(self, *, brief: bool = False) -> dict[str, Any]:
+        """The state that /healthz tells; ``brief``: as those are told who follow it."""
+        status = self._mux.overview.status()
+        problems = {name: why for name, why in self._problems().items() if why}
+        ready = [model.model for model in status.models if model.offered_state == "ready"]
+        hosts = {host.host: healthz.host_state(host) for host in status.hosts}
+        sight, external = self.sight(), self._external_states()
+        return {
+            "status": "unhealthy" if problems else "ok",
+            "version": __version__,
+            "uptime_seconds": round(time.time() - self._started, 1),
+            "problems": problems,
+            "notes": self._notes_now(),
+            "paused": healthz.pause_state(status.pause, self._mux.overview.wall),
+            "adopting": self._mux.overview.unseen,
+            "waiting": status.waiting,
+            "leases": status.leases,
+            "models": {
+                m.model: healthz.model_state(m, brief=brief) | external.get(m.model, {})
+                for m in status.models
+            },
+            "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
+            **({"hosts": hosts} if hosts else {}),
+            **({"any_of": self._any_of()} if self._mux.overview.any_of() else {}),
+            "resident": ready[0] if ready else None,
+            "registry": [model.model for model in status.models],
+            "reload": self._reloads.as_json() if self._reloads else None,
+        }
+
+    def _any_of(self) -> dict[str, dict[str, object]]:
+        """The names that stand for several models, and the one that would serve now."""
+        choose = self._mux.overview.choose
+        found = self._mux.overview.any_of().items()
+        return {name: {**each.to_json(), "serves": choose(each.models)} for name, each in found}
+
+    def _external_states(self) -> dict[str, dict[str, object]]:
+        """Model -> the part of its state that the scheduler does not know; see ``healthz.external_state``."""
+        return {
+            backend.model: healthz.external_state(backend, self._mux.circuits)
+            for backend in self._mux.overview.configured()
+            if backend.url or backend.fallback
+        }
+
+    def external_state(self, model: str) -> dict[str, object]:
+        """The same of one model."""
+        return self._external_states().get(model, {})
+
+    def _problems(self) -> dict[str, str]:
+        found = {name: check() for name, check in self.checks.items()}
+        found["threads"] = "; ".join(f"{thread}: {mistake}" for thread, mistake in mistakes().items())
+        found["accepting"] = "shutting down" if self.draining else ""
+        return found
+
+    def _notes_now(self) -> dict[str, str]:
+        return {name: why for name, note in self._notes.items() if (why := note())}
+
+
+# Models, in the words of each API
+
+
+class Lists:
+    """Lists the models that a key may use. Any thread."""
+
+    def __init__(self, mux: Multiplexer) -> None:
+        self._mux = mux
+        self._started = time.time()
+
+    def models(self, reply: Reply) -> None:
+        entries = starmap(self._entry, self._offered(reply.context))
+        reply.fresh(JSON, api.models_list([*entries, *self._choices(reply.context)]))
+
+    def model(self, reply: Reply) -> None:
+        """One model; with no name behind the slash, all of them."""
+        context = reply.context
+        name = unquote(context.request.path[len(OF_ONE) :])
+        if not name:
+            return self.models(reply)
+        offered, choices = self._offered(context), {str(e["id"]): e for e in self._choices(context)}
+        for model, preset in offered:
+            if name == preset or (not preset and name in (model.model, *model.aliases)):
+                entry = self._entry(model, preset)
+                break
+        else:
+            if name not in choices:
+                raise UnknownModel(name, [*(preset or model.model for model, preset in offered), *choices])
+            entry = choices[name]
+        return reply.fresh(JSON, json.dumps(entry).encode("ascii"))
+
+    def lmstudio_models(self, reply: Reply) -> None:
+        states = {
+            preset or model.model: model.offered_state for model, preset in self._offered(reply.context)
+        }
+        reply.fresh(JSON, api.lmstudio_list(states | self._states(reply.context)))
+
+    def ollama_tags(self, reply: Reply) -> None:
+        names = [preset or model.model for model, preset in self._offered(reply.context)]
+        names += self._states(reply.context)
+        reply.fresh(JSON, ollama.tags(names, self._started))
+
+    def ollama_running(self, reply: Reply) -> None:
+        usable = [model for model, preset in self._offered(reply.context) if not preset]
+        resident = [model for model in usable if model.offered_state in ("ready", "draining")]
+        reply.fresh(JSON, ollama.running({m.model: _stays(m) for m in resident}, time.time()))
+
+    def ollama_show(self, reply: Reply) -> None:
+        context = reply.context
+        name = ollama.name_in(parse(read_json(context, reply.client)))
+        model = reply.record.model = context.access.find(name, api=context.api, key=context.key).model
+        reply.whole(200, [JSON], ollama.show(model, self._started))
+
+    def _offered(self, context: RequestContext) -> list[tuple[ModelState, str]]:
+        """The models that the request's key may use, and after each its presets; "": the model itself."""
+        access, key = context.access, context.key
+        return [
+            (model, preset)
+            for model in self._mux.overview.status().models
+            for preset in ("", *model.presets)
+            if access.may_use(key, model.model, preset)
+        ]
+
+    def _states(self, context: RequestContext) -> dict[str, str]:
+        """The names that stand for several models, and the state of the one that would serve now."""
+        access, found = context.access, dict[str, str]()
+        any_of = access.config.any_of
+        states = {m.model: m.offered_state for m in self._mux.overview.status().models} if any_of else {}
+        for name in any_of:
+            models = [access.meant(each).model for each in access.choices(name, context.key)]
+            own = [states[model] for model in models if model in states]
+            if own:
+                found[name] = "ready" if "ready" in own else own[0]
+        return found
+
+    def _choices(self, context: RequestContext) -> list[dict[str, object]]:
+        """The entries of the names that stand for several models."""
+        created = int(self._started)
+        states = self._states(context)
+        return [api.model_entry(name, created=created, state=state) for name, state in states.items()]
+
+    def _entry(self, model: ModelState, preset: str) -> dict[str, object]:
+        return api.model_entry(
+            preset or model.model,
+            created=int(self._started),
+            state=model.offered_state,
+            aliases=() if preset else model.aliases,
+            failed=bool(model.last_error),
+            parent=model.model if preset else "",
+        )
+
+
+def _stays(model: ModelState) -> float:
+    """The seconds for which a resident model stays if nobody uses it from now on."""
+    resident = next(each for each in model.backends if each.backend == model.backend)
+    left = resident.ttl if resident.unload_seconds is None else resident.unload_seconds
+    return math.inf if left is None else left
+
+
+# The log of an engine, and what a request would wait for now
+
+
+class Diagnosis:
+    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log."""
+
+    def __init__(self, mux: Multiplexer, tail: Callable[[str, int], Iterable[str]], probes: Probes) -> None:
+        self._mux = mux
+        self._tail = tail
+        self._probes = probes
+
+    def logs(self, reply: Reply) -> None:
+        """The log of the query's ``backend``, which may stand in the model's place; else of any."""
+        name, query = _named(reply.context)
+        lines = count_in(query.get("lines", [str(LOG_LINES)])[-1], MAX_LOG_LINES)
+        if not lines:
+            raise BadRequest(f"`lines` is a number from 1 to {MAX_LOG_LINES}", param="lines")
+        models = {each.model: each for each in self._mux.overview.status().models}
+        services = {each.backend: model for model in models.values() for each in model.backends}
+        own = name in services and name not in models
+        model = services[name] if own else models[self._mux.resolve(name)]
+        backend = query.get("backend", [name if own else model.backend])[-1]
+        if services.get(backend) is not model:
+            raise BadRequest(f"{model.model} has no backend {backend}", param="backend")
+        backends = [each.backend for each in model.backends]
+        log = list(self._tail(backend, lines))
+        reply.json({"model": model.model, "backend": backend, "backends": backends, "lines": log})
+
+    def why(self, reply: Reply) -> None:
+        access = reply.context.access
+        name, query = _named(reply.context)
+        choices = access.choices(name, reply.context.key)
+        model = self._mux.resolve(self._mux.overview.choose(choices) if choices else name)
+        tokens = count_in(query.get("tokens", ["0"])[-1])
+        if tokens is None:
+            raise BadRequest("`tokens` is a whole number", param="tokens")
+        found = self._mux.overview.wait_estimate(model)
+        stages = self._mux.overview.explain(model, Work(tokens=tokens), staged=True)
+        if found.verdict == "served" and not all(
+            any(row["chosen"] for row in stage) for stage in stages.values()
+        ):
+            found = found.refused("the routing policy lets none of its replicas take it.")
+        state: dict[str, Any] = dict(self._probes.external_state(model))
+        if "elsewhere" in state:
+            found = self._external(found, state["elsewhere"]["server"])
+        estimate = {
+            key: round(value, 1) if isinstance(value, float) else value
+            for key, value in found._asdict().items()
+        }
+        estimate["waits_for"] = [healthz.answer(each) for each in found.waits_for]
+        hosts = healthz.hosts_of(self._mux.overview.model(model))
+        more: dict[str, Any] = {"hosts": hosts} if hosts else {}
+        sentence = found.sentence
+        if "fallback" in state:
+            first, line_end, log = sentence.partition("\n")  # below it are lines of the engine's log
+            stop = "" if first.endswith(".") else "."
+            sentence = f"{first}{stop} {healthz.fallback_words(state['fallback'])}{line_end}{log}"
+        if choices:
+            more["any_of"] = list(choices)
+            sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"
+        elif name != model:
+            what = "a preset of" if access.meant(name).preset else "another name for"
+            sentence = f"{name} is {what} {model}. {sentence}"
+        reply.json({**estimate, "sentence": sentence, "stages": finite(stages), **more, **state})
+
+    def _external(self, found: WaitEstimate, server: str) -> WaitEstimate:
+        """The wait estimate of a model whose server is elsewhere."""
+        try:
+            self._mux.circuits.check(self._mux.overview.model(found.model).backend)
+        except CircuitOpen as error:
+            return found.refused(error.message)
+        return found._replace(because=f"{server} answers for it.") if found.verdict == "served" else found
+
+
+def _named(context: RequestContext) -> tuple[str, dict[str, list[str]]]:
+    """Read the model in the query, and all of the query."""
+    query = parse_qs(context.request.query)
+    if "model" not in query:
+        raise BadRequest(f"say of which model: {context.request.path}?model=NAME", param="model")
+    return query["model"][-1], query
+
+
+# Usage
+
+_DAYS = re.compile(r"([0-9]{1,3})d")
+
+
+def report_usage(usage: UsageSince, reply: Reply) -> None:
+    """Answer ``GET /usage?since=7d``: what each API key has used of each model."""
+    since = time.time() - seconds_back(parse_qs(reply.context.request.query).get("since", [WEEK])[0])
+    reply.json({"since": round(since), "usage": usage(since)}, indent=1)
+
+
+def seconds_back(text: str) -> float:
+    """Read how far back is asked for: days, or a time as settings have it."""
+    if days := _DAYS.fullmatch(text):
+        return int(days[1]) * 86400.0
+    try:
+        return min(read_seconds(text), 1000 * 86400.0)
+    except ValueError:
+        raise BadRequest(f"`since` must be a time such as 12h or 7d, not {text!r}", param="since") from None
+
+
+# Requests
+
+
+class Captures:
+    """The last requests that were captured, as many as are wanted: ``capture: 50``. Any thread.
+
+    Bodies are kept in memory only, the first bytes of each, and are gone with the program, or with a reload
+    that says ``capture: 0``.
+    """
+
+    def __init__(self, most: int) -> None:
+        # Guards what stands below it; held for microseconds.
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[Served, dict[str, object]]] = deque(maxlen=most)
+
+    @property
+    def most(self) -> int:
+        """How many are kept."""
+        return self._kept.maxlen or 0
+
+    def resize(self, most: int) -> None:
+        """Keep so many from now on, and no more of those that are here."""
+        with self._lock:
+            if most != self._kept.maxlen:
+                self._kept = deque(self._kept, most)
+
+    def keep(self, capture: Capture, request: http1.Request, record: Served) -> None:
+        bodies = capture.as_json(request)
+        with self._lock:
+            self._kept.append((record, bodies))
+
+    def requests(self, reply: Reply) -> None:
+        """Answer ``GET /requests`` with a list of all that are kept, or with the one of ``?id=``."""
+        with self._lock:
+            kept = list(self._kept)
+        id = parse_qs(reply.context.request.query).get("id", [""])[0]
+        if id:
+            reply.json(self._one(kept, id), indent=1)
+        else:
+            requests = [_about(record) for record, _ in kept]
+            reply.json({"capture": self.most, "requests": requests}, indent=1)
+
+    def _one(self, kept: Sequence[tuple[Served, dict[str, object]]], id: str) -> dict[str, object]:
+        for record, bodies in reversed(kept):  # a client may use an id twice
+            if record.request_id == id:
+                return {**_about(record), **bodies}
+        most = self.most
+        how = f"the last {most} are" if most else "none is; `capture: 50` in x-anvil keeps the last 50"
+        raise NotFound(f"No request {id} is kept: {how}.")
+
+
+def _about(record: Served) -> dict[str, object]:
+    fields = record.as_json()
+    return {name: fields[name] for name in CAPTURED}

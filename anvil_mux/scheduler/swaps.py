@@ -1,0 +1,425 @@
+"""How swaps begin, go on and end, and how backends move in them: from state to state, step by step.
+
+After each eviction of a swap the room is looked at again: no backend is evicted that need not be. A swap that
+only drains is dissolved as soon as no request waits for its target, or another replica is loaded for them on
+GPUs that nobody holds, and its victims are reprieved; one begun is finished, unless its load is cancelled. A
+queue of higher priority takes over a swap that only drains (``planner.takeover``). After a failed load there
+is no rollback: the backend is stopped, and the next question serves the queues.
+
+``enter`` is the only caller of ``Slot.enter``. The rest of the GPU group is brought up to date at once: the
+backends that are ready, the in-flight tracker, requests that wait for a place, the plans.
+"""
+
+from __future__ import annotations
+
+from anvil_mux.scheduler.admission import Admission
+from anvil_mux.scheduler.costs import source_of
+from anvil_mux.scheduler.events import BY_HAND, CLEARING, Cause, Event, Severance
+from anvil_mux.scheduler.model import ready_slots
+from anvil_mux.scheduler.planner import Takeover, free_place, victims
+from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.slot import LOADING, Slot
+from anvil_mux.scheduler.standby import below, levels
+from anvil_mux.scheduler.state import SwapInProgress
+from anvil_mux.scheduler.steps import Cancel, Demote, Evict, Load, Step, Ticket
+
+
+class Swaps(Admission):
+    """The swaps of one GPU group."""
+
+    __slots__ = ()
+
+    # Begin
+
+    def begin(
+        self,
+        target: Slot | None,
+        leaving: list[Slot],
+        now: float,
+        cause: Cause,
+        *,
+        preload: bool = False,
+        severs: Cause | None = None,
+    ) -> SwapInProgress:
+        """Begin a swap; ``severs``: why requests are severed, if neither for the target nor for ``cause``."""
+        if severs is None:
+            severs = Cause("evicted", target.model) if target else cause
+        self.changed()
+        for other in self.swaps:  # in which its turn to drain has not come
+            other.victims = [each for each in other.victims if each.state != "ready" or each not in leaving]
+        swap = SwapInProgress(target, [*leaving], cause, severs, preload=preload)
+        self.swaps.append(swap)
+        if target:
+            self._note_target(target, coming=True)
+        self._drain(swap, now)
+        return swap
+
+    def begin_eviction(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
+        """Begin to evict a resident without loading another backend."""
+        self.begin(None, [slot], now, cause, severs=severs)
+
+    def begin_leaving(self, slot: Slot, now: float) -> None:
+        """Begin to evict a backend for good, once its leases have ended."""
+        assert slot.leaving
+        self.begin(None, [slot], now, Cause(slot.leaving))
+
+    def _note_target(self, target: Slot, *, coming: bool) -> None:
+        """Note that a backend is the target of a swap from now on, or is so no longer."""
+        target.coming = coming
+        self.models[target.model].note(target)
+        self.memory.changed()
+
+    def _drain(self, swap: SwapInProgress, now: float) -> None:
+        """Close the gates of the victims that are resident.
+
+        While some have leases and no bound the others go on serving: their turn comes when those have ended.
+        """
+        if any(victim.is_endless for victim in swap.victims):
+            return
+        bounds = {each: self._bound(each, swap, now) for each in swap.victims if each.state == "ready"}
+        endless = [each for each, seconds in bounds.items() if each.holders and seconds == FOREVER]
+        for victim in endless or bounds:
+            self.enter(victim, "drain", now)
+            victim.drain_until = now + bounds[victim]
+            self._emit_drain(victim, swap, now)
+
+    def _emit_drain(self, victim: Slot, swap: SwapInProgress, now: float) -> None:
+        """Emit that a victim drains for a swap from now on, and how long it may yet."""
+        size, left = len(victim.holders), victim.drain_until - now
+        cause, target = swap.cause, swap.target.model if swap.target else ""
+        name, model = victim.name, victim.model
+        self.emit(Event(now, "draining", model, name, size=size, seconds=left, cause=cause, target=target))
+
+    def _bound(self, victim: Slot, swap: SwapInProgress, now: float) -> float:
+        """How long a victim may drain from now on.
+
+        Answers that ran already when the first request for the target came have had their time since then: to
+        be held back for them and to wait for their drain is one wait.
+        """
+        if swap.cause.kind == "silent":
+            return 0.0
+        if swap.cause.kind in BY_HAND:
+            return self.config.drain_timeout
+        seconds = victim.backend.drain_timeout
+        queue = self.models[swap.target.model].queue if swap.target else None
+        if not (queue and victim.holders):
+            return seconds
+        since, last = queue.since, next(reversed(victim.holders.values()))
+        return max(since + seconds - now, 0.0) if last <= since else seconds
+
+    def bound_anew(self, victim: Slot, now: float) -> bool:
+        """Bound a drain anew, now that an answer has ended; whether it ends earlier for that."""
+        swap = next((each for each in self.swaps if victim in each.victims), None)
+        return swap is not None and self._end_by(victim, now + self._bound(victim, swap, now))
+
+    def hasten(self, slot: Slot, now: float) -> bool:
+        """Bound a drain as one that people ask for; whether that ends it earlier."""
+        return slot.state == "draining" and self._end_by(slot, now + self.config.drain_timeout)
+
+    def _end_by(self, slot: Slot, until: float) -> bool:
+        if slot.drain_until <= until:
+            return False
+        slot.drain_until = until
+        self.changed()
+        return True
+
+    # Go on
+
+    def advance(self, now: float) -> Step | None:
+        """The next step of the swaps under way."""
+        for swap in tuple(self.swaps):
+            # Nothing is evicted on a host that is away, but a load may begin elsewhere.
+            is_steered = self.host.is_steered
+            step = self._go_on(swap, now) if is_steered else self._go_elsewhere(swap, now)
+            if step:
+                return step
+        return None
+
+    def _go_on(self, swap: SwapInProgress, now: float) -> Step | None:
+        """The next step of one swap."""
+        target = swap.target
+        if target and not (swap.begun or swap.preload or self._is_wanted(target)):
+            self.dissolve(swap, now)
+            return None
+        if step := self._cancel(swap, now) or self._evict_next(swap, now):
+            return step
+        if swap.victims:
+            return self._go_elsewhere(swap, now)
+        if target is None:
+            self._end(swap)
+        elif target.state not in LOADING:
+            if not self._has_room(swap, target, now):
+                return self._evict_next(swap, now)
+            if self.memory.has_room(target):  # else a sleeper yields first
+                return self._load(swap, target, now)
+        return None
+
+    def _is_wanted(self, target: Slot) -> bool:
+        return bool(self.models[target.model].queue.tickets)
+
+    def _go_elsewhere(self, swap: SwapInProgress, now: float) -> Step | None:
+        """Load another backend for the queue of a swap that only drains, if that serves it no later.
+
+        The drain is called off in the same moment in which that load begins, never for the hope of one: so no
+        drain is called off and begun again without end.
+        """
+        target = swap.target
+        if target is None or swap.begun or swap.preload:
+            return None
+        model = self.models[target.model]
+        slot = free_place(model, swap, self, now) if model.replicas else None
+        if slot is None:
+            return None
+        self.dissolve(swap, now)
+        there = next(each for each in self.groups_of(model) if each.slots.get(slot.name) is slot)
+        return there._load(there.begin(slot, [], now, swap.cause), slot, now)
+
+    def take_over(self, found: Takeover, now: float) -> None:
+        """Have a swap that only drains go on for a queue of higher priority.
+
+        The drains of those that go for it, too, end when they would have ended. This comes to an end: a drain
+        goes on for none but a queue of higher priority, and a swap that has begun is finished.
+        """
+        swap, target, more = found
+        self.changed()
+        if swap.target:
+            swap.target.next_level = ""
+            self._note_target(swap.target, coming=False)
+        spared = [each for each in swap.victims if each.holds.keys().isdisjoint(target.holds)]
+        swap.target, swap.cause = target, Cause("outranked", target.model)
+        swap.severs = Cause("evicted", target.model)
+        swap.victims = [each for each in swap.victims if each not in spared]
+        self._note_target(target, coming=True)
+        for victim in [each for each in swap.victims if each.state == "draining"]:
+            self._emit_drain(victim, swap, now)
+        swap.victims += more
+        self._drain(swap, now)
+        for victim in [each for each in spared if each.state == "draining"]:
+            self._reprieve(victim, now)
+
+    def _load(self, swap: SwapInProgress, target: Slot, now: float) -> Load:
+        swap.begun = True
+        swap.evict_seconds = max(now - swap.emptied, 0.0)
+        swap.level = level = target.level
+        self.enter(target, "load", now)
+        target.level, target.residual, target.host_bytes = "stop", {}, 0
+        target.unloaded = False
+        if target.next_level == "stop":  # it was to be stopped, and is wanted after all
+            target.next_level = ""
+        self.emit(Event(now, "loading", target.model, target.name, cause=swap.cause, way=level))
+        return Load(target.name, level)
+
+    def _cancel(self, swap: SwapInProgress, now: float) -> Cancel | None:
+        """End a load that is to be cancelled, unless it was asked for again meanwhile."""
+        slot, cause = swap.target, swap.cancel
+        if not (cause and slot and slot.state == "loading"):
+            return None
+        if self._is_wanted(slot) and not self.must_go(slot):
+            swap.cancel = None
+            return None
+        self.enter(slot, "cancel", now)
+        self.emit(Event(now, "cancelling", slot.model, slot.name, cause=cause, target=cause.model))
+        return Cancel(slot.name)
+
+    def _evict_next(self, swap: SwapInProgress, now: float) -> Step | None:
+        """Evict the next victim without leases, or whose drain is over; victims in standby come last."""
+        resident = [victim for victim in swap.victims if victim.state in ("ready", "draining")]
+        if resident and swap.target and self._may_spare(swap.target) and self.fits(swap.target):
+            for victim in resident:  # the victims before them freed more than was known
+                swap.victims.remove(victim)
+                self._reprieve(victim, now)
+            return None
+        if any(victim.is_endless for victim in resident):
+            return None  # as long as nobody was evicted all of them may be reprieved
+        if any(victim.state == "ready" for victim in resident):
+            self._drain(swap, now)
+        draining = [victim for victim in resident if victim.state == "draining"]
+        for victim in draining:
+            if now >= victim.drain_until or not (victim.holders or self.memory.makes_way(victim, now)):
+                swap.begun = True
+                swap.emptied = now
+                return self.evict(victim, now, swap.cause, swap)
+        if draining or swap.target is None:
+            return None
+        return self._demote_victim(swap, swap.target, now)
+
+    def _demote_victim(self, swap: SwapInProgress, target: Slot, now: float) -> Demote | None:
+        """Demote the next victim in standby, if the target still lacks the memory that it keeps."""
+        for victim in [victim for victim in swap.victims if victim.state == "standby"]:
+            if not self.fits(target):
+                swap.begun = True
+                return self.demote(victim, now, Cause("memory_needed"), target=target.model)
+            swap.victims.remove(victim)
+        return None
+
+    def _may_spare(self, target: Slot) -> bool:
+        """Whether a victim may be spared after all: a target that takes its GPUs whole needs all of them."""
+        return not target.whole or self.memory.budget is not None
+
+    def _has_room(self, swap: SwapInProgress, target: Slot, now: float) -> bool:
+        """Whether the target fits now that its victims are gone; if not, others go as well for its queue."""
+        if self.fits(target):
+            return True
+        busy = self.busy_gpus(but=[swap])
+        wanted = not swap.preload and self._is_wanted(target)
+        more = victims(self, target, busy, frozenset(), now) if wanted else None
+        if more is None:
+            self.dissolve(swap, now)
+        else:
+            swap.victims += more
+            self._drain(swap, now)
+        return False
+
+    # End
+
+    def dissolve(self, swap: SwapInProgress, now: float) -> None:
+        """End a swap before its target was loaded; victims that only drained stay resident."""
+        self._end(swap)
+        if swap.target:
+            swap.target.next_level = ""
+        for victim in swap.victims:
+            if victim.state == "draining":
+                self._reprieve(victim, now)
+
+    def call_off(self, swap: SwapInProgress, now: float) -> None:
+        """End a swap whose target is not wanted any more. Victims that are being evicted are waited for."""
+        going = [victim for victim in swap.victims if victim.state == "evicting"]
+        self.dissolve(swap, now)
+        if going:
+            self.swaps.append(SwapInProgress(None, going, swap.cause, swap.severs, begun=True))
+
+    def give_up(self, slot: Slot, now: float, cause: Cause) -> None:
+        """Have a backend go that is resident, or on its way to be."""
+        swap = self.swap_to(slot)
+        if swap is None:
+            self.begin_eviction(slot, now, cause)
+        elif slot.state in LOADING:
+            swap.cancel = cause
+        else:
+            self.call_off(swap, now)
+
+    def spare(self, slot: Slot, now: float) -> None:
+        """Take a backend that was pinned out of the swaps that drain it for another model."""
+        for swap in self.swaps:
+            if swap.target and slot in swap.victims and slot.state in ("ready", "draining"):
+                swap.victims.remove(slot)
+                self._reprieve(slot, now)
+
+    def reprieve_all(self, now: float) -> None:
+        """End the swaps that only drain, and were begun for a reason that is over (``CLEARING``)."""
+        for swap in [swap for swap in self.swaps if swap.cause.kind in CLEARING]:
+            if not (swap.begun or any(map(self.must_go, swap.victims))):
+                for victim in swap.victims:
+                    victim.next_level = ""
+                self.dissolve(swap, now)
+
+    def _reprieve(self, victim: Slot, now: float) -> None:
+        """Make a victim that only drained ready again; one that is leaving drains on."""
+        if victim.state == "ready":
+            return
+        if victim.leaving:
+            self.begin_leaving(victim, now)
+            return
+        self.enter(victim, "reprieve", now)
+        self.emit(Event(now, "ready", victim.model, victim.name, cause=Cause("reprieved")))
+        self.admit(self.models[victim.model], now)
+
+    def left(self, victim: Slot) -> None:
+        """A victim has left its GPUs."""
+        for swap in self.swaps:
+            if victim in swap.victims:
+                swap.victims.remove(victim)
+                swap.gone.append(victim.model)
+
+    def learn(self, target: Slot, level: str, seconds: float) -> None:
+        """Learn the cost of the swap to ``target``, which was loaded from this standby level."""
+        if swap := self.swap_to(target):
+            source, host, engine = source_of(swap.gone), target.host.name, target.backend.engine
+            self.costs.learn(
+                source, target.model, level, swap.evict_seconds, seconds, host=host, engine=engine
+            )
+
+    def end_to(self, slot: Slot) -> None:
+        """The load of ``slot`` has ended, one way or another."""
+        if swap := self.swap_to(slot):
+            self._end(swap)
+
+    def end_all(self) -> None:
+        """End all swaps without a further step: the host is lost."""
+        for swap in tuple(self.swaps):
+            self._end(swap)
+
+    def _end(self, swap: SwapInProgress) -> None:
+        self.changed()
+        self.swaps.remove(swap)
+        if swap.target:
+            self._note_target(swap.target, coming=False)
+
+    # Moves of backends
+
+    def enter(self, slot: Slot, what: str, now: float) -> None:
+        """Have a slot enter a state, with all that hangs on it."""
+        before, model = slot.state, self.models[slot.model]
+        slot.enter(what, now)
+        model.note(slot)
+        self.placement.note(slot)
+        leaves_ready = before == "ready"
+        if leaves_ready and model.queue.limited:
+            model.queue.left = now
+        if leaves_ready or slot.state == "ready":
+            self.ready = ready_slots(self.slots.values())
+            model.renew_ready()
+        self.changed()
+        self.memory.changed()
+        if leaves_ready and model.queue.limited:
+            self.fill_places(model, now)  # those that needed this one wait for it no longer
+            if not model.ready:
+                self.turn_away(model, now)
+        if model.replicas and slot.state not in ("ready", "draining"):
+            model.replicas.in_flight.forget(slot.name)
+
+    def demote(self, slot: Slot, now: float, cause: Cause, *, target: str = "", to: str = "") -> Demote:
+        """Demote a backend, for the model ``target`` if any; ``to``: the level, by default the next."""
+        to = "stop" if slot.next_level == "stop" else to or below(slot, may_wake=False)
+        self.enter(slot, "demote", now)
+        slot.next_level = to
+        self.emit(Event(now, "demoting", slot.model, slot.name, cause=cause, target=target, way=to))
+        return Demote(slot.name, slot.level, to)
+
+    def evict(self, slot: Slot, now: float, cause: Cause, swap: SwapInProgress | None = None) -> Evict:
+        """Evict a victim of ``swap``; None: a backend that is stuck is stopped again."""
+        drained = now - slot.since if slot.state == "draining" else 0.0
+        for_good = slot.state == "stuck" or slot.leaving
+        level = "stop" if for_good else slot.next_level or self._level(slot, swap.target if swap else None)
+        if not (for_good or slot.next_level) and level != slot.backend.evict_to[0]:
+            cause = Cause("standby_full", way=slot.backend.evict_to[0])
+        self.enter(slot, "evict", now)
+        slot.next_level = level
+        severed = self.sever(slot, now, swap.severs, drained) if swap else ()
+        size = len(severed)
+        self.emit(Event(now, "evicting", slot.model, slot.name, size=size, seconds=drained, cause=cause))
+        return Evict(slot.name, level, severed)
+
+    def _level(self, slot: Slot, target: Slot | None) -> str:
+        """The lightest standby level with room for it, in host memory and beside ``target`` on its GPUs."""
+        known = levels(slot.backend)
+        for level in known[known.index(self.memory.level_for(slot)) :]:
+            last = self.footprints.in_standby(slot.name, level, slot.backend.service.digest)
+            if not (target and last and self.placement.excludes(slot.named(last.residual), target)):
+                return level
+        return "stop"
+
+    def sever(self, slot: Slot, now: float, cause: Cause, drained: float = 0.0) -> tuple[Ticket, ...]:
+        """End the leases that have outlasted a drain; the driver cuts them before the next step."""
+        severed, name, target = tuple(slot.holders), slot.name, cause.model
+        for ticket in severed:
+            ticket.severed = Severance(cause, drained)
+            event = Event(now, "severed", ticket.model, name, ticket.id, size=1, seconds=drained)
+            self.emit(event._replace(cause=cause, target=target))
+        slot.let_go(now)
+        return severed
+
+    def sever_all(self, now: float) -> list[Ticket]:
+        """End all leases, because the program ends; the caller cuts them."""
+        cause, slots = Cause("shutdown"), self.slots.values()
+        return [ticket for slot in slots for ticket in self.sever(slot, now, cause)]

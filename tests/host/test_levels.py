@@ -1,0 +1,976 @@
+"""Standby levels, through the Swapper, with engines that sleep and fail as the real ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import requests
+
+from anvil_mux.cli import main as cli
+from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.machines import Gpu
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.host import engines, levels, local
+from anvil_mux.host.adopt import Adopter, Awake, Notes
+from anvil_mux.host.cuda_checkpoint import Checkpointer, is_frozen
+from anvil_mux.host.cuda_driver import Driver
+from anvil_mux.host.freed import PATIENCE
+from anvil_mux.host.levels import Swapper, sleeps_first
+from anvil_mux.host.processes import ProcessRuntime
+from anvil_mux.host.reading import Gpus
+from anvil_mux.host.rights import Rights
+from anvil_mux.host.seam import Evicted, Loaded
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.scheduler.events import Event
+from anvil_mux.serve.building import Opened
+from anvil_mux.serve.invocation import Options
+from anvil_mux.serve.program import AnvilMux
+from tests.fake_cuda import FakeCuda
+from tests.fake_gpu import FakeGpus
+from tests.host.test_cuda_checkpoint import Driven
+from tests.host.test_engines import Waiting
+from tests.running import seen
+from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
+
+A = Backend("a", "model-a", ("0",), engine="vllm", evict_to=("sleep", "stop"), load_timeout=20.0)
+B = replace(A, name="b", model="model-b")
+STANDBY = replace(A, evict_to=("checkpoint", "stop"))
+KINDS = tuple([name for name, each in engines.ENGINES.items() if each.sleeps])
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Parker(Driven):
+    """A CUDA driver of which the engines of a house are the processes; they all hold memory of GPU 0."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__()
+        self.states = {}
+        self.frees = True
+        self._house = house
+        self._moved: dict[int, int] = {}
+
+    def __enter__(self) -> Driven:
+        for engine in self._house.engines.values():
+            self.states.setdefault(engine.pid, "running")
+        return super().__enter__()
+
+    def act(self, action: str, pid: int) -> None:
+        super().act(action, pid)
+        self._house.calls.append(action)
+        ledger = self._house.ledger
+        if action == "checkpoint":
+            self._moved[pid] = sum(
+                used or 0 for each in ledger.probe().readings for p, used in each.processes if p == pid
+            )
+        if action in ("checkpoint", "restore") and self.frees:
+            ledger.hold(pid, ("0",), 0 if action == "checkpoint" else self._moved[pid])
+
+
+def checkpointer(driver: Parker) -> Checkpointer:
+    return Checkpointer(cast(Any, lambda: driver), driver._house.ledger.probe, wait=lambda _: None)
+
+
+class Scene:
+    """A swapper on a house of sleepy engines with one GPU, in virtual time but for what HTTP takes."""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self.house = House(ledger)
+        self.time = Waiting()
+        self.phases: list[str] = []
+        self.driver = Parker(self.house)
+        self.tells_reads = False
+        self.swapper = Swapper(
+            self.house,
+            probe=self.read,
+            report=lambda backend, phase, seconds: self.phases.append(f"{phase} {backend.name}"),
+            now=self.time.now,
+            sleep=self.time.sleep,
+            checkpointer=checkpointer(self.driver),
+        )
+
+    def read(self, pids: Collection[int] | None = None) -> Gpus:
+        if self.tells_reads and self.house.calls[-1:] != ["read"]:
+            self.house.calls.append("read")
+        return self.house.ledger.probe()
+
+    def resident(self, backend: Backend, *faults: str) -> SleepyEngine:
+        self.house.faults[backend.name] = set(faults)
+        assert self.swapper.load(backend, "stop").how == "stop"
+        self.house.calls.clear()
+        self.phases.clear()
+        return self.house.engines[backend.name]
+
+    @property
+    def used(self) -> int:
+        return self.house.ledger.used()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.house.close()
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that hang are given up soon."""
+    for limit in ("SLEEP_TIMEOUT", "WAKE_TIMEOUT", "PROBE_TIMEOUT"):
+        monkeypatch.setattr(engines, limit, 1.0)
+
+
+# As it should be
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_models_take_turns_by_sleeping_and_neither_is_started_again(scene: Scene, kind: str) -> None:
+    first, second = replace(A, engine=kind), replace(B, engine=kind)
+    scene.resident(first)
+    scene.swapper.evict(first, "sleep")
+    scene.resident(second)
+    for out, back in [(second, first), (first, second)] * 2:
+        assert scene.swapper.evict(out, "sleep") == Evicted("sleep", {"0": CONTEXT})
+        loaded = scene.swapper.load(back, "sleep")
+        assert loaded == Loaded(scene.house.engines[back.name].url, "sleep")
+    assert scene.house.calls == []
+    assert scene.house.ledger.most <= 24 * GIB
+
+
+def test_the_phases_of_a_swap_are_told(scene: Scene) -> None:
+    scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    scene.swapper.load(A, "sleep")
+    assert scene.phases == ["evict a", "verify a", "load a", "probe a"]
+
+
+def test_a_cold_start_has_phases_too(scene: Scene) -> None:
+    scene.swapper.load(A, "stop")
+    assert scene.phases == ["load a", "ready a"]
+
+
+def test_a_model_answers_a_token_before_its_wake_counts(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.asked.clear()
+    scene.swapper.load(A, "sleep")
+    assert engine.asked[-1] == "POST /v1/chat/completions"
+
+
+def test_the_token_is_asked_for_by_the_engines_own_name_for_the_model(scene: Scene) -> None:
+    backend = replace(A, served_model="org/inside")
+    scene.resident(backend)
+    scene.swapper.evict(backend, "sleep")
+    assert scene.swapper.load(backend, "sleep").how == "sleep"
+
+
+def test_weights_that_were_dropped_are_read_again(scene: Scene) -> None:
+    engine = scene.resident(A)
+    assert scene.swapper.evict(A, "sleep-2").how == "sleep-2"
+    assert engine.garbage
+    assert scene.swapper.load(A, "sleep-2").how == "sleep-2"
+    assert not engine.garbage
+
+
+def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene: Scene) -> None:
+    scene.resident(A)
+    assert scene.swapper.evict(A, "freeze") == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
+    assert scene.house.frozen == {"a"}
+    assert scene.swapper.load(A, "freeze").how == "freeze"
+    assert scene.house.calls == ["pause a", "resume a"]
+
+
+def test_a_frozen_service_that_is_found_at_the_start_stays_so_whatever_it_holds(
+    scene: Scene, tmp_path: Path
+) -> None:
+    backend = replace(A, evict_to=("freeze", "stop"))
+    url = scene.resident(backend).url
+    scene.swapper.evict(backend, "freeze")
+    found = Adopter(scene.house, Notes(tmp_path), probe=scene.house.ledger.probe).look(backend, url)
+    assert found == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
+
+
+def test_a_slow_first_sleep_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "SLEEP_TIMEOUT", GUARD)
+    engine = scene.resident(A)
+    engine.may_sleep = threading.Event()
+    evicted: list[Evicted] = []
+    thread = threading.Thread(target=lambda: evicted.append(scene.swapper.evict(A, "sleep")))
+    thread.start()
+    assert not evicted
+    engine.may_sleep.set()
+    thread.join(GUARD)
+    assert [each.how for each in evicted] == ["sleep"]
+
+
+def test_a_sleeper_is_stopped_when_it_is_demoted(scene: Scene) -> None:
+    scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    assert scene.swapper.demote(A, "sleep", "stop") == Evicted("stop")
+    assert (scene.house.calls, scene.used) == (["stop a"], 0)
+
+
+def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_found_again(
+    scene: Scene, tmp_path: Path
+) -> None:
+    sglang = replace(A, engine="sglang")  # it does not say whether it sleeps
+    notes = Notes(tmp_path)
+    swapper = Swapper(scene.house, note=notes.note_level)
+    swapper.load(sglang)
+    swapper.evict(sglang, "sleep")
+    swapper.demote(sglang, "sleep", "stop")
+    url = swapper.load(sglang).url
+    assert Adopter(scene.house, notes).look(sglang, url) == Awake(url)
+
+
+def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(scene: Scene) -> None:
+    scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    assert scene.swapper.demote(A, "sleep", "sleep-2").how == "stop"
+
+
+def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_again() -> None:
+    scene = Scene(Ledger(processes=False))
+    backend = replace(A, vram=18 * GIB)
+    scene.resident(backend)
+    scene.swapper.evict(backend, "sleep")
+    before = scene.time.now()
+    scene.swapper.demote(backend, "sleep", "stop")
+    assert scene.time.now() == before
+    scene.house.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "freed"),
+    [("sleep", 18 * GIB), ("checkpoint", 18 * GIB + CONTEXT), ("freeze", 0), ("stop", 18 * GIB + CONTEXT)],
+)
+def test_what_was_given_back_is_measured(scene: Scene, how: str, freed: int) -> None:
+    scene.resident(A)
+    evicted = scene.swapper.evict(A, how)
+    assert (evicted.how, evicted.freed) == (how, {"0": freed})
+
+
+def test_who_is_stopped_because_it_did_not_sleep_gave_back_all_that_it_held(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.faults.add("sleep dies")
+    assert scene.swapper.evict(A, "sleep").freed == {"0": 18 * GIB + CONTEXT}
+
+
+def test_nothing_is_measured_where_no_gpu_can_be_read(scene: Scene) -> None:
+    scene.resident(A)
+    assert Swapper(scene.house).evict(A, "sleep").freed == {}
+
+
+def test_host_memory_is_told_where_no_gpu_can_be_read_too(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scene.resident(A)
+    monkeypatch.setattr(levels, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
+    assert Swapper(scene.house).evict(A, "sleep").host_bytes == 16 * GIB
+
+
+def test_what_a_sleeper_keeps_in_host_memory_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scene.resident(A)
+    monkeypatch.setattr(levels, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
+    assert scene.swapper.evict(A, "sleep").host_bytes == 16 * GIB
+    assert scene.swapper.demote(A, "sleep", "stop").host_bytes == 0
+
+
+# Sleeps that fail
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["sleep hangs", "sleep dies", "has no sleep routes"])
+def test_who_does_not_fall_asleep_is_stopped(scene: Scene, kind: str, fault: str) -> None:
+    backend = replace(A, engine=kind)
+    engine = scene.resident(backend)
+    engine.faults.add(fault)
+    died = "exited with code 1" if fault == "sleep dies" else ""
+    assert scene.swapper.evict(backend, "sleep") == Evicted("stop", died=died)
+    assert (scene.house.calls, scene.used) == (["stop a"], 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sleep_that_frees_nothing_is_no_sleep(
+    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = replace(A, engine=kind)
+    engine = scene.resident(backend)
+    engine.faults.add("sleep frees nothing")
+    before = scene.time.now()
+    assert scene.swapper.evict(backend, "sleep") == Evicted("stop")
+    assert scene.time.now() - before == PATIENCE
+    assert set(scene.time.pauses[-20:]) == {0.25}
+    assert (scene.house.calls, scene.used) == (["stop a"], 0)
+    assert "still holds 18.5 GiB of 18.5 GiB on GPU 0" in caplog.text
+
+
+def test_memory_that_comes_back_late_is_waited_for(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.faults.add("sleep frees nothing")
+    scene.time._then = [lambda: None, lambda: None, engine._account]
+    assert scene.swapper.evict(A, "sleep") == Evicted("sleep", {"0": CONTEXT})
+    assert scene.time.pauses[-3:] == [0.25] * 3
+
+
+def test_where_no_gpu_can_be_read_the_engine_is_believed(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.faults.add("sleep frees nothing")
+    swapper = Swapper(scene.house)
+    assert swapper.evict(A, "sleep") == Evicted("sleep", {"0": 0})
+
+
+def test_where_processes_cannot_be_read_what_is_declared_must_become_free() -> None:
+    scene = Scene(Ledger(processes=False))
+    backend = replace(A, vram=18 * GIB)
+    scene.resident(backend)
+    assert scene.swapper.evict(backend, "sleep") == Evicted("sleep", {"0": 0})
+    scene.swapper.load(backend, "sleep")
+    scene.house.engines["a"].faults.add("sleep frees nothing")
+    assert scene.swapper.evict(backend, "sleep") == Evicted("stop")
+    scene.house.close()
+
+
+@pytest.mark.parametrize("fault", ["refuses to stop", "worker survives stop"])
+def test_who_cannot_be_stopped_is_killed(scene: Scene, fault: str) -> None:
+    scene.resident(A, fault, "sleep hangs")
+    assert scene.swapper.evict(A, "sleep") == Evicted("stop")
+    assert (scene.house.calls, scene.used) == (["stop a", "kill a"], 0)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [("refuses to stop", "refuses to be killed"), ("worker survives stop", "worker survives kill")],
+)
+def test_who_survives_even_that_may_still_hold_its_gpus(scene: Scene, faults: tuple[str, ...]) -> None:
+    scene.resident(A, *faults)
+    with pytest.raises(BackendError, match="a may still hold its GPUs"):
+        scene.swapper.evict(A, "stop")
+
+
+def test_a_other_process_that_takes_the_memory_at_once_makes_nobody_stuck(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.resident(A)
+    stop = scene.house.stop
+
+    def stop_and_take(backend: Backend) -> None:
+        stop(backend)
+        scene.house.ledger.hold(100_000_999, ("0",), 20 * GIB)
+
+    monkeypatch.setattr(scene.house, "stop", stop_and_take)
+    assert scene.swapper.evict(A, "stop") == Evicted("stop")
+    assert "memory of an engine that has ended is not free" in caplog.text
+
+
+def test_a_load_that_fails_for_want_of_memory_names_who_else_has_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.house.ledger.hold(os.getpid(), ("0",), 20 * GIB)
+    monkeypatch.setattr(scene.house, "start", lambda backend: failing("exited with code 1"))
+    monkeypatch.setattr(scene.house, "log_tail", lambda *_: ["torch.OutOfMemoryError: CUDA out of memory."])
+    with pytest.raises(LoadError) as caught:
+        scene.swapper.load(A, "stop")
+    [named] = re.findall(
+        rf"^exited with code 1; process {os.getpid()} .+ holds 20.0 GiB of GPU 0$", caught.value.reason
+    )
+    assert named == caught.value.reason
+    monkeypatch.setattr(scene.house, "log_tail", lambda *_: ["No such file: model.gguf"])
+    with pytest.raises(LoadError) as caught:
+        scene.swapper.load(A, "stop")
+    assert caught.value.reason == "exited with code 1"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "ValueError: Free memory on device (3.2/23.7 GiB) on startup is less than desired",
+        "alloc_buffer: allocating 4403 MiB on device 0: cudaMalloc failed: out of memory",
+        "ValueError: No available memory for the cache blocks.",
+        "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+        "vk::Device::allocateMemory: ErrorOutOfDeviceMemory",
+    ],
+)
+def test_engines_say_in_many_ways_that_memory_is_short(line: str) -> None:
+    assert levels.SHORT_OF_MEMORY.search(line)
+
+
+def failing(why: str) -> str:
+    raise LoadError(why)
+
+
+def test_who_sleeps_on_the_same_gpu_is_no_other_process(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scene.resident(B)
+    monkeypatch.setattr(engine, "pid", os.getpid())
+    scene.house.ledger.hold(os.getpid(), ("0",), GIB)
+    monkeypatch.setattr(scene.house, "start", lambda backend: failing("CUDA out of memory"))
+    with pytest.raises(LoadError) as caught:
+        scene.swapper.load(A, "stop")
+    assert caught.value.reason == "CUDA out of memory"
+
+
+def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.end("was killed (code 137)")
+    assert scene.swapper.evict(A, "sleep") == Evicted("stop", died="was killed (code 137)")
+
+
+# Wakes that fail
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["wake answers 500", "wake hangs", "wake dies", "answers nothing"])
+def test_who_does_not_wake_is_stopped_and_started_anew_within_the_load(
+    scene: Scene, kind: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = replace(A, engine=kind)
+    first = scene.resident(backend)
+    scene.swapper.evict(backend, "sleep")
+    first.faults.add(fault)
+    loaded = scene.swapper.load(backend, "sleep")
+    second = scene.house.engines["a"]
+    assert second is not first
+    assert loaded == Loaded(second.url, "stop")
+    assert scene.house.calls == ["stop a", "start a"]
+    assert "a could not be woken from standby (sleep) and is restarted" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["wake is partial", "status is nonsense"])
+def test_a_wake_that_is_not_complete_is_no_wake(scene: Scene, fault: str) -> None:
+    first = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    first.faults.add(fault)
+    assert scene.swapper.load(A, "sleep").how == "stop"
+    assert scene.used == 18 * GIB + CONTEXT
+
+
+def test_a_second_wake_from_level_two_that_fails_is_a_cold_start(scene: Scene) -> None:
+    engine = scene.resident(A)
+    for _ in range(2):
+        scene.swapper.evict(A, "sleep-2")
+        assert scene.swapper.load(A, "sleep-2").how == "sleep-2"
+    scene.swapper.evict(A, "sleep-2")
+    engine.faults.add("wake answers 500")
+    assert scene.swapper.load(A, "sleep-2").how == "stop"
+
+
+def test_who_was_woken_by_somebody_else_is_not_trusted(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.asleep = set()
+    assert scene.swapper.load(A, "sleep").how == "stop"
+
+
+def test_who_died_while_standby_is_started_anew(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.end("was killed (code 137)")
+    assert scene.swapper.load(A, "sleep").how == "stop"
+
+
+def test_a_wake_whose_engine_cannot_be_stopped_may_still_hold_its_gpus(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.faults |= {"wake answers 500", "refuses to stop", "refuses to be killed"}
+    with pytest.raises(BackendError, match=r"POST /wake_up answers 500.*could not be stopped"):
+        scene.swapper.load(A, "sleep")
+    assert "start a" not in scene.house.calls
+
+
+def test_a_cold_start_after_a_failed_wake_may_fail_as_any_other(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.faults.add("wake dies")
+
+    def start(backend: Backend) -> str:
+        raise LoadError("no image")
+
+    monkeypatch.setattr(scene.house, "start", start)
+    with pytest.raises(LoadError, match="no image"):
+        scene.swapper.load(A, "sleep")
+
+
+def test_a_paused_service_that_does_not_answer_again_is_started_anew(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "freeze")
+    engine.faults.add("answers nothing")
+    assert scene.swapper.load(A, "freeze").how == "stop"
+
+
+# Checkpoints
+
+
+def posts(calls: list[str]) -> list[str]:
+    return [call for call in calls if not call.startswith("GET")]
+
+
+def test_what_sleeps_is_standby_and_frozen_once_its_memory_is_free_and_comes_back_in_reverse(
+    scene: Scene,
+) -> None:
+    backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
+    engine = scene.resident(backend)
+    calls = engine.asked = scene.house.calls
+    scene.tells_reads = True
+    assert scene.swapper.evict(backend, "checkpoint") == Evicted("checkpoint", {"0": 0}, CONTEXT)
+    assert posts(calls) == ["read", "POST /sleep?level=1&mode=abort", "lock", "checkpoint", "read", "pause a"]
+    assert scene.used == 0
+    calls.clear()
+    assert scene.swapper.load(backend, "checkpoint") == Loaded(engine.url, "checkpoint")
+    assert posts(calls) == [
+        "resume a",
+        "restore",
+        "unlock",
+        "POST /wake_up",
+        "POST /reset_prefix_cache",
+        "POST /v1/chat/completions",
+    ]
+    assert scene.used == 18 * GIB + CONTEXT
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "ollama", "openai"])
+def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -> None:
+    backend = replace(STANDBY, engine=kind)
+    scene.resident(backend)
+    held = scene.used
+    for _ in range(3):
+        assert scene.swapper.evict(backend, "checkpoint") == Evicted("checkpoint", {"0": 0}, held)
+        assert (scene.used, scene.house.frozen) == (0, {"a"})
+        assert scene.swapper.load(backend, "checkpoint").how == "checkpoint"
+        assert scene.house.frozen == set()
+    assert not {"start a", "stop a"} & set(scene.house.calls)
+
+
+def test_the_phases_of_a_checkpoint_are_told(scene: Scene) -> None:
+    scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
+    scene.swapper.load(STANDBY, "checkpoint")
+    assert scene.phases == ["evict a", "verify a", "freeze a", "load a", "probe a"]
+
+
+FLAG = Service(command=("vllm", "serve", "m", "--enable-sleep-mode"))
+SAVER = ("launch", "--enable-memory-saver", "--enable-weights-cpu-backup")
+
+
+@pytest.mark.parametrize(
+    ("engine", "evict_to", "service", "expected"),
+    [
+        ("vllm", ("checkpoint", "stop"), Service(), False),
+        ("vllm", ("checkpoint", "sleep", "stop"), Service(), True),
+        ("vllm", ("checkpoint", "stop"), FLAG, False),  # has no sleep routes
+        ("vllm", ("checkpoint",), replace(FLAG, environment=(("VLLM_SERVER_DEV_MODE", "1"),)), True),
+        ("sglang", ("checkpoint", "stop"), Service(command=SAVER), True),
+        ("sglang", ("checkpoint", "stop"), Service(command=SAVER[:2]), False),
+        ("ollama", ("checkpoint", "sleep", "stop"), Service(), False),  # would read its weights again
+        ("openai", ("checkpoint", "stop"), Service(), False),
+    ],
+)
+def test_who_sleeps_before_it_is_standby(
+    engine: str, evict_to: tuple[str, ...], service: Service, expected: bool
+) -> None:
+    assert sleeps_first(replace(A, engine=engine, evict_to=evict_to, service=service)) is expected
+
+
+def test_who_uses_no_cuda_is_only_frozen(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scene.resident(STANDBY)
+    scene.house.ledger.hold(engine.pid, ("0",), 0)
+    monkeypatch.setattr(scene.driver, "uses_cuda", lambda pid: False)
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("checkpoint", {"0": 0})
+    assert scene.swapper.load(STANDBY, "checkpoint").how == "checkpoint"
+    assert scene.house.calls == ["pause a", "resume a"]
+
+
+def test_the_processes_are_found_anew_each_time(scene: Scene) -> None:
+    engine = scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
+    scene.swapper.load(STANDBY, "checkpoint")
+    scene.house.ledger.hold(engine.pid, ("0",), 0)
+    engine.pid += 1000
+    scene.house.ledger.hold(engine.pid, ("0",), GIB)
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("checkpoint", {"0": 0}, GIB)
+    assert scene.driver.states[engine.pid] == "checkpointed"
+
+
+def test_a_checkpoint_that_frees_nothing_is_none_and_is_not_frozen(scene: Scene) -> None:
+    scene.resident(STANDBY)
+    scene.driver.frees = False
+    before = scene.time.now()
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
+    assert scene.time.now() - before == PATIENCE
+    assert (scene.house.calls, scene.used) == (["lock", "checkpoint", "stop a"], 0)
+
+
+def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = scene.resident(STANDBY)
+    worker = engine.pid + 1000
+    scene.house.ledger.hold(worker, ("0",), GIB)
+    scene.driver.states[worker] = "running"
+    monkeypatch.setattr(scene.house, "pids", lambda backend: [engine.pid, worker])
+    scene.driver.faults["lock", worker] = None
+    states: list[set[str]] = []
+
+    def stop(backend: Backend) -> None:
+        states.append(set(scene.driver.states.values()))
+        scene.house.ledger.hold(worker, ("0",), 0)
+        House.stop(scene.house, backend)
+
+    monkeypatch.setattr(scene.house, "stop", stop)
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
+    assert states == [{"running"}]
+    assert scene.house.calls == ["lock", "unlock", "stop a"]
+    assert f"lock of process {worker}: refused" in caplog.text
+
+
+@pytest.mark.parametrize("left", [None, "failed"])
+def test_who_cannot_be_checkpointed_is_stopped(scene: Scene, left: str | None) -> None:
+    engine = scene.resident(STANDBY)
+    scene.driver.faults["checkpoint", engine.pid] = left
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
+    assert scene.house.calls[-1] == "stop a"
+    assert "pause a" not in scene.house.calls
+
+
+def test_who_does_not_fall_asleep_first_is_stopped_unstandby(scene: Scene) -> None:
+    backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
+    scene.resident(backend).faults.add("sleep hangs")
+    assert scene.swapper.evict(backend, "checkpoint") == Evicted("stop")
+    assert scene.house.calls == ["stop a"]
+
+
+def test_who_cannot_be_frozen_is_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.resident(STANDBY)
+
+    def pause(backend: Backend) -> None:
+        raise BackendError("Docker does not answer")
+
+    monkeypatch.setattr(scene.house, "pause", pause)
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
+    assert scene.house.calls == ["lock", "checkpoint", "stop a"]
+
+
+@pytest.mark.parametrize("left", [None, "failed"])
+def test_who_cannot_be_restored_is_started_anew_within_the_load(
+    scene: Scene, left: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
+    scene.house.calls.clear()
+    scene.driver.faults["restore", first.pid] = left
+    loaded = scene.swapper.load(STANDBY, "checkpoint")
+    assert loaded == Loaded(scene.house.engines["a"].url, "stop")
+    assert scene.house.calls == ["resume a", "stop a", "start a"]
+    assert "a could not be woken from standby (checkpoint) and is restarted" in caplog.text
+    assert scene.used == 18 * GIB + CONTEXT
+
+
+@pytest.mark.parametrize("fault", ["wake answers 500", "answers nothing"])
+def test_who_is_restored_and_gives_no_token_is_started_anew(scene: Scene, fault: str) -> None:
+    backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
+    engine = scene.resident(backend)
+    scene.swapper.evict(backend, "checkpoint")
+    engine.faults.add(fault)
+    assert scene.swapper.load(backend, "checkpoint").how == "stop"
+
+
+def test_a_checkpointed_engine_that_died_is_started_anew(scene: Scene) -> None:
+    engine = scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
+    engine.end("was killed (code 137)")
+    del scene.driver.states[engine.pid]
+    assert scene.swapper.load(STANDBY, "checkpoint").how == "stop"
+
+
+# Checkpoints of real processes, with the stand-in for libcuda
+
+
+class Shop:
+    """A real engine that uses the CUDA stand-in, and the GPU as NVML would show it."""
+
+    def __init__(self, folder: Path, libcuda: Path, cuda: FakeCuda) -> None:
+        command = (str(ROOT / "bin" / "demo-engine"), "--model", "model-a", "--load-seconds", "0.1")
+        self.backend = replace(STANDBY, service=Service(command=command))
+        self.config = Config(
+            (self.backend,),
+            gpus=(Gpu("0"),),
+            project="shop",
+            files=(str(folder / "compose.yaml"),),
+            runtime="process",
+            port=0,
+        )
+        self.runtime = ProcessRuntime(self.config)
+        self.cuda = cuda
+        self.checkpointer = Checkpointer(lambda: Driver(library=str(libcuda)), self.probe)
+        self.swapper = Swapper(self.runtime, probe=self.probe, checkpointer=self.checkpointer)
+        self.pid = 0
+
+    def probe(self, pids: Collection[int] | None = None) -> Gpus:
+        gpus = FakeGpus(24 * GIB)
+        if self.pid and self.cuda.state(self.pid) in ("running", "locked"):
+            gpus.hold(self.pid, 0, GIB)
+        return gpus()
+
+    def open(self) -> str:
+        loaded = self.swapper.load(self.backend, "stop")
+        (self.pid,) = self.runtime.pids(self.backend)
+        self.cuda.process(self.pid)
+        return loaded.url
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libcuda: Path, cuda: FakeCuda) -> Iterator[Shop]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made = Shop(tmp_path, libcuda, cuda)
+    yield made
+    made.runtime.kill(made.backend)
+    made.runtime.close()
+
+
+def test_a_real_engine_is_standby_frozen_and_comes_back(shop: Shop) -> None:
+    url = shop.open()
+    for _ in range(2):
+        evicted = shop.swapper.evict(shop.backend, "checkpoint")
+        assert (evicted.how, evicted.residual, evicted.host_bytes) == ("checkpoint", {"0": 0}, GIB)
+        assert shop.cuda.state(shop.pid) == "checkpointed"
+        while not is_frozen(shop.pid):  # a signal is not obeyed at once
+            assert shop.runtime.ended(shop.backend) is None
+        assert shop.swapper.load(shop.backend, "checkpoint") == Loaded(url, "checkpoint")
+        assert shop.runtime.pids(shop.backend) == [shop.pid]
+    calls = [call.split()[0] for call in shop.cuda.calls()]
+    assert calls == ["lock", "checkpoint", "restore", "unlock"] * 2
+
+
+def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = shop.open()
+    assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
+    before = shop.cuda.calls()
+    program = adopt(shop, monkeypatch)
+    assert [model.state for model in program.parts.mux.overview.status().models] == ["standby"]
+    assert (shop.cuda.state(shop.pid), shop.cuda.calls()) == ("checkpointed", before)
+    assert shop.runtime.is_frozen(shop.backend)
+    assert shop.swapper.load(shop.backend, "checkpoint") == Loaded(url, "checkpoint")
+    assert shop.runtime.pids(shop.backend) == [shop.pid]
+
+
+def test_half_a_checkpoint_that_is_found_at_the_start_is_stopped(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop.open()
+    shop.cuda.process(shop.pid, "locked")
+    adopt(shop, monkeypatch)
+    assert shop.runtime.running() == {}
+    assert "stopping a: only a part of it is checkpointed; the next request" in capsys.readouterr().err
+
+
+def test_a_running_engine_that_may_be_checkpointed_is_adopted(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = shop.open()
+    adopt(shop, monkeypatch)
+    assert shop.runtime.running() == {"a": url}
+
+
+def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.open()
+    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    program = AnvilMux(shop.config, Options(access_log="off"), Opened())
+    program.start()
+    ready = requests.get(f"{program.parts.url}/readyz", timeout=GUARD)
+    assert ready.status_code == 503
+    assert "[-]adoption it is not known yet whether these run already: a\n" in ready.text
+    body = {"model": "model-a", "messages": []}
+    with ThreadPoolExecutor() as pool:
+        url = f"{program.parts.url}/v1/chat/completions"
+        asked = pool.submit(requests.post, url, json=body, timeout=GUARD)
+        assert seen(lambda: program.parts.mux.overview.status().waiting, bool) == 1
+        program.adopt()
+        assert asked.result().status_code == 200
+    assert requests.get(f"{program.parts.url}/readyz", timeout=GUARD).text == "ok\n"
+    assert shop.runtime.pids(shop.backend) == [shop.pid]
+    program.stop()
+    program.parts.relay.pool.close()
+
+
+def test_what_a_checkpoint_lacks_is_told_by_who_serves(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop.open()
+    here = Rights(user=os.geteuid() + 1, group=os.getegid(), traces=False, scope=0, sees_host=True)
+    monkeypatch.setattr(Rights, "here", lambda: here)
+    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    program = AnvilMux(shop.config, Options(access_log="off"), Opened())
+    program.start()
+    program.adopt()
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "may fail" in line]
+    them = f"{os.geteuid()}:{os.getegid()}"
+    assert said.startswith(
+        f"anvil-mux: warning: a: checkpoint may fail: the engine's processes are of user and group {them},"
+    )
+    told = said.removeprefix("anvil-mux: warning: ")
+    assert requests.get(f"{program.parts.url}/healthz", timeout=GUARD).json()["notes"] == {"rights": told}
+    ready = requests.get(f"{program.parts.url}/readyz?verbose", timeout=GUARD)
+    assert (ready.status_code, f"[~]rights {told}\n" in ready.text) == (200, True)
+    assert cli.main(["ps", "--url", program.parts.url]) == 0
+    assert f"warning: {told}" in capsys.readouterr().err
+    program.parts.reconfigure(shop.config)
+    assert "may fail" not in capsys.readouterr().err  # it has been said
+    here = replace(here, user=os.geteuid(), traces=True)
+    program.parts.reconfigure(shop.config)
+    assert requests.get(f"{program.parts.url}/healthz", timeout=GUARD).json()["notes"] == {}
+    program.stop()
+    program.parts.relay.pool.close()
+
+
+def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> AnvilMux:
+    """What a new anvil-mux does with what it finds."""
+    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    program = AnvilMux(shop.config, Options(access_log="off"), Opened())
+    program.adopt()
+    program.start()
+    program.stop()
+    return program
+
+
+# Found asleep
+
+
+@pytest.mark.parametrize("kind", ["vllm", "ollama", "llamacpp"])
+def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene, kind: str) -> None:
+    backend = replace(A, engine=kind)
+    engine = scene.resident(backend)
+    engines.sleep(backend, engine.url, 1)
+    assert scene.swapper.load(backend, "stop").how == "stop"
+    assert not engine.asleep
+    assert scene.house.engines["a"] is engine
+
+
+def test_one_that_was_adopted_can_be_put_to_sleep(scene: Scene) -> None:
+    engine = scene.resident(A)
+    swapper = Swapper(scene.house, probe=scene.house.ledger.probe)
+    assert swapper.evict(A, "sleep").how == "sleep"
+    assert swapper.load(A, "sleep") == Loaded(engine.url, "sleep")
+
+
+# Behind the multiplexer
+
+
+class Traffic:
+    """Clients of a multiplexer whose two models share a GPU of 24 GiB and sleep."""
+
+    def __init__(self, house: House, way: str = "sleep") -> None:
+        self.house = house
+        self.log: list[Event] = []
+        backends = tuple(replace(each, evict_to=(way, "stop")) for each in (A, B))
+        config = Config(backends=backends, gpus=(Gpu("0", vram=24 * GIB),), policy="eager")
+        swapper = Swapper(house, probe=house.ledger.probe, checkpointer=checkpointer(Parker(house)))
+        self.mux = Multiplexer(config, swapper, log=self.log.append)
+        self.mux.start()
+        self.answers: list[tuple[str, int, str]] = []
+
+    def ask(self, model: str) -> None:
+        with self.mux.lease(model) as lease:
+            url = "http://{}:{}/v1/chat/completions".format(*lease.address)
+            answer = requests.post(url, json={"model": model}, timeout=GUARD)
+            content = answer.json()["choices"][0]["message"]["content"]
+            self.answers.append((model, answer.status_code, content))
+
+    def flood(self, *models: str) -> list[threading.Thread]:
+        threads = [threading.Thread(target=self.ask, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        return threads
+
+
+@pytest.fixture
+def traffic() -> Iterator[Traffic]:
+    house = House()
+    made = Traffic(house)
+    yield made
+    made.mux.refuse()
+    made.mux.close()
+    house.close()
+
+
+def test_models_that_alternate_under_load_are_standby_and_restored() -> None:
+    traffic = Traffic(House(), "checkpoint")
+    for _ in range(3):
+        for thread in traffic.flood(*["model-a", "model-b"] * 4):
+            thread.join(GUARD)
+    traffic.mux.refuse()
+    traffic.mux.close()
+    traffic.house.close()
+    assert {answer[1:] for answer in traffic.answers} == {(200, "Hello")}
+    assert len(traffic.answers) == 24
+    assert not {"stop a", "stop b"} & set(traffic.house.calls)
+    assert traffic.house.ledger.most <= 24 * GIB
+    assert {event.way for event in traffic.log if event.kind == "standby"} == {"checkpoint"}
+
+
+def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "SLEEP_TIMEOUT", GUARD)
+    traffic.ask("model-a")
+    engine = traffic.house.engines["a"]
+    engine.may_sleep = threading.Event()
+    asleep = threading.Event()
+    monkeypatch.setattr(engine, "_give", lambda parts, give=engine._give: (asleep.set(), give(parts)))
+    first = traffic.flood("model-b")
+    assert asleep.wait(GUARD)
+    more = traffic.flood(*["model-a", "model-b"] * 10)
+    engine.may_sleep.set()
+    for thread in (*first, *more):
+        thread.join(GUARD)
+    assert sorted(traffic.answers) == [("model-a", 200, "Hello")] * 11 + [("model-b", 200, "Hello")] * 11
+    assert traffic.house.calls == ["start a", "start b"]
+    assert traffic.house.ledger.most <= 24 * GIB
+
+
+def test_models_that_alternate_under_load_sleep_and_wake_and_never_share_the_gpu(traffic: Traffic) -> None:
+    for _ in range(5):
+        for thread in traffic.flood(*["model-a", "model-b"] * 4):
+            thread.join(GUARD)
+    assert {answer[1:] for answer in traffic.answers} == {(200, "Hello")}
+    assert len(traffic.answers) == 40
+    assert traffic.house.calls == ["start a", "start b"]
+    assert traffic.house.ledger.most <= 24 * GIB
+    assert {event.way for event in traffic.log if event.kind == "standby"} == {"sleep"}
+    learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.overview.costs()}
+    assert learned >= {
+        ("model-a", "model-b", "sleep"),
+        ("model-b", "model-a", "sleep"),
+        ("", "model-a", "stop"),
+    }
+
+
+def test_an_engine_that_dies_while_resident_is_replaced(traffic: Traffic) -> None:
+    traffic.ask("model-a")
+    traffic.house.engines["a"].end("was killed (code 137)")
+    traffic.mux.facts.died("a", "was killed (code 137)")
+    traffic.ask("model-a")
+    assert traffic.house.calls == ["start a", "start a"]
+
+
+def test_a_wake_that_fails_costs_its_clients_a_cold_start_and_nothing_else(traffic: Traffic) -> None:
+    traffic.ask("model-a")
+    traffic.ask("model-b")
+    traffic.house.engines["a"].faults.add("wake answers 500")
+    traffic.ask("model-a")
+    assert traffic.house.calls == ["start a", "start b", "stop a", "start a"]
+    assert [cost.way for cost in traffic.mux.overview.costs() if cost.target == "model-a"] == ["stop", "stop"]

@@ -1,0 +1,109 @@
+"""The commands that are given to Compose, the one place that runs commands, and images that are missing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.command import Done
+from anvil_mux.config.config import Service
+from anvil_mux.errors import BackendError
+from anvil_mux.host import project
+from anvil_mux.host.docker_api import Endpoint
+from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, Docker, replica
+from tests.host.test_processes import gone
+
+PROJECT = ["docker", "compose", "--ansi", "never", "-f", "/s/compose.yaml", "-f", "/s/more.yaml"]
+PROJECT += ["-p", "p", "--profile", "*"]
+
+
+def test_create_neither_pulls_nor_builds():
+    assert project.create_command(CONFIG, "a") == [*PROJECT, "create", "--no-build", "--pull", "never", "a"]
+
+
+def test_create_anew():
+    assert project.create_command(CONFIG, "a", "--force-recreate")[-5:] == [
+        *["--no-build", "--pull", "never", "--force-recreate", "a"]
+    ]
+
+
+def test_the_images_of_a_service_are_listed():
+    assert project.images_command(CONFIG, "a") == [*PROJECT, "config", "--images", "a"]
+
+
+def test_commands_speak_to_the_engine_that_we_have_found():
+    env = {"PATH": "/bin"}
+    assert project.environment_for(env, Endpoint("unix:///var/run/docker.sock")) == env
+    podman = "unix:///run/podman/podman.sock"
+    assert project.environment_for(env, Endpoint(podman, found_by_us=True)) == {**env, "DOCKER_HOST": podman}
+
+
+@pytest.mark.parametrize(
+    ("done", "line"),
+    [
+        (Done(1, "out", " one\n two \n"), "two"),
+        (Done(1, "out\n"), "out"),
+        (Done(3), "exit status 3"),
+    ],
+)
+def test_what_a_failed_command_said_last(done: Done, line: str):
+    assert done.last_line == line
+
+
+def test_the_hash_of_a_service_is_told():
+    assert project.hash_command(CONFIG, "a") == [*PROJECT, "config", "--hash", "a"]
+
+
+# The program that runs commands
+
+
+def test_a_command_does_not_get_the_keys_of_clients(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ANVIL_API_KEYS", "secret")
+    monkeypatch.setenv("ANVIL_OTHER", "1")
+    names = {line.partition("=")[0] for line in run("env").out.splitlines()}
+    assert "ANVIL_OTHER" in names
+    assert "ANVIL_API_KEYS" not in names
+
+
+def run(*argv: str, timeout: float = PATIENCE) -> Done:
+    return project.run_command(argv, timeout, env=os.environ)
+
+
+def test_a_command_gives_status_and_both_streams():
+    assert run("sh", "-c", "echo out; echo err >&2; exit 3") == Done(3, "out\n", "err\n")
+
+
+def test_a_command_holds_the_lock_that_it_is_given(tmp_path: Path):
+    with (tmp_path / "lock").open("w") as lock:
+        there = ["test", "-e", f"/proc/self/fd/{lock.fileno()}"]
+        assert project.run_command(there, 30.0, env=os.environ, lock=lock.fileno()).code == 0
+        assert project.run_command(there, 30.0, env=os.environ).code == 1
+
+
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path):
+    pids = tmp_path / "pids"
+    with pytest.raises(BackendError, match="did not end within 2 s; dockerd may be stuck"):
+        run("sh", "-c", f"sleep 1000 & echo $! > {pids}; wait", timeout=2.0)
+    gone(int(pids.read_text()))
+
+
+def test_a_program_that_is_missing_is_named():
+    with pytest.raises(BackendError, match=r"no-such-docker cannot be run .*is it installed and on PATH"):
+        run("no-such-docker")
+
+
+# Images
+
+
+def test_images_that_are_missing_are_listed(docker: Docker):
+    other = replace(B, service=Service(name="other", image="gone:1"))
+    env = {"DOCKER_HOST": docker.host}
+    assert project.missing_images([A, other, replica(1)], env) == [
+        "service other: image gone:1 is not present: docker pull gone:1"
+    ]
+    docker.fails["image"] = [(500, "broken")]
+    with pytest.raises(BackendError, match="500"):
+        project.missing_images([A], env)

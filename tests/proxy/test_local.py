@@ -1,0 +1,73 @@
+"""The routes that are answered here: the right that each needs, and the methods that it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fake_engine import Rig
+
+RIGHTS = {
+    "none": "/api/hello /health /livez /readyz",
+    "any key": (
+        "/api/ps /api/show /api/tags /api/v0/models /api/version /models /models/sse /v1/models /v1/models/"
+    ),
+    "state": "/ /events /healthz /metrics /requests/running /usage /why",
+    "admin": (
+        "/hosts /hosts/drain /hosts/gone /hosts/undrain /logs /models/load /models/pin /models/unload"
+        " /models/unpin /pause /requests /requests/cancel /resume"
+    ),
+}
+
+
+def test_each_route_needs_the_right_that_is_written_here(rig: Rig) -> None:
+    rows = sorted(rig.handler.local.routes.items())
+    assert {right: " ".join(path for path, row in rows if row.right == right) for right in RIGHTS} == RIGHTS
+    assert {row.right for _, row in rows} == RIGHTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        ("/v1/models/org/b", "any key"),
+        ("/upstream/a/tokenize", "any key"),
+        ("/v1/modelsx", "admin"),
+        ("/upstream", "admin"),
+        ("/nowhere", "admin"),
+    ],
+)
+def test_a_path_that_is_no_row_needs_a_right_too(rig: Rig, path: str, right: str) -> None:
+    assert rig.handler.local.right(path) == right
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (b"/healthz", b"GET, HEAD, OPTIONS"),
+        (b"/v1/models/a", b"GET, HEAD, OPTIONS"),
+        (b"/why", b"GET, OPTIONS"),
+        (b"/models/load", b"POST, OPTIONS"),
+        (b"/v1/chat/completions", b"POST, OPTIONS"),
+    ],
+)
+def test_what_a_path_takes_is_told_to_who_asks_and_to_who_errs(rig: Rig, path: bytes, allowed: bytes) -> None:
+    client = rig.client()
+    client.send(b"OPTIONS %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+    assert client.read().header(b"allow") == allowed
+    client.send(b"PUT %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+    answer = client.read()
+    assert answer.status == 405
+    assert answer.header(b"allow") in (allowed, allowed.removesuffix(b", OPTIONS"))
+
+
+def test_the_list_of_models_may_end_with_a_slash(rig: Rig) -> None:
+    client = rig.client()
+    assert client.get(b"/v1/models/").body == client.get(b"/v1/models").body
+
+
+def test_what_programs_ask_again_and_again_is_quiet(rig: Rig) -> None:
+    quiet = {path for path, row in rig.handler.local.routes.items() if row.is_quiet}
+    assert quiet == {"/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"}
+    client = rig.client()
+    client.get(b"/livez")
+    client.get(b"/v1/models")
+    assert [rig.events.record(number).is_quiet for number in (1, 2)] == [True, False]

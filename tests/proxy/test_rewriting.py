@@ -1,0 +1,182 @@
+"""``strip`` and ``set``: the named fields of JSON requests change, and no other byte."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
+from anvil_mux.errors import BadRequest
+from anvil_mux.proxy.rewriting import rewritten
+from tests.config.test_config import one, plain, problems
+from tests.fake_engine import JSON_OK, SSE_HEAD, Rig
+from tests.fake_engine import chunk as framed
+
+# The bytes
+
+
+@pytest.mark.parametrize(
+    ("body", "strip", "put", "expected"),
+    [
+        (b'{"a":1, "b":2,\n"c":3}', ["b"], {}, b'{"a":1,"c":3}'),
+        (b'{"a":1,"b":2}', [], {"b": "3"}, b'{"a":1,"b":3}'),
+        (b'{"a":1}', [], {"b": '{"x":[]}'}, b'{"a":1,"b":{"x":[]}}'),
+        (b"{}", ["a"], {"b": "null"}, b'{"b":null}'),
+        (b"\xef\xbb\xbf { } ", [], {}, b"{}"),
+        (b'{"a":1,"\\u0061":2,"b":"x"}', ["a"], {}, b'{"b":"x"}'),
+        (b'{"a":1,"a":2}', [], {"a": "0"}, b'{"a":0}'),
+        (b'{"n":1.000, "e":1E400, "i":123456789012345678901234567890}', ["x"], {}, None),
+        (b'{"s":"\\ud800 \\/ \\u00e9", "deep":{"a":1,"b":[{"a":2}]}}', ["a"], {}, None),
+    ],
+)
+def test_only_what_is_named_changes(
+    body: bytes, strip: list[str], put: dict[str, str], expected: bytes | None
+) -> None:
+    kept = body.replace(b', "', b',"').replace(b"{ ", b"{") if expected is None else expected
+    assert rewritten(body, strip, put) == kept
+
+
+def test_the_rewritten_body_means_what_it_should_whatever_the_body_holds() -> None:
+    draw = random.Random("bodies")
+    values = [1, -0.5, "x", 'q"{}[],:\\', None, True, [1, {"a": [2]}], {"a": 1, "set": {"b": 2}}, "é\ud800"]
+    for _ in range(500):
+        said = {name: draw.choice(values) for name in draw.sample("abcdefgh", draw.randint(0, 8))}
+        strip, put = draw.sample("abcdefgh", 2), dict.fromkeys(draw.sample("abcdefgh", 2), "7")
+        text = json.dumps(said, indent=draw.choice((None, 1)), ensure_ascii=True)
+        expected = {name: value for name, value in said.items() if name not in strip or name in put}
+        found = json.loads(rewritten(text.encode(), strip, put))
+        assert found == {**expected, **dict.fromkeys(put, 7)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"a"}',
+        b'{"a":}',
+        b'{"a":1,}',
+        b'{"a":1} x',
+        b'{"a":1',
+        b"{1:2}",
+        b'{"a":"\xff"}',
+        b'{"a":1 "b":2}',
+        b'{"a":' + b"[" * 100_000,
+    ],
+)
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        rewritten(body, ["z"], {})
+
+
+# The settings
+
+
+def test_strip_and_set_are_read(tmp_path: Path) -> None:
+    said = "{strip: [temperature, top_p], set: {max_tokens: 9, chat: {think: false}}}"
+    (found,) = plain(tmp_path, f"services: {{a: {{image: x, x-anvil: {said}}}}}").backends
+    assert found.strip == ("temperature", "top_p")
+    assert found.set == (("max_tokens", "9"), ("chat", '{"think": false}'))
+
+
+def test_as_a_label_set_is_json(tmp_path: Path) -> None:
+    found = one(tmp_path, "labels: {anvil.set: '{\"n\": 1}', anvil.strip: 'a, b'}")
+    assert (found.strip, found.set) == (("a", "b"), (("n", "1"),))
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ("strip: [model]", "strip: model is not to be changed here"),
+        ("set: {stream: true}", "set: stream is not to be changed here"),
+        ("set: [a]", "set: must hold fields and their values"),
+        ("set: {a: .nan}", "set: holds a value that JSON does not have"),
+    ],
+)
+def test_what_cannot_be_rewritten_is_said(tmp_path: Path, said: str, problem: str) -> None:
+    (told,) = problems(tmp_path, f"services: {{a: {{image: x, x-anvil: {{{said}}}}}}}")
+    assert problem in told
+
+
+# What engines get
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    changed = Backend("a", "a", ("0",), strip=("temperature",), set=(("top_k", "5"),), served_model="inside")
+    made = Rig(backends=(changed, Backend("b", "b", ("0",))), gpus=(Gpu("0"),))
+    yield made
+    made.close()
+
+
+def asked(rig: Rig, body: bytes, path: bytes = b"/v1/chat/completions", model: str = "a") -> bytes:
+    engine = rig.engine if model == "a" else rig.other
+    client = rig.client()
+    client.post(body, path)
+    got = engine.next()
+    got.send(JSON_OK)
+    client.read()
+    return got.body
+
+
+def test_an_engine_gets_its_requests_rewritten_and_under_its_own_name(rig: Rig) -> None:
+    body = b'{"model":"a","temperature":0.1,"messages":[{"role":"user","content":"\\u00e9"}]}'
+    got = asked(rig, body)
+    assert got == b'{"model":"inside","messages":[{"role":"user","content":"\\u00e9"}],"top_k":5}'
+    assert asked(rig, b'{"temperature":1}', b"/v1/engines/a/completions") == b'{"model":"inside","top_k":5}'
+
+
+def test_a_model_that_does_not_ask_for_it_gets_every_byte_as_it_was(rig: Rig) -> None:
+    body = b' { "temperature" : 1.0 ,"model":"b", "temperature":2 } '
+    assert asked(rig, body, model="b") == body
+
+
+def test_one_connection_may_name_one_model_after_the_other(rig: Rig) -> None:
+    client = rig.client()
+    for name, engine, body in 2 * [
+        ("a", rig.engine, b'{"model":"inside","top_k":5}'),
+        ("b", rig.other, b'{"model":"b"}'),
+    ]:
+        client.post(b'{"model":"%b"}' % name.encode())
+        got = engine.next()
+        got.send(JSON_OK)
+        assert client.read().status == 200
+        assert got.body == body
+
+
+def test_a_large_body_is_rewritten_too(rig: Rig) -> None:
+    image = b'"' + b"A" * 600_000 + b'"'
+    got = asked(rig, b'{"image":%b, "temperature":1, "model":"a"}' % image)
+    assert got == b'{"image":%b,"model":"inside","top_k":5}' % image
+
+
+def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
+    client = rig.client()
+    client.post(
+        b'{"model":"a","options":{"temperature":1},"messages":[{"role":"user","content":"x"}]}', b"/api/chat"
+    )
+    got = rig.engine.next()
+    said = json.loads(got.body)
+    assert "temperature" not in said
+    assert (said["model"], said["top_k"]) == ("inside", 5)
+    got.send(SSE_HEAD, framed(b"data: [DONE]\n\n"), b"0\r\n\r\n")
+    client.read()
+
+
+def test_a_form_is_not_rewritten(rig: Rig) -> None:
+    form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
+    client = rig.client()
+    client.send(
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n"
+        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n%b" % (client.host, len(form), form)
+    )
+    got = rig.engine.next()
+    got.send(JSON_OK)
+    client.read()
+    assert got.body == form.replace(b"\r\na\r\n", b"\r\ninside\r\n")
