@@ -151,13 +151,6 @@ class Witness:
     def _is_cleared(self, record: _Holding) -> bool:
         return self._is_paused or self._is("drained", record)
 
-    def _is_left(self, record: _Holding) -> bool:
-        """Whether a GPU of a backend is left to other programs."""
-        least = self._config.yield_above
-        return least is not None and any(
-            self._others.get(gpu, 0) >= least for gpu in record.backend.gpu_names
-        )
-
     def _tied(self, names: Iterable[str]) -> set[str]:
         """The backends that GPUs tie to these, and these: their GPU groups."""
         found = set(names)
@@ -385,7 +378,6 @@ class Witness:
             cools = now < self._cools_until(record) and step.level == "stop"
             self.claim(not cools, "8", f"{what}: it cools down")
             self.claim(not self._is_cleared(record), "10", f"{what}: its host is drained or paused")
-            self.claim(not self._is_left(record), "10", f"{what}: its GPU is left to other programs")
             record.residual = record.host_bytes = 0
         elif isinstance(step, Evict):
             self.claim(not record.leases, "3", f"{what}: its leases {[*record.leases]} are not cut")
