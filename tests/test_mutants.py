@@ -198,7 +198,7 @@ MUTANTS = {
     ),
     "a model's own max_wait is ignored": (
         "scheduler/model",
-        "waits = [config.max_wait if each.max_wait is None else each.max_wait for each in backends]",
+        "waits = [each.max_wait for each in backends]",
         "waits = [config.max_wait]",
     ),
     "an idle model is evicted while it is leased": (
@@ -264,7 +264,7 @@ MUTANTS = {
     ),
     "nothing is learned from a swap": (
         "scheduler/facts",
-        "        self.learn(slot, way, seconds)\n",
+        "        self.learn(slot, level, seconds)\n",
         "",
     ),
     "costs are learned without their direction": (
