@@ -193,9 +193,15 @@ class RawClient:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
-    def post(self, body: bytes, path: bytes = b"/v1/chat/completions", extra: bytes = b"") -> None:
+    def post(
+        self,
+        body: bytes,
+        path: bytes = b"/v1/chat/completions",
+        extra: bytes = b"",
+        type: bytes = b"application/json",
+    ) -> None:
         self.send(
-            b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%b" % (path, self.host, extra)
+            b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: %b\r\n%b" % (path, self.host, type, extra)
             + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
 

@@ -128,18 +128,18 @@ def why(given: argparse.Namespace) -> int:
     if given.model:
         return answer(given, _ask_why(given, given.model), lambda found: _print_why(found, explained))
     models = ask(given, "GET", "/healthz", accept=(200, 503))["models"]
-    found = [_ask_why(given, name) for name, model in models.items() if model["waiting"]]
-    return answer(given, found, lambda found: _print_all(found, explained))
+    estimates = [_ask_why(given, name) for name, model in models.items() if model["waiting"]]
+    return answer(given, estimates, lambda estimates: _print_all(estimates, explained))
 
 
 def _ask_why(given: argparse.Namespace, model: str) -> Any:
     return ask(given, "GET", "/why", query={"model": model, "tokens": str(given.tokens or 0)})
 
 
-def _print_all(found: Sequence[Mapping[str, Any]], explained: bool) -> None:
-    for each in found:
-        _print_why(each, explained)
-    if not found:
+def _print_all(estimates: Sequence[Mapping[str, Any]], explained: bool) -> None:
+    for estimate in estimates:
+        _print_why(estimate, explained)
+    if not estimates:
         print("Nobody waits for a model.")
 
 

@@ -250,9 +250,9 @@ def run(given: argparse.Namespace) -> int:
 
 def _say_what_is_asked(cases: Iterable[study.Case], files: Sequence[str]) -> None:
     """Say which models of compose files traffic asks for, and what is not of the files."""
-    found = {case.workload.name: case.workload.load_seconds for case in cases} if files else {}
-    for name, loads in found.items():
-        models, of = ", ".join(loads), ", ".join(files)
+    loads = {case.workload.name: case.workload.load_seconds for case in cases} if files else {}
+    for name, load_seconds in loads.items():
+        models, of = ", ".join(load_seconds), ", ".join(files)
         say(f"{name} asks for {models}, with the GPUs and settings of {of}; how long loads take is its own")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from anvil_mux import state
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Note, Written
+from anvil_mux.importing import Note, Written, escaped
 
 NAME = "from-llamacpp"
 ORIGIN = "Made by `anvil-mux import llamacpp` of {}; docs/migrating.md says more."
@@ -86,7 +86,7 @@ def translate(file: Path, *, program: str = "", gpus: Sequence[str] = ()) -> Wri
         if name != "version":
             made.notes.append(Note(str(file), name, f"is left out: it stands in no section; use [{ALL}]."))
     for name, own in sections.items():
-        _PresetWriter(made, file, name, {**common, **own}, _escaped(program or "llama-server")).write()
+        _PresetWriter(made, file, name, {**common, **own}, escaped(program or "llama-server")).write()
     if not made.services:
         raise ConfigError(
             [f"{note.where}: {note.text}" for note in made.notes] or [f"{file}: has no presets"]
@@ -114,8 +114,10 @@ def _sections(file: Path) -> dict[str, dict[str, str]]:
 class _PresetWriter:
     """Writes the service of one preset."""
 
-    def __init__(self, made: Written, file: Path, name: str, said: Mapping[str, str], program: str) -> None:
-        self._made, self._file, self._name, self._said = made, file, name, said
+    def __init__(
+        self, made: Written, file: Path, name: str, arguments: Mapping[str, str], program: str
+    ) -> None:
+        self._made, self._file, self._name, self._arguments = made, file, name, arguments
         self._service = made.free_name(name)
         self._command = [program]
         self._settings: dict[str, Any] = {"model": name} if name != self._service else {}
@@ -124,20 +126,20 @@ class _PresetWriter:
         self._environment: dict[str, str] = {}
 
     def write(self) -> None:
-        if not any(key in MODEL for key in self._said):
+        if not any(key in MODEL for key in self._arguments):
             if "/" not in self._name:
                 self._note("", f"{self._name} is left out: it says neither model nor hf-repo.")
                 return
-            self._command += ["-hf", _escaped(self._name)]  # a model in llama.cpp's cache
-        for key, value in self._said.items():
-            self._say(key, value.strip())
-        words = [*self._command, "--alias", _escaped(self._name), "--host", "$$HOST", "--port", "$$PORT"]
+            self._command += ["-hf", escaped(self._name)]  # a model in llama.cpp's cache
+        for key, value in self._arguments.items():
+            self._write_argument(key, value.strip())
+        words = [*self._command, "--alias", escaped(self._name), "--host", "$$HOST", "--port", "$$PORT"]
         service: dict[str, Any] = {"command": words}
         if self._environment:
             service["environment"] = self._environment
         self._made.services[self._service] = {**service, "x-anvil": {**self._settings, "gpus": "all"}}
 
-    def _say(self, key: str, value: str) -> None:
+    def _write_argument(self, key: str, value: str) -> None:
         """Write one key of a preset."""
         if key in OURS:
             self._note(key, "is left out: anvil-mux says it.")
@@ -152,7 +154,7 @@ class _PresetWriter:
         elif key in ("stop-timeout", "dedup-cache-models"):
             self._note(key, "is left out: it is about the router alone.")
         elif key.startswith(VARIABLE):
-            self._environment[key] = _escaped(value)
+            self._environment[key] = escaped(value)
         else:
             self._command += self._words(key, value)
 
@@ -168,13 +170,9 @@ class _PresetWriter:
                 yield f"--no-{bare}"
             return
         yield f"-{key}" if key in SHORT else f"--{key}"
-        yield _escaped(value)
+        yield escaped(value)
         if key in ("m", "model", "mmproj", "mm", "md", "model-draft") and not Path(value).is_absolute():
             self._note(key, "is a path from the folder of this file, no longer from that of the router.")
 
     def _note(self, about: str, text: str) -> None:
         self._made.notes.append(Note(f"{self._file}: [{self._name}]", about, text, self._service))
-
-
-def _escaped(text: str) -> str:
-    return text.replace("$", "$$")

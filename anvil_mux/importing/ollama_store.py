@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from anvil_mux import state
 from anvil_mux.config.service import USUAL_PORTS
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Note, Written
+from anvil_mux.importing import Note, Written, escaped
 from anvil_mux.protocol import foreign
 
 NAME = "from-ollama"
@@ -226,20 +226,20 @@ class _ModelWriter:
 
     def _path(self, blob: Path) -> str:
         """The path of a blob as the engine sees it."""
-        return _escaped(f"/blobs/{blob.name}" if self._wanted.image else str(blob.absolute()))
+        return escaped(f"/blobs/{blob.name}" if self._wanted.image else str(blob.absolute()))
 
     # Processes
 
     def _process(self, words: list[str]) -> dict[str, Any]:
-        program = _escaped(self._wanted.program or "llama-server")
+        program = escaped(self._wanted.program or "llama-server")
         return {"command": [program, *words, "--host", "$$HOST", "--port", "$$PORT"]}
 
     def _ollama(self) -> dict[str, Any]:
-        program = _escaped(self._wanted.program or "ollama")
+        program = escaped(self._wanted.program or "ollama")
         script = f"OLLAMA_HOST=$$HOST:$$PORT exec {program} serve"
         return {
             "command": ["sh", "-c", script],
-            "environment": {"OLLAMA_MODELS": _escaped(str(self._store))},
+            "environment": {"OLLAMA_MODELS": escaped(str(self._store))},
         }
 
     # Containers
@@ -247,17 +247,17 @@ class _ModelWriter:
     def _container(self, words: list[str]) -> dict[str, Any]:
         port = USUAL_PORTS["llamacpp"]
         command = [*words, "--host", "0.0.0.0", "--port", str(port)]
-        volume = f"{_escaped(str(self._store))}/blobs:/blobs:ro"
+        volume = f"{escaped(str(self._store))}/blobs:/blobs:ro"
         return self._contained(command, volume, port)
 
     def _ollama_container(self) -> dict[str, Any]:
-        volume = f"{_escaped(str(self._store))}:/root/.ollama/models"
+        volume = f"{escaped(str(self._store))}:/root/.ollama/models"
         return self._contained([], volume, USUAL_PORTS["ollama"])
 
     def _contained(self, command: list[str], volume: str, port: int) -> dict[str, Any]:
         service: dict[str, Any] = {"image": self._wanted.image}
         if self._wanted.program:
-            service["entrypoint"] = [_escaped(self._wanted.program)]
+            service["entrypoint"] = [escaped(self._wanted.program)]
         if command:
             service["command"] = command
         service |= {"profiles": ["llm"], "ports": [f"127.0.0.1::{port}"], "volumes": [volume], "init": True}
@@ -270,7 +270,3 @@ class _ModelWriter:
 def _is_gguf(path: Path) -> bool:
     with os.fdopen(state.open_regular(path), "rb") as file:
         return file.read(4) == b"GGUF"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("$", "$$")

@@ -233,9 +233,9 @@ class Upkeep(Swaps):
         if not self._may_return(slot):
             return _Return()
         found = victims(self, slot, self.busy_gpus(), frozenset(), now)
-        if found is None or any(each.backend.home or each.state == "standby" for each in found):
+        if found is None or (found and not slot.backend.home):
             return _Return()
-        if found and not slot.backend.home:
+        if any(each.backend.home or each.state == "standby" for each in found):
             return _Return()
         others = [each for each in self.slots.values() if not self.placement.fit_together(slot, each)]
         concerned = dict.fromkeys((*others, *found))

@@ -60,6 +60,22 @@ NVML_TEMPERATURE_GPU = 0
 """
 
 
+class FakeNvml:
+    """One GPU of 24 GiB in a folder, for a program with its ``environ``."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "pynvml.py").write_text(PYNVML)
+        self._file = folder / "nvml.json"
+        paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        self.environ = {"PYTHONPATH": paths, "FAKE_NVML": str(self._file), "NVIDIA_VISIBLE_DEVICES": "all"}
+
+    def hold(self, amounts: dict[int, int]) -> None:
+        """From now on these processes, and no others, hold so many bytes."""
+        part = self._file.with_suffix(".part")
+        part.write_text(json.dumps(amounts))
+        part.replace(self._file)
+
+
 def eventually(holds: Callable[[], bool]) -> None:
     """For what tells nobody when it has come true."""
     pause, give_up = threading.Event(), time.monotonic() + GUARD
@@ -69,12 +85,9 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(tmp_path: Path) -> None:
-    (tmp_path / "pynvml.py").write_text(PYNVML)
-    file = tmp_path / "nvml.json"
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environ = {"PYTHONPATH": paths, "FAKE_NVML": str(file), "NVIDIA_VISIBLE_DEVICES": "all"}
+    nvml = FakeNvml(tmp_path)
     with serving(
-        compose(tmp_path, max_wait=0.5), "--policy", "eager", state=tmp_path, environ=environ
+        compose(tmp_path, max_wait=0.5), "--policy", "eager", state=tmp_path, environ=nvml.environ
     ) as mux:
 
         def gpu() -> dict[str, Any]:
@@ -82,9 +95,7 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
 
         assert mux.chat("a")[0] == 200
         me, engine = os.getpid(), engine_pid(tmp_path, "a")
-        part = tmp_path / "part"
-        part.write_text(json.dumps({me: 3 * GIB, engine: 5 * GIB}))
-        part.replace(file)
+        nvml.hold({me: 3 * GIB, engine: 5 * GIB})
         eventually(lambda: gpu()["used"] == 8 * GIB)
         seen = gpu()
         assert (seen["total"], seen["users"]) == (24 * GIB, {"a": 5 * GIB})
@@ -93,8 +104,7 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
         measured = 'anvil_backend_memory_bytes{backend="a",gpu="0"} 5.36870912e+09'
         eventually(lambda: measured in mux.request("GET", "/metrics")[2])
         # b would have to leave for a, which needs what it held: others leave it 4 GiB of 24 GiB.
-        part.write_text(json.dumps({me: 20 * GIB}))
-        part.replace(file)
+        nvml.hold({me: 20 * GIB})
         eventually(lambda: [each["bytes"] for each in gpu()["others"]] == [20 * GIB])
         status, _, body = mux.request("POST", "/models/load?wait=true", {"model": "a"})
         assert (status, json.loads(body)["error"]["code"]) == (503, "gpu_memory_short")
@@ -105,30 +115,22 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
 
 
 def test_a_gpu_is_left_to_another_program_and_the_model_comes_back_after_it(tmp_path: Path) -> None:
-    (tmp_path / "pynvml.py").write_text(PYNVML)
-    file, me = tmp_path / "nvml.json", os.getpid()
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environ = {"PYTHONPATH": paths, "FAKE_NVML": str(file), "NVIDIA_VISIBLE_DEVICES": "all"}
+    nvml, me = FakeNvml(tmp_path), os.getpid()
     config = compose(tmp_path, "a", **{"yield": {"when_others_hold": "4GiB"}, "home_after": 0.2})
-    with serving(config, state=tmp_path, environ=environ) as mux:
-
-        def hold(amount: int) -> None:
-            part = tmp_path / "part"
-            part.write_text(json.dumps({me: amount}))
-            part.replace(file)
+    with serving(config, state=tmp_path, environ=nvml.environ) as mux:
 
         def state() -> str:
             return mux.get("/healthz")["models"]["a"]["state"]  # type: ignore[no-any-return]
 
         assert mux.chat("a")[0] == 200
-        hold(4 * GIB - 1)
+        nvml.hold({me: 4 * GIB - 1})
         eventually(lambda: bool(mux.get("/healthz")["gpus"]["0"]["others"]))
         assert state() == "ready"
-        hold(6 * GIB)
+        nvml.hold({me: 6 * GIB})
         eventually(lambda: state() == "stopped")
         status, _, body = mux.chat("a")
         assert (status, json.loads(body)["error"]["code"]) == (503, "gpu_memory_short")
-        hold(GIB)
+        nvml.hold({me: GIB})
         eventually(lambda: state() == "ready")
         assert mux.chat("a")[0] == 200
         mux.tells(r"a: draining|a: evicting .*other programs hold 6.0 GiB of GPU 0")

@@ -191,10 +191,7 @@ def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_pres
 def test_a_form_names_an_adapter(rig: Rig) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nsql\r\n--x--\r\n'
     client = rig.client()
-    client.send(
-        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n"
-        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n%b" % (client.host, len(form), form)
-    )
+    client.post(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
     got = rig.engine.next()
     got.send(JSON_OK)
     client.read()

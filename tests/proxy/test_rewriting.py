@@ -172,10 +172,7 @@ def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
 def test_a_form_is_not_rewritten(rig: Rig) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
     client = rig.client()
-    client.send(
-        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n"
-        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n%b" % (client.host, len(form), form)
-    )
+    client.post(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
     got = rig.engine.next()
     got.send(JSON_OK)
     client.read()
