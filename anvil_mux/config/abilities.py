@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.devices import reserves_gpu
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.diagnostic import Diagnostic, advice
 from anvil_mux.config.kinds import Problem, nearest
 from anvil_mux.config.service import HERE, RawService, argv, flag_values
 from anvil_mux.config.values import Loras, Preset
@@ -290,8 +290,7 @@ def prompt_caveats(service: Service) -> Iterator[str]:
             "last are kept"
         )
         flag = "--no-cache-idle-slots"
-        text, write = f"{said}; add {flag} to its command", f"command: ... {flag}"
-        yield Diagnostic(text, said=said, write=write, key=_KEY)
+        yield advice(said, f"command: ... {flag}", f"add {flag} to its command", key=_KEY)
 
 
 def _moves_idle_prompts(words: Sequence[str], variables: Mapping[str, str]) -> bool:

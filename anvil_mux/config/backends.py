@@ -31,7 +31,7 @@ from anvil_mux.config.config import (
     Service,
     inherited,
 )
-from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic, as_yaml
+from anvil_mux.config.diagnostic import as_diagnostic, as_yaml, unfit
 from anvil_mux.config.kinds import TEXT, read_seconds
 from anvil_mux.config.machines import ALL, WantedHosts
 from anvil_mux.config.placement import HostChoice, Need, Places, as_name
@@ -192,7 +192,7 @@ class _ServiceReader:
             mended = re.sub(r"[^a-zA-Z0-9._-]+", "-", self._name).strip("._-") or "model"
             text = "its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any"
             write = f"{mended}: {{..., x-anvil: {{model: {as_yaml(self._name)}}}}}"
-            raise ValueError(Diagnostic(text, write=write))
+            raise unfit(text, write=write)
         if service.copies(self._described) > 1 and "container_name" in self._described:
             raise ValueError("is scaled, so it can have no container_name")
 
@@ -505,7 +505,7 @@ def _grace(written: Any) -> float:
         return read_seconds(written)
     except ValueError as error:
         found = as_diagnostic(error)
-        raise ValueError(Diagnostic(found, value=found.value, key=("stop_grace_period",))) from None
+        raise unfit(found, found.value, key=("stop_grace_period",)) from None
 
 
 def _seeing(made: Service, gpus: Sequence[str]) -> Service:
@@ -519,7 +519,7 @@ def _key_of(name: str, variables: Mapping[str, str]) -> str:
     key = variables.get(name, "").strip()
     if not key:
         said = f"the variable {name} is not set, here or in .env; it should hold the server's API key"
-        raise ValueError(Diagnostic(said, write=f"{name}=... in .env"))
+        raise unfit(said, write=f"{name}=... in .env")
     if any(not "!" <= sign <= "~" for sign in key):
         raise ValueError(f"the variable {name} holds more than a key: space, or what is not ASCII")
     return key

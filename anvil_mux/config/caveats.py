@@ -49,30 +49,21 @@ def caveats(service: RawService, engine: str, port: int | None, gpus: Sequence[s
     restart = str(service.get("restart", "no"))
     if restart in ("always", "unless-stopped"):
         said = f"`restart: {restart}` brings the engine back onto the GPU after it was evicted"
-        yield Diagnostic(f"{said}; take it away", said=said, write='restart: "no"', key=("restart",))
+        yield advice(said, 'restart: "no"', "take it away", key=("restart",))
     yield from _reached_by_others(service, engine)
     if not profiles(service):
-        said = "without `profiles`, a bare `docker compose up` starts every model"
-        yield Diagnostic(
-            f"{said}; add `profiles: [llm]`", said=said, write="profiles: [llm]", key=("profiles",)
-        )
-    allocator = environment(service, {})
-    if engine in SLEEPERS and any(
-        "expandable_segments:True" in allocator.get(name, "") for name in ALLOCATOR
-    ):
+        said, write = "without `profiles`, a bare `docker compose up` starts every model", "profiles: [llm]"
+        yield advice(said, write, f"add `{write}`", key=("profiles",))
+    allocator = [environment(service, {}).get(name, "") for name in ALLOCATOR]
+    if engine in SLEEPERS and any("expandable_segments:True" in said for said in allocator):
         text = "expandable_segments keeps a sleeping engine from giving its memory back; take it out"
         yield Diagnostic(text, key=("environment",), page="standby.md#the-levels")
     if gpus and not devices.reserves_gpu(service):
-        said = (
-            f"`x-anvil` names GPU {', '.join(gpus)}, but the service reserves none, so Docker gives it none"
-        )
+        names = ", ".join(gpus)
+        text = f"`x-anvil` names GPU {names}, but the service reserves none, so Docker gives it none"
         more = "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
-        yield Diagnostic(
-            f"{said}; {more}",
-            said=f"{said} (leave it so if it computes on the CPU)",
-            write="gpus: all",
-            key=("gpus",),
-        )
+        said = f"{text} (leave it so if it computes on the CPU)"
+        yield Diagnostic(f"{text}; {more}", said=said, write="gpus: all", key=("gpus",))
     elif not gpus and devices.others_gpus(service, {}) is None:
         said = "has no GPU, so it is never evicted; if it uses one, reserve it"
         write = "gpus: all"
@@ -101,10 +92,8 @@ def process_caveats(service: RawService, port: int | None) -> Iterator[str]:
         return
     by_variable = {LLAMACPP_PORT, "OLLAMA_HOST"} & set(environment(service, {}))
     if not by_variable and (port is None or port != USUAL_PORTS.get(family)):
-        said = "its command does not say where it is to listen"
-        yield Diagnostic(
-            f"{said}; add --port $$PORT", said=said, write="command: ... --port $$PORT", key=("command",)
-        )
+        said, flag = "its command does not say where it is to listen", "--port $$PORT"
+        yield advice(said, f"command: ... {flag}", f"add {flag}", key=("command",))
 
 
 def _other_port(service: RawService, port: int | None) -> Iterator[str]:
@@ -127,8 +116,7 @@ def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str
     elif engine == "llamacpp" and not environment(service, {}).get(LLAMACPP_PORT):
         said = "llama.cpp listens on 8080 or, in newer versions, on 9931"
         flag = f'--port "{inside[0] if inside else 8080}"'
-        text, write = f"{said}; add {flag} to its command", f"command: ... {flag}"
-        yield Diagnostic(text, said=said, write=write, key=("command",))
+        yield advice(said, f"command: ... {flag}", f"add {flag} to its command", key=("command",))
 
 
 def _reached_by_others(service: RawService, engine: str) -> Iterator[str]:
@@ -136,15 +124,14 @@ def _reached_by_others(service: RawService, engine: str) -> Iterator[str]:
     is_steered = is_steered_by_all(engine, environment(service, {}))
     for each in published(service):
         address = f'"127.0.0.1::{each.inside}"'
-        more, page = f"; write {address}", ""
+        more, page = f"write {address}", ""
         if each.address in ("", "0.0.0.0", "::"):
             said = f"port {each.inside} is published on all interfaces, past the firewall and without a key"
         elif is_steered and (said := steered_at(each.address)):
             more, page = f"{more}, or let a firewall admit this machine alone", "cluster.md#security"
         else:
             continue
-        write = f"ports: [{address}]"
-        yield Diagnostic(f"{said}{more}", said=said, write=write, key=("ports",), page=page)
+        yield advice(said, f"ports: [{address}]", more, key=("ports",), page=page)
 
 
 def _unpublished(service: RawService, port: int | None, usual: int | str) -> Iterator[str]:
@@ -164,11 +151,9 @@ def external_caveats(url: str, *, key: str, compose: bool, profiles: tuple[str, 
     """Warnings of what its owner hardly wants, with remedies. ``compose``: it stands in a Compose project."""
     if compose and not profiles:
         said, write = "a bare `docker compose up` would try to start it", "profiles: [elsewhere]"
-        yield Diagnostic(f"{said}; add `{write}`", said=said, write=write, key=("profiles",))
+        yield advice(said, write, f"add `{write}`", key=("profiles",))
     found = site(url)
     if key and not found.secure and found.host not in ("localhost", "127.0.0.1", "::1"):
-        said, secure = (
-            f"its key and all prompts go to {found.name} unencrypted",
-            url.replace("http:", "https:", 1),
-        )
-        yield Diagnostic(f"{said}; use https", said=said, write=f"url: {secure}", key=("x-anvil", "url"))
+        write = f"url: {url.replace('http:', 'https:', 1)}"
+        said = f"its key and all prompts go to {found.name} unencrypted"
+        yield advice(said, write, "use https", key=("x-anvil", "url"))

@@ -71,10 +71,17 @@ class Diagnostic(str):
         )
 
 
-def advice(said: str, write: str = "", *, value: str = "", key: KeyPath = ()) -> Diagnostic:
-    """Return a diagnostic whose sentence ends with the line, or the value, to write."""
-    sentence = f"{said}; write {write or value}"
-    return Diagnostic(sentence, said=said, write=write, value=value, key=key)
+def advice(
+    said: str, write: str = "", more: str = "", *, value: str = "", key: KeyPath = (), page: str = ""
+) -> Diagnostic:
+    """Return a diagnostic whose sentence ends with ``more``, or with the line, or the value, to write."""
+    sentence = f"{said}; {more or f'write {write or value}'}"
+    return Diagnostic(sentence, said=said, write=write, value=value, key=key, page=page)
+
+
+def unfit(text: str, value: str = "", *, write: str = "", key: KeyPath = ()) -> ValueError:
+    """Return the error about what cannot be taken; ``value``, ``write``: what could stand there."""
+    return ValueError(Diagnostic(text, value=value, write=write, key=key))
 
 
 def as_diagnostic(text: object) -> Diagnostic:
