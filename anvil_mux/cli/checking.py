@@ -228,7 +228,7 @@ def _lacking_on(seen: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def steered_by_all(config: Config, seen: Sequence[Mapping[str, Any]]) -> list[str]:
     """A warning for each host on which whoever reaches an engine may steer it."""
-    from anvil_mux.config.caveats import is_steered_by_all, steered_at
+    from anvil_mux.config.abilities import is_steered_by_all, steered_at
 
     found: list[str] = []
     for host in seen:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config import abilities, caveats, composing, devices, interpolate, service
+from anvil_mux.config import abilities, composing, devices, interpolate, service
 from anvil_mux.config.compose import Content
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import (
@@ -35,9 +35,8 @@ from anvil_mux.config.diagnostic import as_diagnostic, as_yaml, unfit
 from anvil_mux.config.kinds import TEXT, read_seconds
 from anvil_mux.config.machines import ALL, WantedHosts
 from anvil_mux.config.placement import HostChoice, Need, Places, as_name
-from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
-from anvil_mux.config.reading import take, unknown_key
+from anvil_mux.config.reading import Problems, take, unknown_key
 from anvil_mux.config.settings import filled
 from anvil_mux.config.values import URL_EXAMPLE, Loras
 
@@ -220,7 +219,7 @@ class _ServiceReader:
                 self._refuse("ca_file", f"{values['ca_file']} cannot be used: {error}")
         self._take_name(values)
         profiles, compose = service.profiles(self._described), not self._files.process
-        self._warn(caveats.external_caveats(values["url"], key=secret, compose=compose, profiles=profiles))
+        self._warn(abilities.external_caveats(values["url"], key=secret, compose=compose, profiles=profiles))
         self._files.ports[self._name] = set()
         made = Service(profiles=profiles, key=secret, digest=ELSEWHERE)
         own = {*values, "preload", "read_ahead"}  # nothing of it is loaded
@@ -361,9 +360,10 @@ class _ServiceReader:
             else:
                 self._warn(abilities.prompt_caveats(backend.service))
         if self._files.process:
-            self._warn(caveats.process_caveats(described, backend.port))
+            self._warn(abilities.process_caveats(described, backend.port))
         else:
-            self._warn(caveats.caveats(described, backend.engine, backend.port, backend.gpus))
+            engine, port, gpus = backend.engine, backend.port, backend.gpus
+            self._warn(abilities.container_caveats(described, engine, port, gpus))
 
     def _check_levels(self, backend: Backend, described: Description) -> None:
         levels, judge = backend.evict_to, self._files.judge

@@ -9,8 +9,7 @@ import pytest
 
 from anvil_mux.command import Done
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.config.problems import page_of
-from anvil_mux.config.reading import unknown_key
+from anvil_mux.config.reading import page_of, unknown_key
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 
