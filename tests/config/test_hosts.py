@@ -21,7 +21,7 @@ from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
-from tests.config.test_config import has_compose
+from tests.config.files import has_compose
 
 GIB = 1 << 30
 Sizes = int | list[int]

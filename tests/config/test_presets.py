@@ -12,7 +12,7 @@ from anvil_mux.config.abilities import find_adapters
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import Preset
 from anvil_mux.proxy.access import presets_of
-from tests.config.test_config import one, plain, problems
+from tests.config.files import one, plain, problems
 
 SERVICES = (
     "services: {{qwen: {{image: vllm/vllm-openai, {0}}}, gemma: {{image: x, x-anvil: {{aliases: [g]}}}}}}"
