@@ -359,10 +359,7 @@ def _value(config: Config, key: str) -> Any:
             least = config.yield_above
             return None if least is None else {"when_others_hold": "any" if least == 1 else least}
         case "any_of":
-            return {name: each.to_json() for name, each in config.any_of.items()}
-        case "yield":
-            least = config.yield_above
-            return None if least is None else {"when_others_hold": "any" if least == 1 else least}
+            return _any_of(config)
     return getattr(config, key)
 
 
