@@ -364,7 +364,7 @@ def test_a_queue_timeout_that_leaves_no_time_to_load_is_a_warning(
     assert [warning[: len(said)] for warning, said in zip(warnings, expected, strict=True)] == expected
 
 
-SPARE = "so nothing stands in its place; anvil-mux puts in a PORT that begins with $$; write $$PORT"
+UNSET = "is not set, so nothing stands in its place; set it, here or in .env, or write"
 OF_PROCESSES = """
     llama-server -m x -> its command does not say where it is to listen; add --port $$PORT
     llama-server -m x --port $$PORT ->
@@ -376,9 +376,9 @@ OF_PROCESSES = """
     [ollama, serve], environment: {OLLAMA_HOST: ':80'}, x-anvil: {port: 80, gpus: []} ->
     llama-server --port 81, x-anvil: {port: 80, gpus: []} -> on 80 (x-anvil: port); write x-anvil: {port: 81}
     ./own, secrets: [token] -> not given; write environment: ..., or the path of a file in its command
-    './own ${PORT}' -> compose.yaml:2: services.a.command: the variable PORT is not set, SPARE
-    './own $$${PORT}' -> compose.yaml:2: services.a.command: the variable PORT is not set, SPARE
-    './own $$PORT $$$$PORT' ->
+    './own $PORT', environment: {A: $PORT} -> a.environment.A: the variable PORT UNSET ${PORT:-default}
+    './own $$PORT $$${WORD}' -> compose.yaml:2: services.a.command: the variable WORD UNSET ${WORD:-default}
+    './own $$PORT $$$$WORD' ->
 """
 
 
@@ -389,7 +389,7 @@ def test_what_a_process_is_not_given_or_not_told_is_a_warning(
     own = "" if "x-anvil" in command else ", x-anvil: {gpus: []}"
     text = f"x-anvil: {{runtime: process}}\nservices: {{a: {{command: {command}{own}}}}}"
     warnings = plain(tmp_path, text).warnings
-    assert [each.endswith(warning.replace("SPARE", SPARE)) for each in warnings] == [True] * bool(warning)
+    assert [each.endswith(warning.replace("UNSET", UNSET)) for each in warnings] == [True] * bool(warning)
 
 
 def test_a_model_that_fits_beside_no_pinned_one_is_a_warning(tmp_path: Path) -> None:

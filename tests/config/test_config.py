@@ -358,6 +358,36 @@ def test_what_is_read_off_a_service(tmp_path: Path, what: str, said: str, expect
     assert expected == (", ".join(found) if isinstance(found, tuple) else "" if found is None else str(found))
 
 
+PROCESSES = "x-anvil: {runtime: process}\nservices: {a: {%s}}"
+
+
+@pytest.mark.parametrize("command", ["[./own, $PORT]", "[./own, '${PORT}']", "[./own, $$PORT]"])
+@pytest.mark.parametrize("key", ["command", "entrypoint"])
+def test_the_port_of_a_process_may_be_written_as_any_other_variable(
+    tmp_path: Path, key: str, command: str
+) -> None:
+    (backend,) = plain(tmp_path, PROCESSES % f"{key}: {command}").backends
+    assert backend.service.command[1] in ("$PORT", "${PORT}")
+
+
+def test_a_port_that_is_set_is_the_port_of_a_process(tmp_path: Path) -> None:
+    for write in ("$PORT", "${PORT:-9}", "${HOST:-9}"):
+        config = plain(tmp_path, PROCESSES % f"command: './own {write}'", environ={"PORT": "9"})
+        assert config.backends[0].service.command == ("./own", "9")
+    (tmp_path / ".env").write_text("PORT=8")
+    assert plain(tmp_path, PROCESSES % "command: [./own, $PORT]").backends[0].service.command[1] == "8"
+
+
+def test_a_process_with_a_command_is_a_model_unless_it_says_otherwise(tmp_path: Path) -> None:
+    text = "x-anvil: {runtime: process}\nservices:\n  a: {command: a}\n  b: {entrypoint: b}\n"
+    text += "  c: {command: c, x-anvil: false}\n  d: {environment: {A: b}}\n"
+    assert [backend.model for backend in plain(tmp_path, text).backends] == ["a", "b"]
+    containers = (
+        "services: {a: {image: x, x-anvil: {port: 1}}, b: {image: x, command: b}, c: {x-anvil: false}}"
+    )
+    assert [backend.model for backend in plain(tmp_path, containers).backends] == ["a"]
+
+
 def test_gpus_of_x_anvil_win_over_reservations(tmp_path: Path) -> None:
     text = 'services: {a: {gpus: all, x-anvil: {gpus: ["7"]}}, b: {gpus: all, x-anvil: {gpus: []}}}'
     found = plain(tmp_path, text)
