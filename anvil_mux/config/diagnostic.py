@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -96,6 +97,18 @@ def as_yaml(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
     text = text.removesuffix("\n").removesuffix("\n...")
     return text if len(text) <= LONGEST and "\n" not in text else "..."
+
+
+def with_texts(value: Any, make: Callable[[str], str]) -> Any:
+    """Return a value of YAML with what ``make`` makes of each text in it, but for keys."""
+    match value:
+        case str():
+            return make(value)
+        case Mapping():
+            return {name: with_texts(each, make) for name, each in value.items()}
+        case list() | tuple():
+            return [with_texts(each, make) for each in value]
+    return value
 
 
 def _line(key: KeyPath, value: str) -> str:
