@@ -104,7 +104,7 @@ def resolve(
     problems: list[str] = [_problem(document, key, f"{tag} {NEED_COMPOSE}") for key, tag in document.tags]
     problems += [_problem(document, key, NEED_COMPOSE) for key in _other_files(document.content)]
     scope = Scope(variables)
-    content = _fill(document, document.content, (), scope, problems, later)
+    content = _fill(document, document.content, (), scope, problems, later=later)
     if problems:
         raise ConfigError(problems)
     return content, tuple(scope.unset)
@@ -125,10 +125,11 @@ def _fill(
     key: KeyPath,
     scope: Scope,
     problems: list[str],
+    *,
     later: Collection[str] = (),
 ) -> Any:
     def inner(part: object, each: Any) -> Any:
-        return _fill(document, each, (*key, str(part)), scope, problems, later)
+        return _fill(document, each, (*key, str(part)), scope, problems, later=later)
 
     match value:
         case str():

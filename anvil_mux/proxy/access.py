@@ -224,7 +224,8 @@ class Access:
                     return found
             elif choices := self.choices(each, key):
                 return self.meant(choices[0])._replace(choices=choices, swaps=self.config.any_of[each].swaps)
-        raise UnknownModel(name, self.usable(key))
+        known = [name for name, means in self._meant.items() if self.may_use(key, means.model, means.preset)]
+        raise UnknownModel(name, known + [each for each in self.config.any_of if self.choices(each, key)])
 
     def knows(self, name: str) -> bool:
         """Whether a name stands for anything, whoever may use it."""
