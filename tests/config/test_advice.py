@@ -87,7 +87,7 @@ CASES = [
         "evict_to: [stop]",
         "standby.md#the-levels",
     ),
-    (OWN, "pin: maybe", 8, "services.a.x-anvil.pin", "pin: true", "seeing.md#pinning-a-model"),
+    (OWN, "pin: maybe", 8, "services.a.x-anvil.pin", "pin: true", "policies.md#pinning-a-model"),
     (
         OWN,
         "load_timeout: 5 minutes",
@@ -103,7 +103,7 @@ CASES = [
         8,
         "services.a.x-anvil.drain_timeout",
         "drain_timeout: 30s",
-        "staying.md#let-answers-finish-drain_timeout",
+        "policies.md#let-answers-finish-drain_timeout",
     ),
     (
         OWN,
@@ -188,7 +188,7 @@ CASES = [
         8,
         "services.a.x-anvil.prompt_cache",
         "",
-        "swaps.md#prompts-that-outlive-a-swap",
+        "standby.md#prompts-that-outlive-a-swap",
     ),
     (
         OWN,
@@ -239,7 +239,14 @@ CASES = [
         "fallback: {models: [other-model], after: 20s}",
         "elsewhere.md#fallbacks",
     ),
-    (OWN, "home_after: 5m", 8, "services.a.x-anvil.home_after", "home: true", "staying.md#a-home-model-home"),
+    (
+        OWN,
+        "home_after: 5m",
+        8,
+        "services.a.x-anvil.home_after",
+        "home: true",
+        "policies.md#a-home-model-home",
+    ),
     (OWN, "policy: eager", 8, "services.a.x-anvil.policy", "x-anvil: {policy: eager}", "policies.md"),
     (OWN, "polcy: eager", 8, "services.a.x-anvil.polcy", "x-anvil: {policy: eager}", "policies.md"),
     (TOP, "vrm: 20GiB", 2, "x-anvil.vrm", "x-anvil: {vram: 20GiB}", "gpus.md#what-a-model-needs"),
@@ -249,7 +256,7 @@ CASES = [
         8,
         "services.a.x-anvil.drain_timeout",
         "drain_timeout: 30s",
-        "staying.md#let-answers-finish-drain_timeout",
+        "policies.md#let-answers-finish-drain_timeout",
     ),
     (
         TOP,
@@ -345,7 +352,7 @@ CASES = [
         2,
         "x-anvil.any_of.any",
         "any: [a]",
-        "staying.md#any-model-that-is-loaded-any_of",
+        "policies.md#any-model-that-is-loaded-any_of",
     ),
     (
         TOP,
@@ -353,16 +360,16 @@ CASES = [
         2,
         "x-anvil.any_of.a",
         "any-a: [a]",
-        "staying.md#any-model-that-is-loaded-any_of",
+        "policies.md#any-model-that-is-loaded-any_of",
     ),
-    (TOP, "any_of: {a: [a]}", 2, "x-anvil.any_of.a", "", "staying.md#any-model-that-is-loaded-any_of"),
+    (TOP, "any_of: {a: [a]}", 2, "x-anvil.any_of.a", "", "policies.md#any-model-that-is-loaded-any_of"),
     (
         TOP,
         "any_of: [a]",
         2,
         "x-anvil.any_of",
         "any_of: {a-name: [a-model, another]}",
-        "staying.md#any-model-that-is-loaded-any_of",
+        "policies.md#any-model-that-is-loaded-any_of",
     ),
     (TOP, "preload: perhaps", 2, "x-anvil.preload", "preload: true", "reference.md#x-anvil-at-the-top-level"),
     (TOP, "tls_cert: cert.pem", 2, "x-anvil.tls_cert", "tls_key: FILE", "security.md#tls"),
@@ -677,7 +684,7 @@ def test_a_value_that_no_file_gave_is_mended_where_it_was_given(
     [found] = caught.value.problems
     assert isinstance(found, Diagnostic)
     assert found.startswith(f"{origin}: must be seconds")
-    assert (found.write, page_of(found)) == (write, "docs/staying.md#let-answers-finish-drain_timeout")
+    assert (found.write, page_of(found)) == (write, "docs/policies.md#let-answers-finish-drain_timeout")
 
 
 def test_a_line_of_the_env_file_is_named(tmp_path: Path) -> None:
