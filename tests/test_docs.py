@@ -57,6 +57,17 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
+def test_no_two_pages_say_the_same() -> None:
+    told: dict[tuple[str, ...], str] = {}
+    for file in sorted((ROOT / "docs").glob("*.md")):
+        if file.name in ("README.md", "glossary.md", "reference.md"):
+            continue  # what is looked up there, pages tell
+        text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.M | re.S)
+        words = re.findall(r"[\w`'-]+", re.sub(r"\]\([^)]*\)", "]", text).lower())
+        for some in zip(*(words[start:] for start in range(10)), strict=False):
+            assert told.setdefault(some, file.name) == file.name, f"{' '.join(some)} ({file.name})"
+
+
 def test_each_error_is_in_the_page_on_troubleshooting() -> None:
     known = [each for each in vars(errors).values() if isinstance(each, type)]
     told = {each.code: each.status for each in known if issubclass(each, errors.MuxError)}
