@@ -123,9 +123,7 @@ class Access:
         self.only = {each.model: each for each in config.backends if self.replicas[each.model] == 1}
         """Model -> its backend, where it has but one."""
         self.unchanged = {
-            model: each.served_model or model
-            for model, each in self.only.items()
-            if not (each.strip or each.set)
+            model: each.served_model or model for model, each in self.only.items() if not each.is_rewriting
         }
         """Model -> the name with which a body goes to its only backend as it is, if any does."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
