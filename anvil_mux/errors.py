@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from types import MappingProxyType
 
 MAX_RETRY_AFTER = 60.0
 """Clients refuse to wait much longer than this (openai-python gives up above 120 s)."""
 
+
+MOST_COMPARED = 200
+"""The most names, and characters of one, among which the nearest is looked for: that takes up to 30 ms."""
 
 SHORTAGES = frozenset([EMFILE, ENFILE, ENOBUFS, ENOMEM])
 """The numbers of system errors that say what this program or machine lacks, and nothing of whom it asked."""
@@ -113,14 +117,18 @@ class DiskFull(MuxError):
 
 
 class UnknownModel(MuxError):
-    """No backend serves the model; the message lists the known ids."""
+    """No backend serves the model; the message lists the known names, and says which one is near."""
 
     status, code, kind = 404, "model_not_found", "invalid_request_error"
     retry, param = False, "model"
 
     def __init__(self, model: str, known: Iterable[str] = ()) -> None:
-        ids = ", ".join(sorted(known)) or "none"
-        super().__init__(f"The model `{model}` does not exist. Known models: {ids}.")
+        names = sorted(known)
+        is_compared = len(names) <= MOST_COMPARED and len(model) <= MOST_COMPARED
+        near = get_close_matches(model, names, 1) if is_compared else ()
+        meant = "".join(f" Did you mean `{name}`?" for name in near)
+        ids = ", ".join(names) or "none"
+        super().__init__(f"The model `{model}` does not exist.{meant} Known models: {ids}.")
         self.model = model
 
 

@@ -94,7 +94,7 @@ class BackendReader:
         for name, described in services.items():
             try:
                 said = service.labels(described, LABEL)
-                if not said and "x-anvil" not in described:
+                if not self._is_model(described, said):
                     continue
                 ours = True
                 made = list(_ServiceReader(self, name, described).backends(said))
@@ -112,6 +112,12 @@ class BackendReader:
                 "x-anvil: {}",
             )
         return self._bounded(backends)
+
+    def _is_model(self, described: Mapping[str, Any], labels: Mapping[str, Any]) -> bool:
+        """Whether a service is a model: with ``x-anvil``, or as a local process with a command."""
+        if "x-anvil" in described:
+            return described["x-anvil"] is not False
+        return bool(labels) or (self.process and any(described.get(key) for key in ("command", "entrypoint")))
 
     def _warn_of_silent(self) -> None:
         """Warn once of all services that take every GPU because they name none."""

@@ -25,7 +25,7 @@ import yaml
 
 from anvil_mux.command import Done, run
 from anvil_mux.config import interpolate
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, advice
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position
 from anvil_mux.config.interpolate import Document, Scope
 from anvil_mux.config.problems import KeyInFile
 from anvil_mux.config.reading import OURS, unknown_keys
@@ -40,7 +40,7 @@ OVERRIDE_NAMES = (
 )
 COMPOSE_TIMEOUT = 60.0
 OF_PROCESSES = ("HOST", "PORT")
-"""Variables that a local process is given when it starts."""
+"""Variables that the command of a local process is given when it starts, unless they are set before."""
 SHARED = ("networks", "volumes", "secrets", "configs")
 """The things beside services that services use."""
 
@@ -99,12 +99,13 @@ def combine(
         text = f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"
         raise ConfigError([Diagnostic(text, page="running.md#docker-or-podman")])
     variables = interpolate.environment(documents[0].file.parent, environ)
+    later = OF_PROCESSES if process else ()
     content: Any = {}
     warnings: list[str] = []
     for document in documents:
-        resolved, unset = interpolate.resolve(document, variables)
+        resolved, unset = interpolate.resolve(document, variables, later)
         content = laid_over(content, resolved)
-        warnings += [_unset(documents, name, process=process) for name in unset]
+        warnings += [_unset(documents, name, is_later=name in later) for name in unset]
     project = _project(documents[0].file, content, environ)
     return _content(content, project, warnings, Layers(documents, variables), plain=True)
 
@@ -192,16 +193,18 @@ def _without_image(documents: Sequence[Document]) -> Iterator[Diagnostic]:
                 yield missing.at(document.place(("services", name)), ("services", name), f"services.{name}")
 
 
-def _unset(documents: Sequence[Document], name: str, *, process: bool = False) -> str:
-    """A warning about a variable that is not set, at the first line that uses it."""
+def _unset(documents: Sequence[Document], name: str, *, is_later: bool) -> str:
+    """A warning about a variable that is not set, at the first line that uses it.
+
+    ``is_later``: commands are given it when they start.
+    """
     said = f"the variable {name} is not set, so nothing stands in its place"
-    if process and name in OF_PROCESSES:
-        found = advice(f"{said}; anvil-mux puts in a {name} that begins with $$", f"$${name}")
-    else:
-        text = f"{said}; set it, here or in .env, or write ${{{name}:-default}}"
-        found = Diagnostic(text, said=said, write=f"{name}=... in .env")
+    text = f"{said}; set it, here or in .env, or write ${{{name}:-default}}"
+    found = Diagnostic(text, said=said, write=f"{name}=... in .env")
     for document in documents:
         for key, value in _texts(document.content, ()):
+            if is_later and key[2:3] in interpolate.COMMANDS:
+                continue
             if re.search(rf"(?<!\$)(?:\$\$)*\$(?:{name}\b|{{{name}[:}}?+-])", value):
                 return found.at(document.place(key), key, ".".join(key))
     return found.at(Position(str(documents[0].file)), (), "")

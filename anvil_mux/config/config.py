@@ -372,10 +372,17 @@ class Backend:
     set: tuple[tuple[str, str], ...] = _unlogged(
         (),
         SET,
-        "Fields to set in JSON requests, whatever the client sent (see clients.md).",
+        "Fields to set in JSON requests, whatever the client sent; null removes one (see clients.md).",
         page="presets.md#presets",
     )
     """Fields, with their values as JSON, that it is asked with, whatever the client said of them."""
+    default: tuple[tuple[str, str], ...] = _unlogged(
+        (),
+        SET,
+        "Fields to add to JSON requests whose client did not send them (see presets.md).",
+        page="presets.md#presets",
+    )
+    """Fields, with their values as JSON, that it is asked with if the client says nothing of them."""
     presets: tuple[Preset, ...] = _unlogged(
         (),
         PRESETS,
@@ -470,6 +477,11 @@ class Backend:
     def adapts_by_field(self) -> bool:
         """Whether it has LoRA adapters that a field of a question chooses."""
         return any(preset.is_adapter and not preset.served_model for preset in self.presets)
+
+    @property
+    def is_rewriting(self) -> bool:
+        """Whether it changes fields of JSON requests, under any name."""
+        return bool(self.strip or self.set or self.default)
 
     @property
     def names(self) -> tuple[str, ...]:

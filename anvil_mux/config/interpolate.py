@@ -14,7 +14,7 @@ is worked out even where it is not needed, and a ``$`` in front of anything else
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,17 @@ def read(file: Path) -> Document:
     return Document(file, content, walk.lines, tuple(walk.tags))
 
 
-def resolve(document: Document, variables: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The content with its variables replaced, and the names of those that are not set; ConfigError."""
+def resolve(
+    document: Document, variables: Mapping[str, str], later: Collection[str] = ()
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The content with its variables replaced, and the names of those that are not set; ConfigError.
+
+    ``later``: those that stay as they are in a command, unless they are set: its process is given them.
+    """
     problems: list[str] = [_problem(document, key, f"{tag} {NEED_COMPOSE}") for key, tag in document.tags]
     problems += [_problem(document, key, NEED_COMPOSE) for key in _other_files(document.content)]
     scope = Scope(variables)
-    content = _fill(document, document.content, (), scope, problems)
+    content = _fill(document, document.content, (), scope, problems, later=later)
     if problems:
         raise ConfigError(problems)
     return content, tuple(scope.unset)
@@ -114,17 +119,28 @@ def filled(document: Document, value: Any, key: KeyPath, scope: Scope) -> Any:
     return found
 
 
-def _fill(document: Document, value: Any, key: KeyPath, scope: Scope, problems: list[str]) -> Any:
+def _fill(
+    document: Document,
+    value: Any,
+    key: KeyPath,
+    scope: Scope,
+    problems: list[str],
+    *,
+    later: Collection[str] = (),
+) -> Any:
+    def inner(part: object, each: Any) -> Any:
+        return _fill(document, each, (*key, str(part)), scope, problems, later=later)
+
     match value:
         case str():
             try:
-                return scope.fill(value)
+                return scope.fill(value, later if key[2:3] in COMMANDS else ())
             except ValueError as error:
                 problems.append(_problem(document, key, error))
         case dict():
-            return {n: _fill(document, each, (*key, str(n)), scope, problems) for n, each in value.items()}
+            return {name: inner(name, each) for name, each in value.items()}
         case list():
-            return [_fill(document, each, (*key, str(at)), scope, problems) for at, each in enumerate(value)]
+            return [inner(at, each) for at, each in enumerate(value)]
     return value
 
 
@@ -219,6 +235,10 @@ NAME = re.compile(r"[_a-zA-Z][_a-zA-Z0-9]*")
 OPERATOR = re.compile(r":?[-?+]")
 
 
+COMMANDS = (("command",), ("entrypoint",))
+"""The keys of a service whose words are a command."""
+
+
 class Scope:
     """The variables that may be put into a text; ``unset`` collects those that were asked for in vain."""
 
@@ -226,36 +246,39 @@ class Scope:
         self._environ = environ
         self.unset: dict[str, None] = {}
 
-    def fill(self, text: str) -> str:
-        """Replace the variables in ``text``; ValueError says what is wrong with it."""
-        return "".join(self._parts(text))
+    def fill(self, text: str, later: Collection[str] = ()) -> str:
+        """Replace the variables in ``text``; ValueError says what is wrong with it.
 
-    def _parts(self, text: str) -> Iterator[str]:
+        Those that are not set and are named in ``later`` stay, as ``$NAME``.
+        """
+        return "".join(self._parts(text, later))
+
+    def _parts(self, text: str, later: Collection[str]) -> Iterator[str]:
         at = 0
         while (dollar := text.find("$", at)) >= 0:
             yield text[at:dollar]
             at = dollar + 1
             if text.startswith("{", at):
                 end = _closing(text, at)
-                yield self._braced(text[at + 1 : end])
+                yield self._braced(text[at + 1 : end], later)
                 at = end + 1
             elif name := NAME.match(text, at):
-                yield self._value(name[0])
+                yield self._value(name[0], later)
                 at = name.end()
             else:
                 yield "$"
                 at += text.startswith("$", at)
         yield text[at:]
 
-    def _braced(self, inside: str) -> str:
+    def _braced(self, inside: str, later: Collection[str]) -> str:
         name = NAME.match(inside)
         operator = OPERATOR.match(inside, name.end()) if name else None
         if name is None or (operator is None and name.end() < len(inside)):
             text = f"${{{inside}}} is no variable; write $$ for a $ that stands for itself"
             raise ValueError(text)
         if operator is None:
-            return self._value(name[0])
-        word = self.fill(inside[operator.end() :])
+            return self._value(name[0], later)
+        word = self.fill(inside[operator.end() :], later)
         value = self._environ.get(name[0])
         there = bool(value) if operator[0].startswith(":") else value is not None
         match operator[0][-1]:
@@ -268,11 +291,14 @@ class Scope:
                 return word
         return value or ""
 
-    def _value(self, name: str) -> str:
+    def _value(self, name: str, later: Collection[str]) -> str:
         value = self._environ.get(name)
-        if value is None:
-            self.unset[name] = None
-        return value or ""
+        if value is not None:
+            return value
+        if name in later:
+            return f"${name}"
+        self.unset[name] = None
+        return ""
 
 
 def _closing(text: str, at: int) -> int:

@@ -126,7 +126,8 @@ def describe(table: Table) -> Iterator[tuple[str, str, str, str]]:
 
 def compose_schema(top: Table, of_service: Table, choices: Choices) -> dict[str, Any]:
     """The schema of a whole compose file."""
-    service = {"type": "object", "properties": {"x-anvil": {"$ref": "#/definitions/service"}}}
+    ours = {"anyOf": [{"$ref": "#/definitions/service"}, {"const": False}]}
+    service = {"type": "object", "properties": {"x-anvil": ours}}
     return {
         "$schema": DRAFT,
         "title": "A compose file for anvil-mux",
@@ -139,7 +140,9 @@ def compose_schema(top: Table, of_service: Table, choices: Choices) -> dict[str,
         "definitions": {
             "top": _schema("The settings of anvil-mux.", top, choices),
             "service": _schema(
-                "With this key, even if it is empty, the service is a model.", of_service, choices
+                "With this key, even if it is empty, the service is a model; with `false` it is none.",
+                of_service,
+                choices,
             ),
         },
     }

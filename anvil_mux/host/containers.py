@@ -47,7 +47,7 @@ from anvil_mux.state import state_folder, write_whole
 
 log = logging.getLogger(__name__)
 
-LATE_LOG_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+LATE_LOG_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Seconds between looks at the log of what ended: Docker 28 says so before its last lines are there."""
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""

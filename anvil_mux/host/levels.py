@@ -18,7 +18,6 @@ A standby level is an object with ``load`` and ``evict``, made with the ``Swappe
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host import engines
 from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.freed import After, Before, FreedCheck, host_bytes
+from anvil_mux.host.load_logs import CAUSE_LINES, SHORT_OF_MEMORY, cause
 from anvil_mux.host.prompts import PromptCache
 from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import NotBegun, Runtime
@@ -41,12 +41,6 @@ log = logging.getLogger(__name__)
 
 ReportPhase = Callable[[Backend, str, float], object]
 """Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
-SHORT_OF_MEMORY = re.compile(
-    r"out ?of ?(device ?)?memory|(cuda|hip)malloc failed|(failed|unable) to allocate|free memory on device|"
-    r"no available memory|(not enough|insufficient) memory",
-    re.IGNORECASE,
-)
-"""How engines say that a GPU's memory does not suffice, in the reason of a failed load or its last lines."""
 
 
 class Swapper:
@@ -129,12 +123,14 @@ class Swapper:
         except NotBegun as error:
             raise LoadError(error.message) from error
         except Exception as error:
-            lines = self.log_tail(backend)
+            lines = self.log_tail(backend, CAUSE_LINES)
             why = _reason(error)
+            ended, contained = self.ended(backend) is not None, backend.service.image is not None
+            why += cause(lines, ended=ended, contained=contained)
             if any(map(SHORT_OF_MEMORY.search, (why, *lines))):
                 why += self._memory.others(backend.gpus)
             self._clean_up(backend, error)
-            raise LoadError(why, log=lines) from error
+            raise LoadError(why, log=lines[-LOG_LINES:]) from error
 
     def _load_cold(self, backend: Backend) -> str:
         """Load it from nothing, and restore its prompts; without them if its engine ended over that."""

@@ -1,7 +1,11 @@
-"""Engines print while they load how far they are. A thread of its own reads that, since Docker may be slow.
+"""The logs of engines that load: how far they are, and why they ended.
 
-The patterns are those of vLLM and SGLang (progress bars, of which a line may hold many), llama.cpp (a dot for
-each percent) and Ollama.
+How far they are a thread of its own reads, since Docker may be slow. The patterns are those of vLLM and
+SGLang (progress bars, of which a line may hold many), llama.cpp (a dot for each percent) and Ollama.
+
+Why an engine ended stands in one line among many: llama.cpp prints its cause first and then each function
+that passed it on, a Python engine its traceback twice, once for its worker. ``cause`` finds that line, and
+knows what helps against the commonest causes.
 """
 
 from __future__ import annotations
@@ -14,6 +18,14 @@ from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import LoadSaid
 
+CAUSE_LINES = 200
+"""The last lines of a log among which the cause of an end is looked for."""
+SHORT_OF_MEMORY = re.compile(
+    r"out ?of ?(device ?)?memory|(cuda|hip)malloc failed|(failed|unable) to allocate|free memory on device|"
+    r"no available memory|(not enough|insufficient) memory",
+    re.IGNORECASE,
+)
+"""How engines say that a GPU's memory does not suffice, in the reason of a failed load or its last lines."""
 LOOK_SECONDS = 1.0
 LINES = 40
 
@@ -100,3 +112,77 @@ def _seconds(clock: str) -> float | None:
             return None
         total = 60 * total + int(part)
     return total
+
+
+# Why it ended
+
+_CAUSES = (
+    (
+        SHORT_OF_MEMORY,
+        "it needs more GPU memory than is free: a shorter context or a smaller quantization helps, for vLLM "
+        "also another --gpu-memory-utilization",
+    ),
+    (
+        re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE),
+        "another program has this port: let anvil-mux choose one ($PORT), or end that program",
+    ),
+    (
+        re.compile(
+            r"(?<!object file: )No such file or directory|FileNotFoundError|is not a valid model identifier|"
+            r"does not appear to have a file named"
+        ),
+        "check the path in its command; in a container it is a path inside, below what `volumes` mounts",
+    ),
+    (
+        re.compile(
+            r"unknown model architecture|[Mm]odel architectures? .{1,200} not supported|"
+            r"does not recognize this architecture"
+        ),
+        "this version of the engine does not know this kind of model: a newer one may",
+    ),
+    (
+        re.compile(
+            r"libcuda\.so|No CUDA GPUs are available|no CUDA-capable device|Failed to infer device type|"
+            r"CUDA driver version is insufficient|invalid device: CUDA"
+        ),
+        "it sees no GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES, and of a container the GPUs that it "
+        "reserves",
+    ),
+)
+_FIRST_ERROR = re.compile(r"^[\d.]{10,20} E ")
+"""The level of a line of llama.cpp, whose first error is the cause of the others."""
+_ERROR = re.compile(r"(?:^|[ .])(?:[A-Z]\w{0,60}(?:Error|Exception)|[Ee]rror|fatal|panic): ")
+_RETOLD = re.compile(r"Engine core initialization failed|failed to load model")
+"""Lines that pass on what another one has said before."""
+_ONLY_INSIDE = re.compile(
+    r"(?:listening|running) on (?:https?://)?(?:127\.0\.0\.1|localhost|\[::1\])", re.IGNORECASE
+)
+_BEFORE_THE_TEXT = re.compile(
+    r"^(?:\([^)]{1,80}\) )?(?:[\d.]{10,20} [A-Z] (?:[a-z]{3} {1,20})?|\[[\d :.,TZ-]{10,40}[^\]]{0,40}\] |"
+    r"[A-Z]{4,8} [\d-]{5,10} [\d:.,]{8,15} (?:\[[^\]]{1,80}\] )?)?\s*"
+)
+"""Process, time, level and place, as vLLM, llama.cpp and SGLang print them."""
+_MOST_TEXT = 300
+
+
+def cause(lines: Sequence[str], *, ended: bool, contained: bool) -> str:
+    """The end of a sentence: the line of a log that says why a load failed, and what helps; "" if none does.
+
+    ``ended``: whether the engine has ended; ``contained``: whether it runs in a container.
+    """
+    if not ended:
+        if contained and (line := next(filter(_ONLY_INSIDE.search, reversed(lines)), "")):
+            return f": {_text(line)}; nobody outside reaches it there: add --host 0.0.0.0 to its command"
+        return ""
+    for pattern, advice in _CAUSES:
+        if line := next(filter(pattern.search, lines), ""):
+            return f": {_text(line)}; {advice}"
+    if line := next(filter(_FIRST_ERROR.search, lines), ""):
+        return f": {_text(line)}"
+    errors = [line for line in lines if _ERROR.search(line) and not _RETOLD.search(line)]
+    return f": {_text(errors[-1])}" if errors else ""
+
+
+def _text(line: str) -> str:
+    text = _BEFORE_THE_TEXT.sub("", line.strip())
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."

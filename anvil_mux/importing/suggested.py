@@ -7,7 +7,7 @@ are read if they are there; what is not known (a variable without a value) is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +80,9 @@ class _NothingMustBeSet(interpolate.Scope):
         super().__init__(environ)
         self.problems: list[str] = []
 
-    def _braced(self, inside: str) -> str:
+    def _braced(self, inside: str, later: Collection[str]) -> str:
         try:
-            return super()._braced(inside)
+            return super()._braced(inside, later)
         except ValueError as error:
             self.problems.append(str(error))
             return ""

@@ -123,9 +123,7 @@ class Access:
         self.only = {each.model: each for each in config.backends if self.replicas[each.model] == 1}
         """Model -> its backend, where it has but one."""
         self.unchanged = {
-            model: each.served_model or model
-            for model, each in self.only.items()
-            if not (each.strip or each.set)
+            model: each.served_model or model for model, each in self.only.items() if not each.is_rewriting
         }
         """Model -> the name with which a body goes to its only backend as it is, if any does."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
@@ -224,7 +222,8 @@ class Access:
                     return found
             elif choices := self.choices(each, key):
                 return self.meant(choices[0])._replace(choices=choices, swaps=self.config.any_of[each].swaps)
-        raise UnknownModel(name, self.usable(key))
+        known = [name for name, means in self._meant.items() if self.may_use(key, means.model, means.preset)]
+        raise UnknownModel(name, known + [each for each in self.config.any_of if self.choices(each, key)])
 
     def knows(self, name: str) -> bool:
         """Whether a name stands for anything, whoever may use it."""

@@ -379,14 +379,14 @@ class Attempt:
             model = self.question.target.model
             text = f"the engine of {model} cannot apply the LoRA adapter {preset.name} at {path}"
             raise BadRequest(text, status=501)
-        if not (preset or backend.strip or backend.set) or isinstance(body, Spool):
+        if not (preset or backend.is_rewriting) or isinstance(body, Spool):
             return body
         if preset is None:
-            return rewritten(body, backend.strip, dict(backend.set))
+            return rewritten(body, backend.strip, dict(backend.set), dict(backend.default))
         if preset.system:
             body = with_system(body, path, preset.system)
-        strip, put = preset.over(backend.strip, backend.set)
-        return rewritten(body, strip, put) if strip or put else body
+        changes = preset.over(backend.strip, backend.set, backend.default)
+        return rewritten(body, *changes) if any(changes) else body
 
     def _body_as_known(self) -> RequestBody:
         """The client's body as the service is to get it, with the name that it knows its model by."""

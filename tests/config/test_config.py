@@ -921,9 +921,9 @@ PROCESSES = "x-anvil: {runtime: process}\nservices: {a: {%s}}"
             "or the path of a file in its command",
         ),
         (
-            "command: './own ${PORT}', x-anvil: {gpus: []}",
-            "the variable PORT is not set, so nothing stands in its place; anvil-mux puts in a PORT that "
-            "begins with $$; write $$PORT",
+            "command: './own --port $PORT', environment: {A: $PORT}, x-anvil: {gpus: []}",
+            "services.a.environment.A: the variable PORT is not set, so nothing stands in its place; set it, "
+            "here or in .env, or write ${PORT:-default}",
         ),
     ],
 )
@@ -934,12 +934,39 @@ def test_a_process_that_listens_elsewhere_is_a_warning(tmp_path: Path, service: 
 
 def test_a_variable_that_is_not_set_is_shown_where_it_stands(tmp_path: Path) -> None:
     doubled, single = (
-        "command: './own $$PORT $$$$PORT', x-anvil: {}",
-        "command: './own $$${PORT}', x-anvil: {}",
+        "command: './own $$PORT $$$$WORD', x-anvil: {}",
+        "command: './own $$PORT $$${WORD}', x-anvil: {}",
     )
     text = f"x-anvil: {{runtime: process}}\nservices:\n  a: {{{doubled}}}\n  b: {{{single}}}"
     (warning,) = plain(tmp_path, text).warnings
-    assert "compose.yaml:4: services.b.command: the variable PORT is not set" in warning
+    assert "compose.yaml:4: services.b.command: the variable WORD is not set" in warning
+
+
+@pytest.mark.parametrize("command", ["[./own, $PORT]", "[./own, '${PORT}']", "[./own, $$PORT]"])
+@pytest.mark.parametrize("key", ["command", "entrypoint"])
+def test_the_port_of_a_process_may_be_written_as_any_other_variable(
+    tmp_path: Path, key: str, command: str
+) -> None:
+    (backend,) = plain(tmp_path, PROCESSES % f"{key}: {command}").backends
+    assert backend.service.command[1] in ("$PORT", "${PORT}")
+
+
+def test_a_port_that_is_set_is_the_port_of_a_process(tmp_path: Path) -> None:
+    for write in ("$PORT", "${PORT:-9}", "${HOST:-9}"):
+        config = plain(tmp_path, PROCESSES % f"command: './own {write}'", environ={"PORT": "9"})
+        assert config.backends[0].service.command == ("./own", "9")
+    (tmp_path / ".env").write_text("PORT=8")
+    assert plain(tmp_path, PROCESSES % "command: [./own, $PORT]").backends[0].service.command[1] == "8"
+
+
+def test_a_process_with_a_command_is_a_model_unless_it_says_otherwise(tmp_path: Path) -> None:
+    text = "x-anvil: {runtime: process}\nservices:\n  a: {command: a}\n  b: {entrypoint: b}\n"
+    text += "  c: {command: c, x-anvil: false}\n  d: {environment: {A: b}}\n"
+    assert [backend.model for backend in plain(tmp_path, text).backends] == ["a", "b"]
+    containers = (
+        "services: {a: {image: x, x-anvil: {port: 1}}, b: {image: x, command: b}, c: {x-anvil: false}}"
+    )
+    assert [backend.model for backend in plain(tmp_path, containers).backends] == ["a"]
 
 
 @pytest.mark.parametrize(

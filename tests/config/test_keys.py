@@ -338,7 +338,7 @@ def test_a_key_may_not_use_other_models_nor_learn_of_them(locked: Rig, path: byt
     client.post(body, path=path, extra=bearer(ALICE))
     answer = client.read()
     assert answer.status == 404
-    assert b"Known models: a." in answer.body
+    assert b"Known models: a, alias." in answer.body
     assert not locked.events.of("queued")
 
 

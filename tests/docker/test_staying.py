@@ -28,8 +28,9 @@ from tests.docker.served import (
 
 MakeStack = Callable[..., Stack]
 FILM, CHAT = "model-1", "model-2"
-LONG = 30_000
-"""Tokens of an answer that is larger than all buffers on its way: it ends once its client reads it."""
+LONG, BUFFER = 6_000, 4_096
+"""Tokens of an answer, which is larger than all buffers on its way and so ends once its client reads it; the
+bytes of that client's own buffer."""
 
 
 def of(**settings: object) -> dict[str, object]:
@@ -42,8 +43,8 @@ def test_a_long_answer_ends_before_its_model_makes_room_and_a_chat_is_severed(
     top = {"x-anvil": {"drain_timeout": 1}}
     services = {FILM: of(drain_timeout="none"), CHAT: of()}
     stack = llamacpp_compose(tmp_path, models=2, top=top, services=services)
-    with served(stack, "--policy", "eager") as mux, client_of(mux) as client, ThreadPoolExecutor(1) as pool:
-        with stream(client, FILM, LONG) as answer:
+    with served(stack, "--policy", "eager") as mux, ThreadPoolExecutor(1) as pool:
+        with client_of(mux, BUFFER) as client, stream(client, FILM, LONG) as answer:
             next(answer)
             asked = pool.submit(ask, mux, CHAT)
             eventually(lambda: state_of(mux, FILM) == "draining")
@@ -57,7 +58,7 @@ def test_a_long_answer_ends_before_its_model_makes_room_and_a_chat_is_severed(
             assert [each.usage.completion_tokens for each in chunks if each.usage] == [LONG]
         assert asked.result(PATIENCE) == ""
         assert count(mux, "anvil_severed_requests") == 0
-        with stream(client, CHAT, FOREVER) as answer:
+        with client_of(mux) as client, stream(client, CHAT, FOREVER) as answer:
             next(answer)
             asked = pool.submit(ask, mux, FILM)
             with pytest.raises(openai.APIError, match=f"{CHAT} was evicted for {FILM}"):

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.host import load_logs
-from anvil_mux.host.load_logs import LoadLogs, stage_of
+from anvil_mux.host.load_logs import LoadLogs, cause, stage_of
 from anvil_mux.host.seam import LoadSaid
 
 GUARD = 20.0
@@ -83,3 +83,81 @@ def test_a_log_that_was_read_too_late_says_nothing() -> None:
     loading.__enter__()
     assert logs._turn() == load_logs.LOOK_SECONDS
     assert logs._turn() is None
+
+
+LLAMA = """\
+0.00.014.245 I srv  llama_server: initializing ...
+0.00.109.591 W srv  llama_server: security: no API key is set and CORS allows all origins
+0.00.152.773 I srv    load_model: loading model '/m/none.gguf'
+0.00.152.907 E %s
+0.00.153.024 E llama_model_load_from_file_impl: failed to load model
+0.00.153.054 E common_fit_params: encountered an error while trying to fit params: failed to load model
+0.00.153.067 I srv    operator(): operator(): cleaning up before exit...
+0.00.192.905 E srv  llama_server: exiting due to model loading error"""
+VLLM = """\
+(EngineCore_DP0 pid=272) ERROR 10-09 13:53:19 [core.py:708] EngineCore failed to start.
+(EngineCore_DP0 pid=272) ERROR 10-09 13:53:19 [core.py:708] Traceback (most recent call last):
+(EngineCore_DP0 pid=272) ERROR 10-09 13:53:19 [core.py:708] %s
+(APIServer pid=1)   File "vllm/v1/engine/utils.py", line 729, in wait_for_engine_startup
+(APIServer pid=1)     raise RuntimeError("Engine core initialization failed. See root cause above.")
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above."""
+SHORT = "it needs more GPU memory than is free"
+FILE, NEWER = "check the path in its command", "this version of the engine does not know"
+NO_GPU, PORT = "it sees no GPU", "another program has this port"
+
+
+@pytest.mark.parametrize(
+    ("log", "line", "advice"),
+    [
+        (LLAMA, "gguf_init_from_file: failed to open GGUF file 'a.gguf' (No such file or directory)", FILE),
+        (LLAMA, "llama_model_load: error loading model: unknown model architecture: 'lLama'", NEWER),
+        (LLAMA, "start: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 9556", PORT),
+        (LLAMA, "alloc_buffer: allocating 35533.34 MiB on device 0: cudaMalloc failed: out of memory", SHORT),
+        (LLAMA, "gguf_init_from_reader: invalid magic characters: 'hell', expected 'GGUF'", ""),
+        ("%s", "error: invalid argument: --bogus", ""),
+        ("%s", 'error while handling argument "--device": invalid device: CUDA0', NO_GPU),
+        ("%s", "vk::Device::allocateMemory: ErrorOutOfDeviceMemory", SHORT),
+        ("%s", "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", SHORT),
+        (VLLM, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", SHORT),
+        (VLLM, "ValueError: No available memory for the cache blocks.", SHORT),
+        (VLLM, "ValueError: Free memory on device (3.2/23.7 GiB) on startup is less than desired", SHORT),
+        (VLLM, "ValueError: Model architectures ['XForCausalLM'] are not supported for now.", NEWER),
+        (VLLM, "OSError: org/none is not a local folder and is not a valid model identifier listed on", FILE),
+        (VLLM, "RuntimeError: Failed to infer device type", NO_GPU),
+        (
+            VLLM,
+            "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory",
+            NO_GPU,
+        ),
+        (VLLM, "ValueError: max_model_len (16384) is greater than the derived max_model_len", ""),
+        (VLLM, "OSError: [Errno 98] Address already in use", PORT),
+    ],
+)
+def test_the_line_that_says_why_an_engine_ended_is_found_with_advice(
+    log: str, line: str, advice: str
+) -> None:
+    found = cause((log % line).splitlines(), ended=True, contained=False)
+    assert found.startswith(f": {line}; {advice}" if advice else f": {line}")
+    assert bool(advice) is (found != f": {line}")
+
+
+def test_what_an_engine_that_runs_prints_is_no_cause_of_its_end() -> None:
+    lines = (LLAMA % "gguf_init: (No such file or directory)").splitlines()
+    assert cause(lines, ended=False, contained=True) == ""
+    assert cause(["INFO: all is well"], ended=True, contained=True) == ""
+    [long] = [cause([f"error: {'x' * 5000}"], ended=True, contained=True)]
+    assert len(long) < 400
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0.00.554.220 I srv  llama_server: listening on http://127.0.0.1:8080",
+        "INFO:     Uvicorn running on http://localhost:30000 (Press CTRL+C to quit)",
+    ],
+)
+def test_who_listens_only_inside_its_container_is_told_how_to_listen_outside(line: str) -> None:
+    assert cause([line], ended=False, contained=True).endswith("add --host 0.0.0.0 to its command")
+    assert cause([line], ended=False, contained=False) == ""
+    heard = line.replace("127.0.0.1", "0.0.0.0").replace("localhost", "0.0.0.0")
+    assert cause([heard], ended=False, contained=True) == ""

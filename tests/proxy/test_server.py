@@ -118,7 +118,9 @@ def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
     answer = connection.read()
     assert code(answer.body) == "model_not_found"
     assert answer.header(b"x-should-retry") == b"false"
-    assert b"Known models: a, org/b" in answer.body
+    assert b"The model `nobody` does not exist. Known models: a, alias, org/b." in answer.body
+    connection.post(b'{"model":"org/B"}')
+    assert b"does not exist. Did you mean `org/b`? Known" in connection.read().body
     assert not rig.events.of("loading")
 
 
