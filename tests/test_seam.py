@@ -17,7 +17,7 @@ from tests.test_layers import MODULES, forgetting, imported, nodes, ours, packag
 __all__ = ["forgetting"]
 
 TOUCHES = """
-    adopt container containers cuda_checkpoint cuda_driver docker_api drm engine_client freed gpu levels
+    adopt container containers cuda_checkpoint cuda_driver docker_api amd_intel engine_client freed gpu levels
     load_logs meminfo nvml processes project prompts read_ahead reading rights runtime starter weights
 """
 """The modules of host/ that read NVML, /sys and /proc, or move services and memory: none is used outside."""

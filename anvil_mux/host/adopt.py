@@ -175,15 +175,15 @@ class Adopter:
         deepens = engines.UNKNOWN in sleeps.levels
         return self._in_standby(backend, "sleep-2" if deepens and not light else "sleep")
 
-    def _in_standby(self, backend: Backend, how: str) -> Found:
-        """Return how it is in standby, or that it is unfit since it holds its GPUs all the same."""
+    def _in_standby(self, backend: Backend, level: str) -> Found:
+        """Judge one in standby: unfit if it holds its GPUs all the same."""
         pids = self._runtime.pids(backend)
         held = self._memory.held(backend, lambda: pids, resident=False)
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
-        if full and how != "freeze":
+        if full and level != "freeze":
             amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
             return Unfit(f"it is in standby but still holds {amounts}")
-        return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
+        return Evicted(level, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
 
     def _awake(self, backend: Backend, url: str) -> Found:
         try:

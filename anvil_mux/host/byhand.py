@@ -46,7 +46,7 @@ def held(host: LocalHost, backend: Backend) -> int:
 def bus(backend: Backend) -> float | None:
     """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
     known, found = nvml.buses(), gpu.probe()
-    links = [known.get(reading.id) for each in backend.gpus if (reading := found.find(each))]
+    links = [known.get(reading.gpu.id) for each in backend.gpus if (reading := found.find(each))]
     return sum(link or 0.0 for link in links) if links and all(links) else None
 
 

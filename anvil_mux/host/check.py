@@ -31,7 +31,7 @@ def gpus_here() -> tuple[HostGpu, ...]:
         return ()
     from anvil_mux.host import gpu
 
-    return gpu.listed(gpu.probe())
+    return gpu.probe().listed
 
 
 class VendorGpus(NamedTuple):
@@ -45,14 +45,14 @@ class VendorGpus(NamedTuple):
 
 def gpus_by_vendor() -> list[VendorGpus]:
     """Look at the GPUs of this machine, vendor by vendor."""
-    from anvil_mux.host import drm, gpu, nvml
+    from anvil_mux.host import amd_intel, nvml
 
-    nvidias, others = nvml.probe(), gpu.listed(cards := drm.probe())
+    nvidias, cards = nvml.probe(), amd_intel.probe()
     driver = nvidias.driver and f"driver {nvidias.driver}"
-    found = [VendorGpus("NVIDIA", gpu.listed(nvidias), nvidias.why_none or driver)]
-    for vendor, name in drm.NAMES.items():
-        own = tuple(each for each in others if each.id.startswith(vendor))
-        unseen = bool(own) and not drm.clients()[1]
+    found = [VendorGpus("NVIDIA", nvidias.listed, nvidias.why_none or driver)]
+    for vendor, name in amd_intel.NAMES.items():
+        own = tuple(each for each in cards.listed if each.id.startswith(vendor))
+        unseen = bool(own) and not amd_intel.clients()[1]
         note = (
             "only some of the processes that hold their memory are known: root alone sees all"
             if unseen

@@ -44,17 +44,17 @@ class Hosts:
     def adopt(self, backend: Backend) -> Found:
         return self._of(backend).adopt(backend)
 
-    def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        return self._of(backend).load(backend, how, number)
+    def load(self, backend: Backend, level: str, number: int) -> Loaded:
+        return self._of(backend).load(backend, level, number)
 
     def cancel(self, backend: Backend, number: int) -> None:
         self._of(backend).cancel(backend, number)
 
-    def evict(self, backend: Backend, how: str) -> Evicted:
-        return self._of(backend).evict(backend, how)
+    def evict(self, backend: Backend, level: str) -> Evicted:
+        return self._of(backend).evict(backend, level)
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        return self._of(backend).demote(backend, how, to)
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
+        return self._of(backend).demote(backend, before, level)
 
     def stop(self, backend: Backend) -> None:
         self._of(backend).stop(backend)
@@ -79,16 +79,16 @@ class ExternalServer:
     def adopt(self, backend: Backend) -> Found:
         return Awake(backend.url)
 
-    def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        return Loaded(backend.url, how)
+    def load(self, backend: Backend, level: str, number: int) -> Loaded:
+        return Loaded(backend.url, level)
 
     def cancel(self, backend: Backend, number: int) -> None:
         """Do nothing: no load of it ever is under way."""
 
-    def evict(self, backend: Backend, how: str) -> Evicted:
+    def evict(self, backend: Backend, level: str) -> Evicted:
         return Evicted("stop")
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
         return Evicted("stop")
 
     def stop(self, backend: Backend) -> None:

@@ -612,7 +612,7 @@ def test_a_real_engine_is_loaded_dies_and_is_loaded_again(real: Caller, tmp_path
     os.kill(pid_of(tmp_path), signal.SIGKILL)
     ended = read_until(real, ServiceEnded)
     assert (ended.backend, ended.why, ended.load) == ("m.b", "was killed by SIGKILL", 5)
-    assert real.step(2, "load", M, "stop", 6).how == "stop"
+    assert real.step(2, "load", M, "stop", 6).level == "stop"
     assert real("log_tail", M)
     assert real.step(3, "evict", M, "stop") == Evicted("stop")
     assert real("running") == []

@@ -113,7 +113,7 @@ BACKEND = replace(
     [
         (None, None),
         (list[Backend], [BACKEND]),
-        (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),), composed="{}")),
+        (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),), generated_compose="{}")),
         (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),
         (Loaded, Loaded("http://a", "stop")),
         (Evicted, Evicted("stop", {"0": 1}, 2, {"0": 3}, "died", ("log",))),

@@ -700,7 +700,7 @@ class Composer:
 
     def config(self, composed: str, *names: str) -> HostConfig:
         backends = tuple(replace(A, name=name, model="m") for name in names)
-        return HostConfig(backends, project="p-b", files=self.files, composed=composed)
+        return HostConfig(backends, project="p-b", files=self.files, generated_compose=composed)
 
     def run(self, argv: Sequence[str], timeout: float) -> Done:
         if "create" in argv:

@@ -103,7 +103,7 @@ class Scene:
 
     def resident(self, backend: Backend, *faults: str) -> SleepyEngine:
         self.house.faults[backend.name] = set(faults)
-        assert self.swapper.load(backend, "stop").how == "stop"
+        assert self.swapper.load(backend, "stop").level == "stop"
         self.house.calls.clear()
         self.phases.clear()
         return self.house.engines[backend.name]
@@ -168,14 +168,14 @@ def test_the_token_is_asked_for_by_the_engines_own_name_for_the_model(scene: Sce
     backend = replace(A, served_model="org/inside")
     scene.resident(backend)
     scene.swapper.evict(backend, "sleep")
-    assert scene.swapper.load(backend, "sleep").how == "sleep"
+    assert scene.swapper.load(backend, "sleep").level == "sleep"
 
 
 def test_weights_that_were_dropped_are_read_again(scene: Scene) -> None:
     engine = scene.resident(A)
-    assert scene.swapper.evict(A, "sleep-2").how == "sleep-2"
+    assert scene.swapper.evict(A, "sleep-2").level == "sleep-2"
     assert engine.garbage
-    assert scene.swapper.load(A, "sleep-2").how == "sleep-2"
+    assert scene.swapper.load(A, "sleep-2").level == "sleep-2"
     assert not engine.garbage
 
 
@@ -183,7 +183,7 @@ def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene:
     scene.resident(A)
     assert scene.swapper.evict(A, "freeze") == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
     assert scene.house.frozen == {"a"}
-    assert scene.swapper.load(A, "freeze").how == "freeze"
+    assert scene.swapper.load(A, "freeze").level == "freeze"
     assert scene.house.calls == ["pause a", "resume a"]
 
 
@@ -207,7 +207,7 @@ def test_a_slow_first_sleep_is_waited_for(scene: Scene, monkeypatch: pytest.Monk
     assert not evicted
     engine.may_sleep.set()
     thread.join(GUARD)
-    assert [each.how for each in evicted] == ["sleep"]
+    assert [each.level for each in evicted] == ["sleep"]
 
 
 def test_a_sleeper_is_stopped_when_it_is_demoted(scene: Scene) -> None:
@@ -233,7 +233,7 @@ def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_f
 def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(scene: Scene) -> None:
     scene.resident(A)
     scene.swapper.evict(A, "sleep")
-    assert scene.swapper.demote(A, "sleep", "sleep-2").how == "stop"
+    assert scene.swapper.demote(A, "sleep", "sleep-2").level == "stop"
 
 
 def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_again() -> None:
@@ -254,7 +254,7 @@ def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_ag
 def test_what_was_given_back_is_measured(scene: Scene, how: str, freed: int) -> None:
     scene.resident(A)
     evicted = scene.swapper.evict(A, how)
-    assert (evicted.how, evicted.freed) == (how, {"0": freed})
+    assert (evicted.level, evicted.freed) == (how, {"0": freed})
 
 
 def test_who_is_stopped_because_it_did_not_sleep_gave_back_all_that_it_held(scene: Scene) -> None:
@@ -450,7 +450,7 @@ def test_a_wake_that_is_not_complete_is_no_wake(scene: Scene, fault: str) -> Non
     first = scene.resident(A)
     scene.swapper.evict(A, "sleep")
     first.faults.add(fault)
-    assert scene.swapper.load(A, "sleep").how == "stop"
+    assert scene.swapper.load(A, "sleep").level == "stop"
     assert scene.used == 18 * GIB + CONTEXT
 
 
@@ -458,24 +458,24 @@ def test_a_second_wake_from_level_two_that_fails_is_a_cold_start(scene: Scene) -
     engine = scene.resident(A)
     for _ in range(2):
         scene.swapper.evict(A, "sleep-2")
-        assert scene.swapper.load(A, "sleep-2").how == "sleep-2"
+        assert scene.swapper.load(A, "sleep-2").level == "sleep-2"
     scene.swapper.evict(A, "sleep-2")
     engine.faults.add("wake answers 500")
-    assert scene.swapper.load(A, "sleep-2").how == "stop"
+    assert scene.swapper.load(A, "sleep-2").level == "stop"
 
 
 def test_who_was_woken_by_somebody_else_is_not_trusted(scene: Scene) -> None:
     engine = scene.resident(A)
     scene.swapper.evict(A, "sleep")
     engine.asleep = set()
-    assert scene.swapper.load(A, "sleep").how == "stop"
+    assert scene.swapper.load(A, "sleep").level == "stop"
 
 
 def test_who_died_while_standby_is_started_anew(scene: Scene) -> None:
     engine = scene.resident(A)
     scene.swapper.evict(A, "sleep")
     engine.end("was killed (code 137)")
-    assert scene.swapper.load(A, "sleep").how == "stop"
+    assert scene.swapper.load(A, "sleep").level == "stop"
 
 
 def test_a_wake_whose_engine_cannot_be_stopped_may_still_hold_its_gpus(scene: Scene) -> None:
@@ -506,7 +506,7 @@ def test_a_paused_service_that_does_not_answer_again_is_started_anew(scene: Scen
     engine = scene.resident(A)
     scene.swapper.evict(A, "freeze")
     engine.faults.add("answers nothing")
-    assert scene.swapper.load(A, "freeze").how == "stop"
+    assert scene.swapper.load(A, "freeze").level == "stop"
 
 
 # Checkpoints
@@ -547,7 +547,7 @@ def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -
     for _ in range(3):
         assert scene.swapper.evict(backend, "checkpoint") == Evicted("checkpoint", {"0": 0}, held)
         assert (scene.used, scene.house.frozen) == (0, {"a"})
-        assert scene.swapper.load(backend, "checkpoint").how == "checkpoint"
+        assert scene.swapper.load(backend, "checkpoint").level == "checkpoint"
         assert scene.house.frozen == set()
     assert not {"start a", "stop a"} & set(scene.house.calls)
 
@@ -587,7 +587,7 @@ def test_who_uses_no_cuda_is_only_frozen(scene: Scene, monkeypatch: pytest.Monke
     scene.house.ledger.hold(engine.pid, ("0",), 0)
     monkeypatch.setattr(scene.driver, "uses_cuda", lambda pid: False)
     assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("checkpoint", {"0": 0})
-    assert scene.swapper.load(STANDBY, "checkpoint").how == "checkpoint"
+    assert scene.swapper.load(STANDBY, "checkpoint").level == "checkpoint"
     assert scene.house.calls == ["pause a", "resume a"]
 
 
@@ -682,7 +682,7 @@ def test_who_is_restored_and_gives_no_token_is_started_anew(scene: Scene, fault:
     engine = scene.resident(backend)
     scene.swapper.evict(backend, "checkpoint")
     engine.faults.add(fault)
-    assert scene.swapper.load(backend, "checkpoint").how == "stop"
+    assert scene.swapper.load(backend, "checkpoint").level == "stop"
 
 
 def test_a_checkpointed_engine_that_died_is_started_anew(scene: Scene) -> None:
@@ -690,7 +690,7 @@ def test_a_checkpointed_engine_that_died_is_started_anew(scene: Scene) -> None:
     scene.swapper.evict(STANDBY, "checkpoint")
     engine.end("was killed (code 137)")
     del scene.driver.states[engine.pid]
-    assert scene.swapper.load(STANDBY, "checkpoint").how == "stop"
+    assert scene.swapper.load(STANDBY, "checkpoint").level == "stop"
 
 
 # Checkpoints of real processes, with the stand-in for libcuda
@@ -742,7 +742,7 @@ def test_a_real_engine_is_standby_frozen_and_comes_back(shop: Shop) -> None:
     url = shop.open()
     for _ in range(2):
         evicted = shop.swapper.evict(shop.backend, "checkpoint")
-        assert (evicted.how, evicted.residual, evicted.host_bytes) == ("checkpoint", {"0": 0}, GIB)
+        assert (evicted.level, evicted.residual, evicted.host_bytes) == ("checkpoint", {"0": 0}, GIB)
         assert shop.cuda.state(shop.pid) == "checkpointed"
         while not is_frozen(shop.pid):  # a signal is not obeyed at once
             assert shop.runtime.ended(shop.backend) is None
@@ -756,7 +756,7 @@ def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = shop.open()
-    assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
+    assert shop.swapper.evict(shop.backend, "checkpoint").level == "checkpoint"
     before = shop.cuda.calls()
     program = adopt(shop, monkeypatch)
     assert [model.state for model in program.parts.mux.overview.status().models] == ["standby"]
@@ -855,7 +855,7 @@ def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
     engines.sleep(backend, engine.url, 1)
-    assert scene.swapper.load(backend, "stop").how == "stop"
+    assert scene.swapper.load(backend, "stop").level == "stop"
     assert not engine.asleep
     assert scene.house.engines["a"] is engine
 
@@ -863,7 +863,7 @@ def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene
 def test_one_that_was_adopted_can_be_put_to_sleep(scene: Scene) -> None:
     engine = scene.resident(A)
     swapper = Swapper(scene.house, probe=scene.house.ledger.probe)
-    assert swapper.evict(A, "sleep").how == "sleep"
+    assert swapper.evict(A, "sleep").level == "sleep"
     assert swapper.load(A, "sleep") == Loaded(engine.url, "sleep")
 
 

@@ -99,7 +99,7 @@ def read_until(host: LocalHost, kind: type) -> list[object]:
 
 
 def test_an_engine_that_ends_is_news_with_the_number_of_its_load(host: LocalHost) -> None:
-    assert host.load(A, "stop", 7).how == "stop"
+    assert host.load(A, "stop", 7).level == "stop"
     os.kill(host.runtime.pids(A)[0], signal.SIGKILL)
     *phases, ended = read_until(host, ServiceEnded)
     assert [(each.backend, each.phase) for each in phases if isinstance(each, PhaseTook)] == [
@@ -150,7 +150,7 @@ def test_a_load_that_was_cancelled_before_it_began_leaves_nothing(host: LocalHos
     with pytest.raises(Cancelled):
         host.load(A, "stop", 3)
     assert host.running() == []
-    assert host.load(A, "stop", 4).how == "stop"
+    assert host.load(A, "stop", 4).level == "stop"
 
 
 def test_engines_are_reached_at_the_address_that_the_host_was_given(

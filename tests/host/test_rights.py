@@ -185,7 +185,7 @@ def test_a_checkpoint_that_fails_tells_what_was_missing(
     runtime = Notes()
     runtime.fails["pause"] = BackendError("not permitted")
     swapper = Swapper(runtime, lacks=lambda backend: ["the right to do so"])
-    assert swapper.evict(ENGINE, how).how == "stop"
+    assert swapper.evict(ENGINE, how).level == "stop"
     assert f"({how}) and is stopped instead: " in caplog.text
     assert caplog.records[0].getMessage().endswith(said)
     assert ("right" in caplog.text) is bool(said)

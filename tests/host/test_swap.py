@@ -200,7 +200,7 @@ def test_the_cancel_of_one_load_is_none_of_another_whichever_number_is_greater(h
     swapper = Swapper(Notes(healthy.url))
     swapper.cancel(BACKEND, 7)
     for number in (6, 8):
-        assert swapper.load(BACKEND, "stop", number).how == "stop"
+        assert swapper.load(BACKEND, "stop", number).level == "stop"
 
 
 class CancelledMeanwhile(Notes):

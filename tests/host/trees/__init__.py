@@ -9,9 +9,9 @@ HERE = Path(__file__).parent
 INSTEAD = """
 import os
 from pathlib import Path
-from anvil_mux.host import drm
+from anvil_mux.host import amd_intel
 
-drm.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
+amd_intel.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
 """
 
 
