@@ -16,7 +16,8 @@ from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import AgentCall, AnswerFrame, CallFrame, read_frame, write_frame
 from anvil_mux.host.seam import Awake, HostGpu
 from tests.cluster.answers import returned_by, value_of
-from tests.cluster.test_agent import CONFIG, FIRST, M, pid_of
+from tests.cluster.test_agent import CONFIG, FIRST, M
+from tests.cluster.test_agent_engines import pid_of
 from tests.host.test_processes import gone, running
 
 GUARD = 30.0
