@@ -13,8 +13,8 @@ from typing import Protocol
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import gpu, nvml, project
-from anvil_mux.host.container import base_url
-from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+from anvil_mux.host.docker_api import ContainerEngine, base_url
+from anvil_mux.host.docker_endpoint import find_endpoint
 from anvil_mux.host.engines import listen_port
 from anvil_mux.host.freed import FreedCheck
 from anvil_mux.host.local import LocalHost

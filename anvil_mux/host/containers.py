@@ -30,15 +30,18 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import gpu, project
-from anvil_mux.host.container import (
+from anvil_mux.host.docker_api import (
     ALIVE,
     HALF_REMOVED,
     Container,
+    ContainerEngine,
+    DockerRefused,
+    Missing,
     base_url,
     differing_parts,
     how_it_ended,
 )
-from anvil_mux.host.docker_api import ContainerEngine, DockerRefused, Missing, find_endpoint
+from anvil_mux.host.docker_endpoint import find_endpoint
 from anvil_mux.host.engines import listen_port
 from anvil_mux.host.project import Project
 from anvil_mux.host.runtime import NotBegun

@@ -16,8 +16,8 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import BackendError, ConfigError
-from anvil_mux.host import processes
-from anvil_mux.host.processes import Record
+from anvil_mux.host import runs
+from anvil_mux.host.runs import RunRecord
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.host.starter import Child, StarterLost
 from anvil_mux.state import state_folder
@@ -108,19 +108,19 @@ def test_a_new_runtime_adopts_what_runs(house: House):
 ORPHAN = """
 import sys
 sys.path.insert(0, {root!r})
-from pathlib import Path
+import os, signal
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.host.processes import ProcessRuntime
 backend = Backend(name="a", model="a", service=Service(command=("sh", "-c", {script!r})))
-ProcessRuntime(Config(backends=(backend,), project="p"), state=Path({state!r})).start(backend)
-import os, signal
+environ = {{**os.environ, "XDG_STATE_HOME": {state!r}}}
+ProcessRuntime(Config(backends=(backend,), project="p"), environ=environ).start(backend)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_killed_anvil_mux_loses_no_engine(house: House):
     root = str(Path(__file__).parent.parent.parent)
-    state = str(house.file(""))
+    state = str(house.folder / "state")
     program = ORPHAN.format(root=root, script=FOREVER, state=state)
     code = os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", program])
     assert code == -signal.SIGKILL
@@ -162,14 +162,14 @@ def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
 ):
     backend = command("sleep", "1000")
     first = house.runtime(backend)
-    write = first._write_record
+    write = first._records.write
 
-    def killed_once_it_runs(name: str, record: Record) -> None:
+    def killed_once_it_runs(name: str, record: RunRecord) -> None:
         if record.pid:
             raise Killed
         write(name, record)
 
-    monkeypatch.setattr(first, "_write_record", killed_once_it_runs)
+    monkeypatch.setattr(first._records, "write", killed_once_it_runs)
     with pytest.raises(Killed):
         first.start(backend)
     [engine] = inhabitants(house.folder)
@@ -247,7 +247,7 @@ def full_disk(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data, offset)
 
-    monkeypatch.setattr(processes.os, "pwrite", pwrite)
+    monkeypatch.setattr(runs.os, "pwrite", pwrite)
     yield full
     full[0] = False
 

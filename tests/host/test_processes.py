@@ -306,7 +306,7 @@ def test_a_service_that_cannot_be_looked_at_has_not_ended(house: House, monkeypa
             runtime.ended(backend)
     assert runtime.ended(backend) is None
     assert house.deaths.empty()
-    os.kill(runtime._record("a").pid, signal.SIGKILL)
+    os.kill(runtime._records.read("a").pid, signal.SIGKILL)
     assert house.died() == "a"
 
 

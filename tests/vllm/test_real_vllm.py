@@ -50,7 +50,7 @@ class Scene:
             "a", "m", ("0",), engine="vllm", load_timeout=GUARD, evict_to=("sleep",), service=service
         )
         config = Config(backends=(self.backend,), project="vllm")
-        self.runtime = ProcessRuntime(config, state=folder / "state")
+        self.runtime = ProcessRuntime(config, environ={**os.environ, "XDG_STATE_HOME": str(folder / "state")})
         self.swapper = Swapper(self.runtime)
         self.url = self.swapper.load(self.backend).url
 
