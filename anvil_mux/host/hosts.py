@@ -113,11 +113,11 @@ class Finding(NamedTuple):
     """The part of the configuration that its list of models contradicts; "" if none."""
 
 
-def look_at_server(backend: Backend, timeout: float = ASK_SECONDS) -> Finding:
+def look_at_server(backend: Backend) -> Finding:
     """Ask the server of a backend for its models; blocks for a few seconds at most."""
     server = site(backend.url)
     try:
-        connection = _connection(server, backend.ca_file, timeout)
+        connection = _connection(server, backend.ca_file)
         try:
             path = server.path(MODELS)
             shown = key_fields(backend.url, backend.service.api_key or "", path)
@@ -139,11 +139,11 @@ def why_unreachable(error: Exception) -> str:
     return text
 
 
-def _connection(server: Site, ca_file: str, timeout: float) -> http.client.HTTPConnection:
+def _connection(server: Site, ca_file: str) -> http.client.HTTPConnection:
     if not server.secure:
-        return http.client.HTTPConnection(server.host, server.port, timeout=timeout)
+        return http.client.HTTPConnection(server.host, server.port, timeout=ASK_SECONDS)
     context = trust(ca_file)
-    return http.client.HTTPSConnection(server.host, server.port, timeout=timeout, context=context)
+    return http.client.HTTPSConnection(server.host, server.port, timeout=ASK_SECONDS, context=context)
 
 
 def key_fields(url: str, key: str, path: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from anvil_mux.config.abilities import SLEEP_FLAGS, cannot_evict_to
 from anvil_mux.config.caveats import SLEEPERS
@@ -361,32 +361,31 @@ def _reason(error: Exception) -> str:
 # Standby levels
 
 
-class Level(Protocol):
-    """One standby level."""
+class Level:
+    """One standby level, which works with what the swapper has for it."""
 
-    frees: ClassVar[bool]
+    frees: ClassVar[bool] = True
     """Whether it gives GPU memory back. False: for engines that hold none."""
-    freezes: ClassVar[bool]
+    freezes: ClassVar[bool] = False
     """Whether the service is frozen once its memory is free."""
+
+    def __init__(self, swapper: Swapper) -> None:
+        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         """Base URL of the backend once it answers for its model; an error if it does not."""
+        raise NotImplementedError
 
     def evict(self, backend: Backend) -> int:
         """Returns when its GPUs are free, as far as the engine says; an error if they are not.
 
         The bytes that were taken from the GPUs to host memory, 0 where only the engine knows.
         """
+        raise NotImplementedError
 
 
-class Stop:
+class Stop(Level):
     """The service is stopped; its next load is a cold start."""
-
-    frees: ClassVar[bool] = True
-    freezes: ClassVar[bool] = False
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         begun = self._swapper.now()
@@ -399,7 +398,8 @@ class Stop:
         return self._load(backend, begun)
 
     def _load(self, backend: Backend, begun: float) -> str:
-        swapper = self._swapper
+        swapper, deadline = self._swapper, begun + backend.load_timeout
+        check_cancelled = swapper.check_cancelled(backend)
         with swapper.phase(backend, "load"):
             url = swapper.start(backend)
         with swapper.phase(backend, "ready"):
@@ -407,21 +407,16 @@ class Stop:
                 backend,
                 url,
                 ended=lambda: swapper.runtime.ended(backend),
-                check_cancelled=swapper.check_cancelled(backend),
-                deadline=begun + backend.load_timeout,
+                check_cancelled=check_cancelled,
+                deadline=deadline,
                 now=swapper.now,
                 sleep=swapper.sleep,
             )
             if may_sleep(backend) and engines.is_asleep(backend, url):
                 # It ran already, asleep; or it is one that loads nothing by itself.
-                engines.wake(backend, url, engines.UNKNOWN, swapper.check_cancelled(backend))
-            deadline = begun + backend.load_timeout
+                engines.wake(backend, url, engines.UNKNOWN, check_cancelled)
             engines.load_adapters(
-                backend,
-                url,
-                deadline=deadline,
-                check_cancelled=swapper.check_cancelled(backend),
-                now=swapper.now,
+                backend, url, deadline=deadline, check_cancelled=check_cancelled, now=swapper.now
             )
         return url
 
@@ -430,15 +425,10 @@ class Stop:
         return 0
 
 
-class Sleep:
+class Sleep(Level):
     """The engine sleeps: it frees its GPU memory and keeps the weights in host memory."""
 
-    frees: ClassVar[bool] = True
-    freezes: ClassVar[bool] = False
     level: ClassVar[int] = 1
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         check_cancelled = self._swapper.check_cancelled(backend)
@@ -457,18 +447,14 @@ class DeepSleep(Sleep):
     level: ClassVar[int] = 2
 
 
-class Checkpoint:
+class Checkpoint(Level):
     """The CUDA driver moves the GPU memory to host memory; then the service is frozen.
 
     An engine that can sleep does so first: what it drops, such as its cache, need not be moved. Its processes
     are looked for each time, since engines replace them. Where none uses CUDA, it is only frozen.
     """
 
-    frees: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         return self._swapper.bring_back(backend, lambda url: self._restore(backend, url))
@@ -495,14 +481,11 @@ class Checkpoint:
         return swapper.checkpointer.checkpoint(pids).bytes if pids else 0
 
 
-class Freeze:
+class Freeze(Level):
     """The service is frozen as it is; only for engines that hold no GPU memory."""
 
     frees: ClassVar[bool] = False
     freezes: ClassVar[bool] = True
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         return self._swapper.bring_back(backend, lambda url: self._swapper.runtime.resume(backend))
