@@ -33,7 +33,7 @@ from anvil_mux.host.levels import may_sleep
 from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
-from anvil_mux.state import write_whole
+from anvil_mux.state import text_of, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +65,7 @@ class Notes:
             log.warning("%s: its standby level cannot be noted: %s", backend, error)
 
     def level(self, backend: str) -> str:
-        try:
-            return self._level_file(backend).read_text()
-        except OSError:
-            return ""
+        return text_of(self._level_file(backend))
 
     def _level_file(self, backend: str) -> Path:
         return self._folder / f"{backend}.level"
@@ -88,9 +85,7 @@ class Notes:
             self._write(self._words() - {_word(backend)})
 
     def _words(self) -> set[str]:
-        with suppress(OSError):
-            return set(self._services.read_text().split())
-        return set()
+        return set(text_of(self._services).split())
 
     def _write(self, words: Iterable[str]) -> None:
         try:

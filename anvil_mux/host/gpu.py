@@ -24,6 +24,7 @@ from anvil_mux.clock import Worker
 from anvil_mux.host import amd_intel, nvml
 from anvil_mux.host.reading import Gpus, Reading
 from anvil_mux.host.seam import OtherProcess, Seen, Sight
+from anvil_mux.state import text_of
 
 
 def probe(pids: Collection[int] | None = None, *, sensors: bool = False) -> Gpus:
@@ -66,10 +67,7 @@ CONTAINER = re.compile(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?=/|$)")
 
 def container(pid: int, proc: Path = Path("/proc")) -> str | None:
     """The id of the container that this process of the host runs in, None where it runs in none."""
-    try:
-        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-    except OSError:
-        return None
+    lines = text_of(proc / str(pid) / "cgroup").splitlines()
     # Lines are HIERARCHY:CONTROLLERS:PATH. Of nested containers the innermost stands last in its path.
     found = [ids[-1] for line in lines if (ids := CONTAINER.findall(line.split(":", 2)[-1]))]
     return str(found[0]) if found else None
@@ -77,10 +75,7 @@ def container(pid: int, proc: Path = Path("/proc")) -> str | None:
 
 def command(pid: int, proc: Path = Path("/proc")) -> str:
     """The short name of a process, "" once it is gone."""
-    try:
-        return (proc / str(pid) / "comm").read_text().strip()
-    except OSError:
-        return ""
+    return text_of(proc / str(pid) / "comm").strip()
 
 
 EVERY_SECONDS = 1.0

@@ -97,7 +97,9 @@ class Nvml:
 
 
 def test_a_gpu_tells_memory_and_processes():
-    first = probe(Nvml()).readings[0]
+    nvml = Nvml()
+    first = probe(nvml).readings[0]
+    assert nvml.open == 0
     assert first == Reading(
         HostGpu("0", FIRST, "RTX", 24 << 30),
         20 << 30,
@@ -196,12 +198,6 @@ def test_a_gpu_is_found_by_index_uuid_and_beginning_of_uuid():
     assert found == ["0", "1", "0", None, None, None, None]
 
 
-def test_nvml_is_closed_after_every_probe():
-    nvml = Nvml()
-    probe(nvml)
-    assert nvml.open == 0
-
-
 @pytest.mark.parametrize("error", [Nvml.NVMLError("Driver Not Loaded"), OSError("libnvidia-ml.so.1: no")])
 def test_a_machine_without_a_driver_has_no_gpus_and_says_why(error: Exception):
     class Broken(Nvml):
@@ -250,7 +246,7 @@ def test_a_gpu_tells_whether_it_is_cut_or_shared() -> None:
     assert dict(first.processes) == {41: 19 << 30, 42: None, 43: 2}  # each once
 
 
-def test_what_processes_hold_is_summed_per_gpu() -> None:
+def test_what_processes_hold_is_summed_per_gpu_and_an_untold_amount_is_not_taken_for_nothing() -> None:
     gpus = FakeGpus(24 << 30, 24 << 30)
     gpus.hold(41, 0, 5)
     gpus.hold(42, 0, 7)
@@ -258,20 +254,8 @@ def test_what_processes_hold_is_summed_per_gpu() -> None:
     assert gpus().used_by({41, 42}) == {"0": 12, "1": 11}
     assert gpus().used_by([41]) == {"0": 5}
     assert gpus().used_by({99}) == {}
-
-
-def test_an_untold_amount_is_not_taken_for_nothing() -> None:
-    gpus = FakeGpus(24 << 30)
     gpus.hold(41, 0, None)
-    assert gpus().used_by({41}) == {"0": None}
-
-
-def test_memory_is_free_again_once_its_holder_lets_go() -> None:
-    gpus = FakeGpus(24 << 30)
-    gpus.hold(41, 0, 20 << 30)
-    assert gpus().readings[0].free == 4 << 30
-    gpus.release(41)
-    assert gpus().readings[0].free == 24 << 30
+    assert gpus().used_by({41, 42}) == {"0": None, "1": 11}
 
 
 # Containers and other processes
