@@ -39,11 +39,7 @@ from anvil_mux.host.runs import (
     RunRecord,
     RunRecords,
     boot,
-    end_run,
-    is_alive,
-    members_of,
     open_pidfd,
-    send_signal,
     start_moment,
     stat_of,
     wait_for_any,
@@ -103,8 +99,8 @@ class ProcessRuntime:
     def start(self, backend: Backend) -> str:
         described = _described(backend, self._address)
         record = self._records.read(backend.name)
-        if record is not None and record.described == described and is_alive(record):
-            send_signal(record, signal.SIGCONT)
+        if record is not None and record.described == described and record.is_alive():
+            record.send(signal.SIGCONT)
             self._answer_for(backend.name, record)
             return record.url
         self.stop(backend)
@@ -131,7 +127,7 @@ class ProcessRuntime:
         try:
             self._records.write(backend.name, record)
         except BackendError:
-            end_run(record, 0)
+            record.end(0)
             raise
         self._answer_for(backend.name, record)
         return record.url
@@ -147,7 +143,7 @@ class ProcessRuntime:
         self._hold(backend.name, None)
         record = self._records.read(backend.name)
         if record is not None:
-            end_run(record, grace)
+            record.end(grace)
             self._reap(backend.name)
             self._records.drop(backend.name)
 
@@ -161,27 +157,30 @@ class ProcessRuntime:
             before.close()
 
     def pause(self, backend: Backend) -> None:
-        if not send_signal(self._records.read(backend.name), signal.SIGSTOP):
-            raise BackendError(f"service {backend.name} {self.ended(backend)}")
+        self._signal(backend, signal.SIGSTOP)
 
     def resume(self, backend: Backend) -> None:
-        if not send_signal(self._records.read(backend.name), signal.SIGCONT):
+        self._signal(backend, signal.SIGCONT)
+
+    def _signal(self, backend: Backend, number: signal.Signals) -> None:
+        record = self._records.read(backend.name)
+        if record is None or not record.send(number):
             raise BackendError(f"service {backend.name} {self.ended(backend)}")
 
     def pids(self, backend: Backend) -> list[int]:
         record = self._records.read(backend.name)
-        return [] if record is None else sorted(members_of(record))
+        return [] if record is None else sorted(record.members())
 
     def mounts(self, backend: Backend) -> Mounts:
         return backend.service.mounts
 
     def owner(self, pid: int) -> str | None:
         records = {name: record for name in self._names if (record := self._records.read(name))}
-        return next((name for name, record in records.items() if pid in members_of(record, [pid])), None)
+        return next((name for name, record in records.items() if pid in record.members([pid])), None)
 
     def ended(self, backend: Backend) -> str | None:
         record = self._records.read(backend.name)
-        if record is not None and is_alive(record):
+        if record is not None and record.is_alive():
             return None
         code = self._reap(backend.name, REAP_SECONDS)
         if code is None:
@@ -197,10 +196,10 @@ class ProcessRuntime:
         found = {}
         for name in self._names:
             record = self._records.read(name)
-            if record is not None and is_alive(record):
+            if record is not None and record.is_alive():
                 found[name] = record.url
                 self._answer_for(name, record)
-            elif record is not None and members_of(record):
+            elif record is not None and record.members():
                 found[name] = ""  # its workers have outlived it
         return found
 
@@ -216,7 +215,7 @@ class ProcessRuntime:
 
     def is_frozen(self, backend: Backend) -> bool:
         record = self._records.read(backend.name)
-        seen = stat_of(record.pid) if record is not None and is_alive(record) else None
+        seen = stat_of(record.pid) if record is not None and record.is_alive() else None
         return seen is not None and seen.state in "Tt"
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
@@ -319,7 +318,7 @@ class ProcessRuntime:
             names = {}
             for name, record in up.items():
                 fd = open_pidfd(record.pid, opened)
-                if fd is None or not is_alive(record):
+                if fd is None or not record.is_alive():
                     return [name]
                 names[fd] = name
             ready = wait_for_any([self._waker, *names], TRIM_SECONDS)
@@ -332,7 +331,7 @@ class ProcessRuntime:
             if self._up.get(name) != record:
                 return
         with suppress(BackendError):
-            end_run(record, 0)  # Workers that outlive their engine's front still hold the GPU.
+            record.end(0)  # Workers that outlive their engine's front still hold the GPU.
         self._reap(name)
         with self._lock:
             if self._up.get(name) != record:

@@ -47,6 +47,78 @@ class RunRecord:
     described: Mapping[str, str] = field(default_factory=dict)
     """Part of the description that it was started by -> a digest of it; empty: they are not known."""
 
+    def is_alive(self) -> bool:
+        """Whether the process that was started has not ended."""
+        seen = stat_of(self.pid)
+        return seen is not None and seen.started == self.started and not seen.has_ended
+
+    def members(self, pids: Iterable[int] | None = None) -> set[int]:
+        """The processes of the run, among ``pids`` (None: all), that have not ended.
+
+        They are those with its mark, and the others of its session: an engine may start some without its
+        environment. Once the process that gave the session its number has ended, the number may be that of
+        another session. Then those without a mark count only where their environment is blank, as it is for
+        whoever has written a title over it.
+        """
+        seen = {pid: each for pid in (_processes() if pids is None else pids) if (each := stat_of(pid))}
+        since = {
+            pid: each for pid, each in seen.items() if each.started >= self.started and not each.has_ended
+        }
+        marked = self._marked(since)
+        session = {pid for pid, each in since.items() if each.session == self.pid}
+        leader = stat_of(self.pid)
+        if leader is not None and leader.started != self.started:
+            return marked
+        if leader is None and not marked & session:
+            session = {
+                pid for pid in session if (words := _variables(pid)) is not None and not words.strip(b"\0")
+            }
+        return marked | session
+
+    def end(self, grace: float) -> None:
+        """Return when no process of the run is left: SIGTERM, ``grace`` seconds, SIGKILL."""
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
+            deadline = time.monotonic() + patience
+            signalled: set[int] = set()
+            while members := self.members():
+                left = deadline - time.monotonic()
+                with ExitStack() as opened:
+                    fds = {pid: open_pidfd(pid, opened) for pid in members}
+                    for pid in members - signalled:
+                        _tell(fds[pid], number)
+                        _tell(fds[pid], signal.SIGCONT)  # who is frozen hears no other signal
+                    signalled |= members
+                    if left <= 0:
+                        break
+                    # The sooner of an end and a second, since a member may start others meanwhile.
+                    wait_for_any([fd for fd in fds.values() if fd is not None], min(left, 1.0))
+            else:
+                return
+        raise BackendError(f"process {self.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signal every process of the run, also those started meanwhile; False if there is none."""
+        signalled: set[int] = set()
+        while news := self.members() - signalled:
+            with ExitStack() as opened:
+                for pid in news:
+                    _tell(open_pidfd(pid, opened), number)
+            signalled |= news
+        return bool(signalled)
+
+    def begun(self) -> RunRecord | None:
+        """The same of a run that was about to be started, if it came to that."""
+        marked = [(seen.started, pid) for pid in self._marked(_processes()) if (seen := stat_of(pid))]
+        if not marked:
+            return None
+        started, pid = min(marked)  # its workers began later
+        return replace(self, pid=pid, started=started)
+
+    def _marked(self, pids: Iterable[int]) -> set[int]:
+        """The processes that inherited the run's mark."""
+        mark = f"{MARK}={self.mark}".encode()
+        return {pid for pid in pids if mark in (_variables(pid) or b"").split(b"\0")}
+
 
 # Records
 
@@ -78,7 +150,7 @@ class RunRecords:
             return None
         if record.boot != boot():
             return None
-        return record if record.pid else _begun(record)
+        return record if record.pid else record.begun()
 
     def _read(self, file: Path) -> Any:
         """Return what a record has in its file. ValueError, also at a second look: it is written in place."""
@@ -149,84 +221,9 @@ class RunRecords:
 # Processes
 
 
-def members_of(record: RunRecord, pids: Iterable[int] | None = None) -> set[int]:
-    """The processes of the run, among ``pids`` (None: all), that have not ended.
-
-    They are those with its mark, and the others of its session: an engine may start some without its
-    environment. Once the process that gave the session its number has ended, the number may be that of
-    another session. Then those without a mark count only where their environment is blank, as it is for
-    whoever has written a title over it.
-    """
-    seen = {pid: each for pid in (_processes() if pids is None else pids) if (each := stat_of(pid))}
-    since = {pid: each for pid, each in seen.items() if each.started >= record.started and not each.has_ended}
-    marked = _marked(record, since)
-    session = {pid for pid, each in since.items() if each.session == record.pid}
-    leader = stat_of(record.pid)
-    if leader is not None and leader.started != record.started:
-        return marked
-    if leader is None and not marked & session:
-        session = {
-            pid for pid in session if (words := _variables(pid)) is not None and not words.strip(b"\0")
-        }
-    return marked | session
-
-
-def end_run(record: RunRecord, grace: float) -> None:
-    """Return when no process of the run is left: SIGTERM, ``grace`` seconds, SIGKILL."""
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
-        deadline = time.monotonic() + patience
-        signalled: set[int] = set()
-        while members := members_of(record):
-            left = deadline - time.monotonic()
-            with ExitStack() as opened:
-                fds = {pid: open_pidfd(pid, opened) for pid in members}
-                for pid in members - signalled:
-                    _tell(fds[pid], number)
-                    _tell(fds[pid], signal.SIGCONT)  # who is frozen hears no other signal
-                signalled |= members
-                if left <= 0:
-                    break
-                # The sooner of an end and a second, since a member may start others meanwhile.
-                wait_for_any([fd for fd in fds.values() if fd is not None], min(left, 1.0))
-        else:
-            return
-    raise BackendError(f"process {record.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
-
-
-def send_signal(record: RunRecord | None, number: signal.Signals) -> bool:
-    """Signal every process of the run, also those started meanwhile; False if there is none."""
-    signalled: set[int] = set()
-    while record is not None and (news := members_of(record) - signalled):
-        with ExitStack() as opened:
-            for pid in news:
-                _tell(open_pidfd(pid, opened), number)
-        signalled |= news
-    return bool(signalled)
-
-
-def is_alive(record: RunRecord) -> bool:
-    seen = stat_of(record.pid)
-    return seen is not None and seen.started == record.started and not seen.has_ended
-
-
 def start_moment(pid: int) -> int:
     seen = stat_of(pid)
     return seen.started if seen else 0
-
-
-def _begun(record: RunRecord) -> RunRecord | None:
-    """The run that was about to be started, if it came to that."""
-    marked = [(seen.started, pid) for pid in _marked(record, _processes()) if (seen := stat_of(pid))]
-    if not marked:
-        return None
-    started, pid = min(marked)  # its workers began later
-    return replace(record, pid=pid, started=started)
-
-
-def _marked(record: RunRecord, pids: Iterable[int]) -> set[int]:
-    """The processes that inherited the run's mark."""
-    mark = f"{MARK}={record.mark}".encode()
-    return {pid for pid in pids if mark in (_variables(pid) or b"").split(b"\0")}
 
 
 def _processes() -> list[int]:
