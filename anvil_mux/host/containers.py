@@ -55,7 +55,7 @@ LATE_LOG_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
 GENERATED = "compose.yaml"
-"""The file in the state folder with the services that are described anew for this host or its GPUs."""
+"""The file in the state folder with the services that are generated for this host or its GPUs."""
 EXISTS = "exists"
 """The word beside a container's id in a refusal to start it: what is left of its last start is in the way.
 

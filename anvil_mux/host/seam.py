@@ -73,7 +73,7 @@ class HostConfig:
     """The compose files, by their paths on the host."""
     runtime: str = "compose"
     generated_compose: str = ""
-    """One more compose file, by its text: services that are described anew for this host or its GPUs."""
+    """One more compose file, by its text: services that are generated for this host or its GPUs."""
 
     @classmethod
     def of(cls, config: Config, host: str = "") -> HostConfig:
