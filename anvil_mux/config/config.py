@@ -720,7 +720,7 @@ class Config:
         page="seeing.md#hooks",
     )
     files: tuple[str, ...] = ()
-    composed: dict[str, str] = field(default_factory=dict)
+    generated_compose: dict[str, str] = field(default_factory=dict)
     """Host -> a compose file for it, of the services that are described anew for a host or a GPU."""
     warnings: tuple[str, ...] = ()
     """The warnings of `check`."""

@@ -61,7 +61,7 @@ def places(config: Config) -> dict[str, str]:
 
 def composed(config: Config, host: str = "") -> dict[str, Any]:
     """The file for a host, with variables' signs as they are meant."""
-    found: dict[str, Any] = json.loads(config.composed[host].replace("$$", "$"))
+    found: dict[str, Any] = json.loads(config.generated_compose[host].replace("$$", "$"))
     return found
 
 
@@ -110,7 +110,7 @@ def test_a_reservation_of_one_gpu_is_the_gpu_where_there_is_but_one(tmp_path: Pa
     for given in ({}, {"present": ONE_HERE}, {"top": "gpus: ['0']"}):
         found = one(tmp_path, "", RESERVED, **given)
         assert places(found) == {"m": "/0"}
-        assert (found.composed, found.backends[0].most) == ({}, None)
+        assert (found.generated_compose, found.backends[0].most) == ({}, None)
 
 
 def test_two_models_that_reserve_one_gpu_each_may_run_side_by_side(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_without_a_cluster_the_models_are_known_and_wait(tmp_path: Path) -> None
     text = "services: {m: {x-anvil: {hosts: b, port: 1}}, n: {x-anvil: {hosts: any, gpu_count: 1, port: 1}}}"
     found = read(tmp_path, text)
     assert places(found) == {"m.b": "b/", "n.any.0": "any/0"}
-    assert found.composed == {}
+    assert found.generated_compose == {}
     (warning,) = [text for text in found.warnings if "--cluster" in text]
     assert "services.m.x-anvil.hosts: served there once serve is started with --cluster: m, n" in warning
 
@@ -302,7 +302,7 @@ def test_without_a_cluster_the_models_are_known_and_wait(tmp_path: Path) -> None
 def test_a_host_that_is_not_in_the_cluster_is_a_warning_and_has_its_backends(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: [gpu-a, gpu-c], gpu_count: 2", RESERVED, hosts={"gpu-a": machine()})
     assert places(found) == {"m.gpu-a.0-1": "gpu-a/0,1", "m.gpu-c.0-1": "gpu-c/0,1"}
-    assert list(found.composed) == ["gpu-a"]
+    assert list(found.generated_compose) == ["gpu-a"]
     assert Gpu("1", host="gpu-c") in found.gpus
     (warning,) = found.warnings
     assert "hosts: not in the cluster: gpu-c; m wait for that; did you mean gpu-a?" in warning
@@ -311,7 +311,7 @@ def test_a_host_that_is_not_in_the_cluster_is_a_warning_and_has_its_backends(tmp
 def test_a_host_of_which_no_address_is_known_is_not_there_yet(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: {zone: x}, gpu_count: 1", hosts={"b": machine(address="", zone="x")})
     assert places(found) == {"m.b.0": "b/0", "m.b.1": "b/1"}
-    assert found.composed == {}
+    assert found.generated_compose == {}
     assert any("not in the cluster: b; m wait for that" in text for text in found.warnings)
 
 
@@ -443,7 +443,7 @@ def test_a_model_with_a_choice_is_refused_only_where_all_of_it_is_pinned(tmp_pat
 def test_what_is_as_compose_has_it_is_not_described_anew(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: [local, b], gpus: ['0']", "gpus: [{device_ids: ['0']}]", hosts=AB)
     assert [each.service_name for each in found.backends] == ["m", "m.b"]
-    assert list(found.composed) == ["b"]
+    assert list(found.generated_compose) == ["b"]
     alone = one(tmp_path, "gpus: ['0']", "gpus: [{device_ids: ['0']}]")
     assert found.backends[0].service.digest == alone.backends[0].service.digest
 
@@ -534,7 +534,7 @@ def test_engines_are_published_on_the_address_of_their_host(
 ) -> None:
     text = f"services: {{m: {{image: x, ports: {ports}, x-anvil: {{{own}}}}}}}"
     found = read(tmp_path, text, hosts=AB, present=TWO_HERE)
-    (host,) = found.composed
+    (host,) = found.generated_compose
     made = composed(found, host)["services"][found.backends[0].name]
     assert expected == [
         each if isinstance(each, str) else (str(each["target"]), each["host_ip"], each.get("published"))
@@ -625,8 +625,8 @@ def test_a_host_gets_its_own_file_and_backends(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: [local, b], gpus: ['0']", hosts=AB)
     there = HostConfig.of(found, "b")
     assert (there.files, [each.name for each in there.backends]) == ((), ["m.b"])
-    assert list(json.loads(there.composed)["services"]) == ["m.b"]
-    assert HostConfig.of(found).composed == ""
+    assert list(json.loads(there.generated_compose)["services"]) == ["m.b"]
+    assert HostConfig.of(found).generated_compose == ""
 
 
 def test_processes_see_the_gpus_of_their_candidate_alone(tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ def test_processes_see_the_gpus_of_their_candidate_alone(tmp_path: Path) -> None
     visible = {name: each["CUDA_VISIBLE_DEVICES"] for name, each in seen.items()}
     assert visible == {"m": "0", "m.b.0": "0", "m.b.1": "1"}
     assert all(each["A"] == "b" for each in seen.values())
-    assert found.composed == {}
+    assert found.generated_compose == {}
     assert [each.service.working_dir for each in found.backends] == [None, str(tmp_path), str(tmp_path)]
 
 
@@ -712,8 +712,8 @@ def test_whatever_is_written_each_backend_has_gpus_of_its_own_host(tmp_path: Pat
         assert set(backend.gpu_names) <= known
         if backend.host in hosts:
             assert set(backend.gpus) <= {gpu.id for gpu in hosts[backend.host].gpus}
-    assert found.composed == {} or runtime == "compose"
-    for host in found.composed:
+    assert found.generated_compose == {} or runtime == "compose"
+    for host in found.generated_compose:
         check_file(found, host)
 
 
@@ -763,7 +763,7 @@ def test_compose_reads_the_files_as_they_are_meant(tmp_path: Path) -> None:
     for config in (through, plain):
         for host, files in (("", [file]), ("b", [])):
             made = tmp_path / "composed.yaml"
-            made.write_text(config.composed[host])
+            made.write_text(config.generated_compose[host])
             argv = [word for each in (*files, made) for word in ("-f", str(each))]
             argv = ["docker", "compose", *argv, "-p", "q", "--profile", "*", "config", "--format", "json"]
             done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
