@@ -406,7 +406,7 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
 
 def could_spill(states: Iterable[G], model: Model, now: float) -> list[G]:
     """The GPU groups in which loading another backend of a busy model may be worth it."""
-    if model.is_coming or not _behind(model, now):
+    if model.is_coming or not behind(model, now):
         return []
     return [state for state in states if spill(state, model, now)]
 
@@ -415,8 +415,8 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     """The next replica of a busy model, and what the policy is shown of it."""
     if not model.ready or model.is_coming or state.is_out_of_reach:
         return None
-    behind = _behind(model, now)
-    if not behind or not state.loadable(model, now):
+    late = behind(model, now)
+    if not late or not state.loadable(model, now):
         return None
     used = {slot.name for slot in state.slots.values() if slot.holders or slot.model == model.name}
     found = plan(state, model, state.busy_gpus(), now, used | state.staying(now))
@@ -426,8 +426,8 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     return found, Spill(
         model=model.name,
         backend=found.target.name,
-        waiting=len(behind),
-        waited_seconds=sum(behind),
+        waiting=len(late),
+        waited_seconds=sum(late),
         evicts=found.evicts,
         evict_seconds=found.cost.evict_seconds,
         load_seconds=found.cost.load_seconds,
@@ -435,13 +435,14 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     )
 
 
-def _behind(model: Model, now: float) -> list[float]:
+def behind(model: Model, now: float) -> list[float]:
     """How long each request has waited that waits behind others at a replica, or for a place at any."""
-    assert model.replicas is not None
+    if model.replicas is None:
+        return []
     in_flight = model.replicas.in_flight
-    behind = [
+    found = [
         now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.behind(slot.name, now)
     ]
     if model.queue.tickets:
-        behind += [now - each.since for each in model.queue if not model.needed(each.work.owner)]
-    return behind
+        found += [now - each.since for each in model.queue if not model.needed(each.work.owner)]
+    return found

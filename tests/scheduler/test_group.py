@@ -1603,6 +1603,21 @@ def test_no_backend_with_requests_is_put_out_for_another_replica():
     assert driver.steps(1001.0) == ["load r1"]  # what is begun is finished
 
 
+def test_another_replica_is_not_loaded_once_nobody_waits_and_only_memory_was_made_for_it():
+    sleeper = backend("s", "2", ram=4, evict_to=("sleep",))
+    replicas = backend("r0", "0", model="m", ram=4), backend("r1", "1", model="m", ram=4)
+    driver = Driver(*replicas, sleeper, host_memory=11)
+    driver.core.adopt("r0", 0.0)
+    driver.core.adopt_standby("s", 0.0, "sleep", {}, host_bytes=4)
+    first, *others = [driver.request("m", 0.0) for _ in range(3)]
+    assert driver.steps(5.0) == ["demote s"]
+    for ticket in others:
+        driver.core.release(ticket, 5.5)
+    driver.core.evicted("s", 6.0)
+    assert driver.steps(6.0) == []
+    driver.sound()
+
+
 def test_putting_out_an_idle_model_costs_its_load_too():
     driver, _ = busy(backend("b", "1"))
     driver.core.adopt("b", 0.0)
