@@ -166,8 +166,9 @@ class Witness:
     @property
     def news(self) -> Fact | None:
         """What other programs hold, if that was told and could be believed only now: it is told again."""
-        is_news = any(self._news.get(gpu, 0) != self._others.get(gpu, 0) for gpu in self._believing())
-        return next((("others", gpu, str(held)) for gpu, held in self._news.items()), None) if is_news else None
+        if all(self._news.get(gpu, 0) == self._others.get(gpu, 0) for gpu in self._believing()):
+            return None
+        return next((("others", gpu, str(held)) for gpu, held in self._news.items()))
 
     def _believing(self) -> list[str]:
         """The GPUs on which, and on those tied to them, no backend is being moved."""

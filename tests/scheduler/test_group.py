@@ -1609,7 +1609,7 @@ def test_another_replica_is_not_loaded_once_nobody_waits_and_only_memory_was_mad
     driver = Driver(*replicas, sleeper, host_memory=11)
     driver.core.adopt("r0", 0.0)
     driver.core.adopt_standby("s", 0.0, "sleep", {}, host_bytes=4)
-    first, *others = [driver.request("m", 0.0) for _ in range(3)]
+    _, *others = [driver.request("m", 0.0) for _ in range(3)]
     assert driver.steps(5.0) == ["demote s"]
     for ticket in others:
         driver.core.release(ticket, 5.5)
