@@ -63,7 +63,7 @@ MUTANTS = {
     ),
     "a request that gets a place is not woken": (
         "scheduler",
-        "return self._settling.collected(group) if group.woken or group.cut else NOTHING",
+        "return self._collected(group) if group.woken or group.cut else NOTHING",
         "return NOTHING",
     ),
     "a cancel is lost": (
@@ -92,12 +92,12 @@ MUTANTS = {
         "            self._perform(job)\n",
     ),
     "a queue that ended is offered twice": (
-        "settling",
+        "scheduler",
         "        group.woken = []\n",
         "        group.woken = group.woken[:]\n",
     ),
     "only the group of a fact is asked where host memory is shared": (
-        "settling",
+        "scheduler",
         "            if memory.is_changed:",
         "            if False:",
     ),
@@ -287,7 +287,7 @@ HOST_MUTANTS = {
         "",
     ),
     "a late report of a step on a lost host counts": (
-        "settling",
+        "scheduler",
         "            self._under_way.pop(name, None)\n",
         "            pass\n",
     ),
@@ -370,7 +370,7 @@ def a_lease_is_cut_before_its_engine_is_told_to_go(package):
 SCRIPTED = {
     "the report of an old step counts": (
         (
-            "settling",
+            "scheduler",
             "if self._under_way.get(step.backend) != step.number:",
             "if step.backend not in self._under_way:",
         ),

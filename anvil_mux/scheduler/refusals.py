@@ -18,9 +18,9 @@ from anvil_mux.errors import (
     Stuck,
     with_log,
 )
-from anvil_mux.scheduler.hosts import LOCAL, HostRecord
+from anvil_mux.scheduler.events import LOCAL
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.slot import STAYING, Slot
+from anvil_mux.scheduler.slot import STAYING, HostRecord, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Ticket
 

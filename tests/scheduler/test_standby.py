@@ -12,7 +12,7 @@ from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, _Simulation, simulate
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.settling import Settling
+from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Evict, Load
@@ -549,13 +549,13 @@ def test_who_was_asked_to_go_and_is_used_again_stays_and_the_line_is_asked_again
 def a_short_host(monkeypatch):
     """``a`` is idle, ``b`` lacks the host memory that it has, and it is not known whether ``other`` runs."""
     rounds = itertools.count()
-    affected = Settling._affected
+    affected = Scheduler._affected
 
-    def counted(settling, now):
+    def counted(scheduler, now):
         assert next(rounds) < 100, "the groups are asked again and again"
-        return affected(settling, now)
+        return affected(scheduler, now)
 
-    monkeypatch.setattr(Settling, "_affected", counted)
+    monkeypatch.setattr(Scheduler, "_affected", counted)
     house = House(
         backend("a", "0", ram=6),
         backend("other", "0"),
