@@ -187,7 +187,7 @@ MUTANTS = {
         "",
     ),
     "a queue that is overdue is loaded too late for its queue_timeout": (
-        "overdue",
+        "queueing",
         "return max(min(most, latest), 0.0)",
         "return most",
     ),

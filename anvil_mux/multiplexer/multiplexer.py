@@ -38,7 +38,7 @@ from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.events import Cause, Event, Severance
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.refusals import no_room_to_wait
+from anvil_mux.scheduler.queueing import no_room_to_wait
 from anvil_mux.scheduler.slot import IS_PAUSED
 from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket
 

@@ -68,9 +68,9 @@ from operator import attrgetter
 from anvil_mux.scheduler.events import POLICY, Cause, Event
 from anvil_mux.scheduler.facts import GroupFacts
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, takeover, victims, waiting
+from anvil_mux.scheduler.planner import Plan, plan, spills, takeover, victims, waiting
 from anvil_mux.scheduler.policies import FOREVER, Decision, Spill, Stay, Unload
-from anvil_mux.scheduler.refusals import lack_of_memory
+from anvil_mux.scheduler.queueing import lack_of_memory, reserved
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.snapshot import Contest, ask, contests, snapshot
 from anvil_mux.scheduler.state import Deferred, SwapInProgress

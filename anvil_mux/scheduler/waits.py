@@ -20,10 +20,17 @@ from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.costs import NO_COST, Cost
 from anvil_mux.scheduler.events import sentence
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.overdue import RunningAnswer, answers, bound, seconds_left, too_late
-from anvil_mux.scheduler.planner import cost_of, nearest, plan, waiting
+from anvil_mux.scheduler.planner import cost_of, plan, waiting
 from anvil_mux.scheduler.policies import FOREVER, Decision, Stay, SwapTo
-from anvil_mux.scheduler.refusals import refusal
+from anvil_mux.scheduler.queueing import (
+    RunningAnswer,
+    answers,
+    bound,
+    nearest,
+    refusal,
+    seconds_left,
+    too_late,
+)
 from anvil_mux.scheduler.slot import HOLDING, IS_PAUSED, LOADING, Pause, Slot
 from anvil_mux.scheduler.snapshot import ask, contests, snapshot
 from anvil_mux.scheduler.state import GroupState, drains

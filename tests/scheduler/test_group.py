@@ -16,7 +16,7 @@ from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler import planner
+from anvil_mux.scheduler import queueing
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.events import Cause, Severance
@@ -2865,6 +2865,6 @@ def test_what_a_backend_held_last_is_its_own_when_it_is_chosen_where_a_queue_wai
     for name, amount in (("a", 20), ("b", 10)):
         state.placement.measure(driver.core.slots[name], {"0": amount})
     state.changed()
-    waits = {name: planner.wait_seconds(state, state.models[name], 1.0) for name in "ba"}
+    waits = {name: queueing.wait_seconds(state, state.models[name], 1.0) for name in "ba"}
     assert waits["b"] == 10.0
-    assert planner._first_choice(state, state.models["a"], 1.0) is None
+    assert plan(state, state.models["a"], set(), 1.0) is None

@@ -7,7 +7,8 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.placement import gpu_groups
-from anvil_mux.scheduler.planner import loss, reserved
+from anvil_mux.scheduler.planner import loss
+from anvil_mux.scheduler.queueing import reserved
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import TRANSITIONS
 from anvil_mux.scheduler.snapshot import snapshot
