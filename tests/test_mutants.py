@@ -243,7 +243,7 @@ MUTANTS = {
         "pass",
     ),
     "the queue with the lowest priority goes first": (
-        "snapshot",
+        "group",
         "key=lambda queue: -queue.priority",
         "key=lambda queue: queue.priority",
     ),

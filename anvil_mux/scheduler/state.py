@@ -1,7 +1,7 @@
 """The state of a GPU group: its models, slots and swaps under way, and what can be read off them.
 
 ``GroupState`` decides nothing. It is the lowest layer of ``GpuGroup`` (group.py), and all that planner,
-queueing, snapshot and status need of one: they read it, the layers above write it. ``changed()`` follows each
+queueing and status need of one: they read it, the layers above write it. ``changed()`` follows each
 change that may concern other GPU groups, which have backends of the same models.
 
 The GPUs of a swap in progress are in no other swap until it ends. One without a target only evicts.

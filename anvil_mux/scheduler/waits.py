@@ -19,6 +19,7 @@ from anvil_mux.config.kinds import span
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.costs import NO_COST, Cost
 from anvil_mux.scheduler.events import sentence
+from anvil_mux.scheduler.group import ask, contests, snapshot
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import cost_of, plan, waiting
 from anvil_mux.scheduler.policies import FOREVER, Decision, Stay, SwapTo
@@ -32,7 +33,6 @@ from anvil_mux.scheduler.queueing import (
     too_late,
 )
 from anvil_mux.scheduler.slot import HOLDING, IS_PAUSED, LOADING, Pause, Slot
-from anvil_mux.scheduler.snapshot import ask, contests, snapshot
 from anvil_mux.scheduler.state import GroupState, drains
 
 UNLOADING = ("ollama", "llamacpp")

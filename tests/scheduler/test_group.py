@@ -20,12 +20,11 @@ from anvil_mux.scheduler import queueing
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.events import Cause, Severance
-from anvil_mux.scheduler.group import SHORTEST_DEFERRAL
+from anvil_mux.scheduler.group import SHORTEST_DEFERRAL, snapshot
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.planner import plan
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.scheduler.slot import SOON_SECONDS, TRANSITIONS
-from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.state import drains
 from anvil_mux.scheduler.steps import Crash, Evict, Load, Ticket, Wait
 from tests.scheduler.lone import LoneGroup

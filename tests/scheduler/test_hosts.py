@@ -6,12 +6,12 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.group import snapshot
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.planner import loss
 from anvil_mux.scheduler.queueing import reserved
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import TRANSITIONS
-from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.steps import NOTHING, Evict, FoundBackend, Load, Ticket
 
 
