@@ -21,7 +21,7 @@ from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Ticket, Wait
 from anvil_mux.telemetry import eventlog
 from tests.lab.facts import HostDrained, Reload, Unloading
-from tests.scheduler.test_group import A, B, C, Driver, backend
+from tests.scheduler.driver import A, B, C, Driver, backend
 from tests.scheduler.test_wait_estimate import ask
 
 IMAGE, CHAT = backend("image", drain_timeout=inf), backend("chat")

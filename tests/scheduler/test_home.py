@@ -18,7 +18,7 @@ from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.status import model_state
 from anvil_mux.scheduler.steps import Cancel, Load
 from tests.lab.facts import Unloading
-from tests.scheduler.test_group import Driver, backend
+from tests.scheduler.driver import Driver, backend
 from tests.scheduler.test_hosts import Fleet, on
 
 HOME, GUEST = backend("home", home=True), backend("guest")

@@ -17,7 +17,7 @@ from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Evict, Load
 from tests.lab.test_simulate import HOST_MEMORY, LAYOUTS, world
-from tests.scheduler.test_group import TEN, Driver, Never, backend
+from tests.scheduler.driver import TEN, Driver, Never, backend
 from tests.scheduler.test_scheduler import House, names
 
 LEVELS = ("sleep", "sleep-2", "checkpoint", "stop")
