@@ -15,7 +15,7 @@ from anvil_mux.lab.engines import Engines
 from tests.baton import BatonClock
 from tests.lab.hosts import FLEETS, world_of_hosts
 from tests.lab.test_simulate import LAYOUTS, one, world
-from tests.multiplexer.test_multiplexer import VirtualEngines, differences
+from tests.multiplexer.stage import VirtualEngines, differences
 from tests.scheduler.test_scheduler import reports_of_old_steps_are_ignored
 from tests.seeds import part
 
