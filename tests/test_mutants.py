@@ -113,7 +113,7 @@ MUTANTS = {
     ),
     "who waits for a place waits for a load": (
         "planner",
-        "not (model.queue.limited and model.ready)]",
+        "not (model.limited and model.ready)]",
         "model]",
     ),
     "a swap for nobody is not reprieved": (

@@ -202,7 +202,7 @@ class Admission(GroupState):
         if queue.tickets:
             model.demand.admitted(len(queue), now - queue.first.since)
             self.complete(model, now)
-        if queue.limited:
+        if model.limited:
             for ticket in [ticket for ticket in queue if not ticket.takes_lease]:
                 queue.leave(ticket)
                 self._admit_one(model, ticket, model.ready, now)

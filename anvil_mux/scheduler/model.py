@@ -149,11 +149,6 @@ class ModelQueue:
         return f"<ModelQueue {[ticket.id for ticket in self.tickets]}>"
 
     @property
-    def limited(self) -> bool:
-        """Whether it may have requests although its model is resident."""
-        return self._turns is not None
-
-    @property
     def first(self) -> Ticket:
         return next(iter(self.tickets))
 
@@ -194,7 +189,7 @@ class ModelQueue:
         """Go on under a bound of at most ``most`` seconds, ``limited`` or not."""
         if self.tickets:
             self.bound = min(self.bound, most)
-        if limited != self.limited:
+        if limited != (self._turns is not None):
             self._turns = FairQueue() if limited else None
             for ticket in self.tickets:
                 self.join(ticket)
@@ -219,8 +214,6 @@ class Model:
     """The backends that may be leased."""
     active: dict[Slot, None] = field(default_factory=dict)
     """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
-    limited: bool = field(init=False)
-    """Whether its queue is admitted in parts."""
     _order: dict[Slot, int] = field(default_factory=dict, repr=False)
     """The slots, each with its place among them."""
     queue_group: str = ""
@@ -229,12 +222,16 @@ class Model:
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
 
     def __post_init__(self) -> None:
-        self.limited = self.settings.limited
-        self.queue = ModelQueue(limited=self.limited)
+        self.queue = ModelQueue(limited=self.settings.limited)
 
     @property
     def priority(self) -> int:
         return self.settings.priority
+
+    @property
+    def limited(self) -> bool:
+        """Whether its queue is admitted in parts, and may have requests although it is resident."""
+        return self.settings.limited
 
     @property
     def bounded(self) -> bool:
@@ -259,7 +256,6 @@ class Model:
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
         self.settings, self.routing = settings, routing
-        self.limited = settings.limited
         self.queue.go_on(limited=settings.limited, most=settings.max_wait)
         if self.replicas:
             self.replicas.set(routing, staged=settings.staged)

@@ -55,7 +55,7 @@ def waiting(state: GroupState) -> list[Model]:
     elif models and state.swaps:
         under_way = state.coming
         models = [model for model in models if model.name not in under_way]
-    models = [model for model in models if not (model.queue.limited and model.ready)]
+    models = [model for model in models if not (model.limited and model.ready)]
     return sorted(models, key=_age) if len(models) > 1 else models
 
 

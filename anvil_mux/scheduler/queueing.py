@@ -45,7 +45,6 @@ from anvil_mux.errors import (
     WouldWaitTooLong,
     with_log,
 )
-from anvil_mux.scheduler.costs import source_of
 from anvil_mux.scheduler.events import LOCAL
 from anvil_mux.scheduler.model import Model, ModelSettings
 from anvil_mux.scheduler.planner import FIRST_SERVICE_SECONDS, choose, cost_of, victims
@@ -121,10 +120,8 @@ def swap_seconds(state: GroupState, model: Model, now: float) -> float:
     loadable = [] if model.ready else [slot for slot in slots if slot.is_loadable(now)]
     if found := choose(state, loadable, state.busy_gpus(), now, frozenset()):
         target, leaving = found
-        source = source_of([victim.model for victim in leaving])
-        engine, host = target.backend.engine, target.host.name
-        seconds = state.costs.seconds(source, target.model, target.level, engine, host)
-        return _drain_seconds(state, leaving) + seconds if leaving else seconds
+        cost = state.cost([victim.model for victim in leaving], target, target.level)
+        return _drain_seconds(state, leaving) + cost.seconds
     return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
 
 

@@ -370,14 +370,14 @@ class Swaps(Admission):
         model.note(slot)
         self.placement.note(slot)
         leaves_ready = before == "ready"
-        if leaves_ready and model.queue.limited:
+        if leaves_ready and model.limited:
             model.queue.left = now
         if leaves_ready or slot.state == "ready":
             self.ready = ready_slots(self.slots.values())
             model.renew_ready()
         self.changed()
         self.memory.changed()
-        if leaves_ready and model.queue.limited:
+        if leaves_ready and model.limited:
             self.fill_places(model, now)  # those that needed this one wait for it no longer
             if not model.ready:
                 self.turn_away(model, now)

@@ -276,7 +276,7 @@ def _next_swap(state: GroupState, model: Model, now: float) -> Awaited:
     most = queue.bound if queue else bound(state, model, now).seconds
     overdue_at = queue.overdue_at if queue else max(now, queue.left) + most
     models = waiting(state)
-    if not queue and not model.is_coming and not (model.queue.limited and model.ready):
+    if not queue and not model.is_coming and not (model.limited and model.ready):
         models.append(model)
     busy, staying = state.busy_gpus(), state.staying(now)
     found = {each.name: plan(state, each, busy, now, staying) for each in models}
