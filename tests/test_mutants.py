@@ -273,7 +273,7 @@ MUTANTS = {
         '        self._known[cost.host, "", cost.target, cost.way] = cost\n',
     ),
     "all arrivals are taken for those of a queue": (
-        "demand",
+        "scheduler/model",
         "count - 1\n",
         "count + 9\n",
     ),

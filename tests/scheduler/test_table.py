@@ -6,8 +6,8 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler import queueing
 from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.group import snapshot
+from anvil_mux.scheduler.model import Demand
 from anvil_mux.scheduler.planner import plan
 from anvil_mux.scheduler.slot import TRANSITIONS
 from anvil_mux.scheduler.steps import Crash, Evict, Load, Ticket
