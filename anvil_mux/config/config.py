@@ -64,7 +64,7 @@ WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
 """The standby levels, and ``stop``; levels.py performs them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 MaxWait = float | str
-"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/overdue.py)."""
+"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/queueing.py)."""
 INHERITED: dict[str, Any] = {
     "drain_timeout": 30.0,
     "home_after": 300.0,

@@ -63,7 +63,7 @@ from anvil_mux.proxy.question import Question, StoredResponses, previous_answer,
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.refusals import MOST_CRASHES
+from anvil_mux.scheduler.queueing import MOST_CRASHES
 from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, Crash
 
 SESSION = b"x-session-id"
