@@ -721,6 +721,30 @@ def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(
     assert rig.events.of("stopped")[-1].cause.kind == "died"
 
 
+def test_an_answer_that_breaks_off_behind_its_last_event_is_not_whole_although_its_client_has_left(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, left, broken_off = pump.Pump._client_event, threading.Event(), threading.Event()
+
+    def wait(self: pump.Pump, stream: pump.PumpedStream, event: int, now: float) -> None:
+        left.set()
+        assert broken_off.wait(GUARD)
+        leave(self, stream, event, now)
+
+    monkeypatch.setattr(pump.Pump, "_client_event", wait)
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"), chunk(b"data: [DONE]\n\n"))
+    client.read_until(b"data: [DONE]\n\n\r\n")
+    client.leave()
+    assert left.wait(GUARD)
+    asked.close()
+    broken_off.set()
+    record = rig.events.record()
+    assert (record.status, record.code) == (200, "backend_unavailable")
+
+
 def test_a_client_that_leaves_the_line_is_forgotten(rig: Rig) -> None:
     rig.mechanism.gate.clear()
     client = rig.client()
