@@ -24,6 +24,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler
+from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.operations import Keep
 from anvil_mux.proxy.server import Server, listen
 from anvil_mux.scheduler.events import Event
@@ -412,18 +413,23 @@ class Rig:
         self.feed = Feed()
         self.logs: dict[str, list[str]] = {}
         listener = listen("127.0.0.1", 0)
-        self.handler = Handler(
-            self.config,
+        local = Local(
             self.mux,
-            self.relay,
-            self.events,
+            self.feed,
+            capture=self.config.capture,
             metrics=lambda accept: ("text/plain", b"anvil_up 1\n"),
             checks={"docker": lambda: ""},
-            patience=patience,
-            feed=self.feed,
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
-            keys=keys,
             keep_pause=keep_pause,
+        )
+        self.handler = Handler(
+            self.config,
+            keys or Keyring(),
+            self.mux,
+            self.relay,
+            local,
+            records=self.events,
+            patience=patience,
             only_local_hosts=only_local_hosts,
         )
         self.server = Server(

@@ -8,7 +8,7 @@ every request with the same head.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import ip_address
@@ -153,16 +153,12 @@ class Access:
             return RequestContext(id, since, request, self, route=api.NO_ROUTE, api=shape, reader=reader)
         return RequestContext(id, since, request, self, route=route, api=route.api, reader=reader)
 
-    def check(self, context: RequestContext, right: Callable[[str], Right]) -> Key | None:
-        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden.
-
-        ``right``: path of our own -> the right that is needed there.
-        """
+    def check(self, context: RequestContext, needed: Right) -> Key | None:
+        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden."""
         request, route, reader = context.request, context.route, context.reader
         self._check_origin(request, route, reader)
         if not self.hides_keys:
             return None
-        needed = right(request.path) if route is api.NO_ROUTE else ANY_KEY
         if needed == NO_KEY or is_page(request) or is_preflight(request, reader):
             return self.keys.find(request.fields)
         key = self.keys.of(request.fields)

@@ -367,7 +367,7 @@ class Server:
         self.busy.add(client)
         try:
             keep = self.handler.serve(client, request)
-            return keep and client.discard_body() and not self.handler.probes.draining
+            return keep and client.discard_body() and not self.handler.local.probes.draining
         finally:
             client.let_go()
             self.busy.discard(client)
@@ -387,7 +387,7 @@ class Server:
 
     def refuse(self) -> None:
         """Let nobody in from now on, and tell everybody so; what runs goes on."""
-        self.handler.drain()
+        self.handler.local.drain()
         self._mux.refuse()
 
     def drain(self, grace: float) -> bool:

@@ -320,7 +320,7 @@ class Metrics:
         """A request ended."""
         model = self._models.get(record.model, UNKNOWN)
         self.usage.served(model, record)
-        route = self._routes.get(record.path) or _other_spelling(record.path)
+        route = record.route or self._routes.get(record.path) or _other_spelling(record.path)
         counts = self._by_route.get((model, route, record.preset)) or self._begun(model, route, record.preset)
         counts.by_status[record.status] += 1
         counts.durations.observe(record.seconds)
@@ -554,21 +554,12 @@ def _other_spelling(path: str) -> str:
 
 
 def _route_labels() -> dict[str, str]:
-    """Path of a request -> its route: one for all spellings."""
+    """Path of a question to an engine -> its route: one for all spellings."""
     labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
-    state = "/ /health /healthz /livez /metrics /readyz"
-    models = (
-        "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
-    )
-    theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
-    seen = "/events /logs /pause /reload /requests /requests/cancel /requests/running /resume /usage /why"
-    hosts = "/hosts /hosts/drain /hosts/gone /hosts/undrain"
-    labels |= {path: path for path in f"{state} {models} {theirs} {seen} {hosts}".split()}
     return labels | _WITH_NAMES
 
 
 _WITH_NAMES = {
-    "/v1/models/": "/v1/models",
     "/upstream/": "/upstream",
     **dict.fromkeys(("/v1/responses/", "/v/responses/", "/responses/"), "/v1/responses"),
 }

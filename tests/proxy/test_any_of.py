@@ -262,7 +262,7 @@ def test_it_is_told_by_the_names_of_the_presets(preset_rig: Rig) -> None:
     assert json.loads(client.read().body)["error"]["message"].startswith("law is not loaded")
     client.post(b'{"model":"chatt"}', extra=head)
     assert json.loads(client.read().body)["error"]["message"].endswith("Known models: chat, law.")
-    told = preset_rig.handler.probes.state()["any_of"]
+    told = preset_rig.handler.local.probes.state()["any_of"]
     assert told == {"chat": {"models": ["think", "law", "fast"], "swap": "allowed", "serves": "think"}}
 
 

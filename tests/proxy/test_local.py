@@ -36,7 +36,7 @@ def test_each_route_needs_the_right_that_is_written_here(rig: Rig) -> None:
     ],
 )
 def test_a_path_that_is_no_row_needs_a_right_too(rig: Rig, path: str, right: str) -> None:
-    assert rig.handler.local.right(path) == right
+    assert rig.handler.local.find(path).right == right
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,9 @@ def test_what_programs_ask_again_and_again_is_quiet(rig: Rig) -> None:
     assert quiet == {"/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"}
     client = rig.client()
     client.get(b"/livez")
-    client.get(b"/v1/models")
-    assert [rig.events.record(number).is_quiet for number in (1, 2)] == [True, False]
+    client.get(b"/v1/models/a")
+    records = [rig.events.record(number) for number in (1, 2)]
+    assert [(record.is_quiet, record.route) for record in records] == [
+        (True, "/livez"),
+        (False, "/v1/models"),
+    ]

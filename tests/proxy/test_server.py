@@ -664,7 +664,7 @@ def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["others"]) == (None, 24, 2, [])
     other_process = OtherProcess("0", 41, 5, "python3", "f00")
     sensors = Sensors(0.8749, 61.3)
-    rig.handler.probes.sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,), sensors)}
+    rig.handler.local.probes.sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,), sensors)}
     gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["users"]) == (20, 25, {"a": 11})
     assert gpu["sensors"] == {"utilization": 0.87, "celsius": 61, "watts": None}
@@ -867,7 +867,7 @@ def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
 
 
 def test_readyz_fails_when_a_check_does(rig: Rig) -> None:
-    rig.handler.probes.checks = {"docker": lambda: "cannot be reached"}
+    rig.handler.local.probes.checks = {"docker": lambda: "cannot be reached"}
     connection = rig.client()
     answer = connection.get(b"/readyz")
     assert answer.status == 503
