@@ -6,6 +6,7 @@ comes next. Time-outs are guards against hanging, far above what anything takes.
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import ssl
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
@@ -32,6 +34,9 @@ from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed
 
 GUARD = 20.0
+
+ASK_A = b'{"model":"a"}'
+STREAM_A = b'{"model":"a","stream":true}'
 
 JSON_OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -175,6 +180,11 @@ class Answer:
     clean: bool
     """The body ended as its framing says."""
 
+    @property
+    def code(self) -> str:
+        """The code of an error."""
+        return json.loads(self.body)["error"]["code"]  # type: ignore[no-any-return]
+
     def header(self, name: bytes) -> bytes | None:
         for line in self.head.split(b"\r\n")[1:]:
             key, _, value = line.partition(b":")
@@ -205,6 +215,21 @@ class RawClient:
             b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: %b\r\n%b" % (path, self.host, type, extra)
             + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
+
+    def ask(
+        self,
+        body: bytes,
+        path: bytes = b"/v1/chat/completions",
+        extra: bytes = b"",
+        type: bytes = b"application/json",
+    ) -> Answer:
+        """Posts, and reads the answer."""
+        self.post(body, path, extra, type)
+        return self.read()
+
+    def json(self, path: bytes, extra: bytes = b"") -> Any:
+        """The document that is there."""
+        return json.loads(self.get(path, extra=extra).body)
 
     def get(self, path: bytes, method: bytes = b"GET", extra: bytes = b"") -> Answer:
         self.send(b"%b %b HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (method, path, self.host, extra))
@@ -449,6 +474,37 @@ class Rig:
     def client(self) -> RawClient:
         self.clients.append(RawClient(self.address))
         return self.clients[-1]
+
+    def asked(
+        self,
+        body: bytes,
+        path: bytes = b"/v1/chat/completions",
+        extra: bytes = b"",
+        type: bytes = b"application/json",
+    ) -> tuple[RawClient, Asked]:
+        """A client and its question, which the engine has."""
+        client = self.client()
+        client.post(body, path, extra, type)
+        return client, self.engine.next()
+
+    def streaming(self) -> tuple[RawClient, Asked]:
+        """A client that has the first event of a stream, and the question that the engine answers so."""
+        client = self.client()
+        return client, self.streams(client)
+
+    def streams(self, client: RawClient) -> Asked:
+        """The same for a client that is there."""
+        client.post(STREAM_A)
+        asked = self.engine.next()
+        asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+        client.read_until(b"data: 1\n\n\r\n")
+        return asked
+
+    def answers(self, client: RawClient) -> None:
+        """The engine gives a client a whole answer."""
+        client.post(ASK_A)
+        self.engine.next().send(JSON_OK)
+        assert client.read().body == b"{}"
 
     def close(self) -> None:
         for client in self.clients:

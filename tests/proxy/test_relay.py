@@ -22,11 +22,9 @@ from anvil_mux.host.seam import Evicted
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import connections, exchange, pump
 from anvil_mux.proxy.dispatch import Patience
-from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
+from tests.fake_engine import ASK_A, GUARD, JSON_OK, SSE_HEAD, STREAM_A, Answer, Asked, RawClient, Rig, chunk
 from tests.running import seen
 
-ASK_A = b'{"model":"a"}'
-STREAM_A = b'{"model":"a","stream":true}'
 EAGER_BEATS = Patience(grace=0.0, comment_every=0.0, chunk_every=0.0)
 
 
@@ -72,19 +70,16 @@ def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
 def test_an_engines_error_is_relayed_with_its_body(rig: Rig, status: bytes) -> None:
     rig.engine.answer = lambda _: b'HTTP/1.1 %b\r\nContent-Length: 13\r\n\r\n{"error": 42}' % status
     client = rig.client()
-    client.post(ASK_A)
-    answer = client.read()
+    answer = client.ask(ASK_A)
     assert (answer.status, answer.body) == (int(status[:3]), b'{"error": 42}')
-    client.post(ASK_A)
-    assert client.read().status == int(status[:3])
+    assert client.ask(ASK_A).status == int(status[:3])
 
 
 def test_requests_on_one_connection_share_one_connection_to_the_engine(rig: Rig) -> None:
     rig.engine.answer = lambda _: JSON_OK
     client = rig.client()
     for _ in range(5):
-        client.post(ASK_A)
-        assert client.read().body == b"{}"
+        assert client.ask(ASK_A).body == b"{}"
     assert len(rig.engine.connections) == 1
 
 
@@ -129,18 +124,15 @@ def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:
     answers = iter([b"HTTP/1.1 204 No Content\r\n\r\n", JSON_OK])
     rig.engine.answer = lambda _: next(answers)
     client = rig.client()
-    client.post(ASK_A)
-    assert client.read().status == 204
-    client.post(ASK_A)
-    assert client.read().body == b"{}"
+    assert client.ask(ASK_A).status == 204
+    assert client.ask(ASK_A).body == b"{}"
     assert len(rig.engine.connections) == 1
 
 
 def test_interim_answers_of_the_engine_are_skipped(rig: Rig) -> None:
     rig.engine.answer = lambda _: b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_OK
     client = rig.client()
-    client.post(ASK_A)
-    assert client.read().body == b"{}"
+    assert client.ask(ASK_A).body == b"{}"
 
 
 def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig: Rig) -> None:
@@ -148,10 +140,8 @@ def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig: Rig) -> N
         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(asked.body), asked.body)
     )
     client = rig.client()
-    client.post(b'{"x": 1, "model": "alias"}')
-    assert client.read().body == b'{"x": 1, "model": "a"}'
-    client.post(b'{"model":"org/b", "n": 2.50}')
-    assert client.read().body == b'{"model":"b-inside", "n": 2.50}'
+    assert client.ask(b'{"x": 1, "model": "alias"}').body == b'{"x": 1, "model": "a"}'
+    assert client.ask(b'{"model":"org/b", "n": 2.50}').body == b'{"model":"b-inside", "n": 2.50}'
 
 
 def test_a_request_without_a_model_goes_to_the_default(make_rig: Callable[..., Rig]) -> None:
@@ -168,9 +158,7 @@ def test_a_request_without_a_model_goes_to_the_default(make_rig: Callable[..., R
 
 
 def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD)
     head = client.read_until(b"\r\n\r\n")
     assert b"Transfer-Encoding: chunked" in head
@@ -179,9 +167,7 @@ def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig: Rig) ->
         assert client.read_until(b"\n\n\r\n").endswith(b"data: %d\n\n\r\n" % number)
     asked.send(b"0\r\n\r\n")
     assert client.read_until(b"0\r\n\r\n") == b"0\r\n\r\n"
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().body == b"{}"
+    rig.answers(client)
     assert len(rig.engine.connections) == 1
 
 
@@ -192,9 +178,7 @@ def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig: Rig, end: bytes)
     rig.engine.next().send(SSE_HEAD + chunk(b"data: 1\n\n") + end)
     answer = client.read()
     assert (answer.body, answer.clean) == (b"data: 1\n\n", True)
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().body == b"{}"
+    rig.answers(client)
     assert len(rig.engine.connections) == (1 if end == b"0\r\n\r\n" else 2)
 
 
@@ -202,9 +186,7 @@ UNTIL_CLOSE = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 
 
 def test_a_body_until_close_is_chunked_for_the_client(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     asked.send(UNTIL_CLOSE, b"data: 1\n\n")
     assert b"Transfer-Encoding: chunked" in client.read_until(b"\r\n\r\n")
     client.read_until(b"data: 1\n\n\r\n")
@@ -212,9 +194,7 @@ def test_a_body_until_close_is_chunked_for_the_client(rig: Rig) -> None:
     client.read_until(b"data: [DONE]\n\n\r\n")
     asked.close()
     client.read_until(b"0\r\n\r\n")
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().body == b"{}"
+    rig.answers(client)
 
 
 def test_chunks_are_taken_apart_for_a_client_of_http_1_0(rig: Rig) -> None:
@@ -235,8 +215,7 @@ def test_a_large_answer_with_a_length_passes_whole(rig: Rig) -> None:
     rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
     client = rig.client()
     for _ in range(2):
-        client.post(ASK_A)
-        assert client.read().body == content
+        assert client.ask(ASK_A).body == content
     assert len(rig.engine.connections) == 1
 
 
@@ -250,9 +229,7 @@ def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
         held.set()
 
     monkeypatch.setattr(pump.Pump, "_hold", note)
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD)
     client.read_until(b"\r\n\r\n")
     event = b"data: " + b"x" * 65536 + b"\n\n"
@@ -271,9 +248,7 @@ def test_a_client_that_never_reads_again_is_left(
 ) -> None:
     monkeypatch.setattr("anvil_mux.proxy.pump.SWEEP_SECONDS", 0.02)
     rig = make_rig(client_timeout=0.05)
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD)
     client.read_until(b"\r\n\r\n")
     event = chunk(b"data: " + b"x" * 65536 + b"\n\n")
@@ -331,11 +306,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event_and_a_cut(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    client.read_until(b"data: 1\n\n\r\n")
+    client, asked = rig.streaming()
     asked.reset()
     content, clean = client.read_chunks()
     assert not clean
@@ -353,9 +324,7 @@ CHAT, TEXT, MESSAGES, RESPONSES = (
 
 def until_close(rig: Rig, path: bytes, *pieces: bytes) -> tuple[RawClient, Asked]:
     """A stream that only the end of the engine's connection ends, after these pieces, each read by itself."""
-    client = rig.client()
-    client.post(STREAM_A, path=path)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A, path=path)
     asked.send(UNTIL_CLOSE)
     for piece in pieces:
         asked.send(piece)
@@ -416,9 +385,7 @@ def test_an_end_that_nothing_vouches_for_is_whole_while_its_engine_lives(rig: Ri
 
 
 def test_an_event_that_was_cut_in_two_does_not_swallow_the_error(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD, chunk(b'data: {"half'))
     client.read_until(b'{"half\r\n')
     asked.close()
@@ -429,9 +396,7 @@ def test_an_event_that_was_cut_in_two_does_not_swallow_the_error(rig: Rig) -> No
 
 
 def test_within_a_chunk_nothing_is_written_and_the_connection_is_cut(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD, b"100\r\ndata: 1\n\n")
     client.read_until(b"data: 1\n\n")
     asked.close()
@@ -465,11 +430,7 @@ def test_a_client_that_has_stopped_sending_sees_that_its_answer_is_not_whole(rig
 
 
 def test_a_broken_chunk_is_not_passed_off_as_an_end(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    client.read_until(b"data: 1\n\n\r\n")
+    client, asked = rig.streaming()
     asked.send(b"what?\r\n\r\n")
     assert client.rest() == b""
     assert asked.was_left()
@@ -477,20 +438,16 @@ def test_a_broken_chunk_is_not_passed_off_as_an_end(rig: Rig) -> None:
 
 
 def test_a_json_answer_that_breaks_off_is_a_502(rig: Rig) -> None:
-    client = rig.client()
-    client.post(ASK_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(ASK_A)
     asked.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
     asked.close()
     answer = client.read()
     assert answer.status == 502
-    assert json.loads(answer.body)["error"]["code"] == "backend_unavailable"
+    assert answer.code == "backend_unavailable"
 
 
 def test_an_anthropic_stream_gets_an_anthropic_error_event(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A, path=b"/v1/messages")
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A, path=b"/v1/messages")
     asked.send(SSE_HEAD, chunk(b"event: ping\ndata: {}\n\n"))
     client.read_until(b"{}\n\n\r\n")
     asked.close()
@@ -501,9 +458,7 @@ def test_an_anthropic_stream_gets_an_anthropic_error_event(rig: Rig) -> None:
 
 def test_a_silent_engine_is_given_up_before_its_head(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(upstream_timeout=0.05)
-    client = rig.client()
-    client.post(ASK_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(ASK_A)
     answer = client.read()
     assert answer.status == 502
     assert b"was silent for 0.05 s" in answer.body
@@ -515,11 +470,7 @@ def test_a_silent_engine_is_given_up_within_a_stream(
 ) -> None:
     monkeypatch.setattr("anvil_mux.proxy.pump.SWEEP_SECONDS", 0.02)
     rig = make_rig()
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    client.read_until(b"data: 1\n\n\r\n")
+    client, asked = rig.streaming()
     monkeypatch.setattr(rig.relay.pump, "_silence", 0.05)
     content, clean = client.read_chunks()
     assert not clean
@@ -533,10 +484,7 @@ def test_a_silent_engine_is_given_up_within_a_stream(
 def test_a_stream_ends_whole_before_another_model_is_loaded(rig: Rig) -> None:
     rig.other.answer = lambda _: JSON_OK
     first, second = rig.client(), rig.client()
-    first.post(STREAM_A)
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    first.read_until(b"data: 1\n\n\r\n")
+    asked = rig.streams(first)
     second.post(b'{"model":"org/b"}')
     rig.events.wait("draining")
     asked.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
@@ -578,7 +526,7 @@ def test_a_request_severed_before_its_head_gets_503_and_when_to_come_again(
     asked = rig.engine.next()
     second.post(b'{"model":"org/b"}')
     answer = first.read()
-    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (503, "severed")
+    assert (answer.status, answer.code) == (503, "severed")
     assert answer.header(b"retry-after") == b"5"
     assert asked.was_left()
     assert second.read().status == 200
@@ -655,9 +603,7 @@ def test_a_request_that_waits_is_served_when_its_model_is_ready(rig: Rig) -> Non
 
 @pytest.mark.parametrize("unread", [b"", b"P"], ids=["all read", "a byte unread"])
 def test_a_client_that_leaves_in_a_silent_prefill_frees_its_lease(rig: Rig, unread: bytes) -> None:
-    client = rig.client()
-    client.post(ASK_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(ASK_A)
     client.send(unread)
     client.leave()
     assert asked.was_left()
@@ -680,11 +626,7 @@ def test_a_client_that_leaves_with_a_byte_unread_is_noticed_while_it_waits(rig: 
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    client.read_until(b"data: 1\n\n\r\n")
+    client, asked = rig.streaming()
     client.leave()
     assert asked.was_left()
     rig.events.wait("released")
@@ -703,11 +645,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
 def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(
     rig: Rig, last: bytes, framing: bytes
 ) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    client.read_until(b"data: 1\n\n\r\n")
+    client, asked = rig.streaming()
     asked.send(chunk(last))
     client.read_until(last + b"\r\n")
     if framing:  # llama-server sends its end in two pieces
@@ -732,9 +670,7 @@ def test_an_answer_that_breaks_off_behind_its_last_event_is_not_whole_although_i
         leave(self, stream, event, now)
 
     monkeypatch.setattr(pump.Pump, "_client_event", wait)
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     asked.send(SSE_HEAD, chunk(b"data: 1\n\n"), chunk(b"data: [DONE]\n\n"))
     client.read_until(b"data: [DONE]\n\n\r\n")
     client.leave()
@@ -837,24 +773,18 @@ def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle
 
 
 def test_a_pooled_connection_that_was_closed_is_replaced(rig: Rig) -> None:
-    client = rig.client()
-    client.post(ASK_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(ASK_A)
     asked.send(JSON_OK)
     assert client.read().status == 200
     asked.close()
     assert asked.was_left()
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().status == 200
+    rig.answers(client)
     assert len(rig.events.of("loading")) == 1
 
 
 def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -> None:
     client = rig.client()
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().status == 200
+    rig.answers(client)
     client.post(ASK_A)
     rig.engine.next().close()
     rig.engine.next().send(JSON_OK)
@@ -864,9 +794,7 @@ def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -
 
 
 def test_a_connection_is_looked_at_before_it_is_used_again(rig: Rig) -> None:
-    client = rig.client()
-    client.post(ASK_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(ASK_A)
     asked.send(JSON_OK)
     client.read()
     rig.events.wait("released")
@@ -877,9 +805,7 @@ def test_a_connection_is_looked_at_before_it_is_used_again(rig: Rig) -> None:
 
 
 def test_a_second_answer_to_one_request_reaches_nobody(rig: Rig) -> None:
-    client = rig.client()
-    client.post(ASK_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(ASK_A)
     asked.send(JSON_OK)
     assert client.read().body == b"{}"
     rig.events.wait("released")
@@ -911,8 +837,7 @@ def test_a_connection_that_did_not_take_the_whole_request_carries_no_other(
     rig = make_rig()
     rig.mechanism.engines["a"] = Impatient()  # type: ignore[assignment]
     client = rig.client()
-    client.post(b'{"model":"a","x":"%b"}' % (b"x" * 16_000_000))
-    assert client.read().status == 200
+    assert client.ask(b'{"model":"a","x":"%b"}' % (b"x" * 16_000_000)).status == 200
     rig.events.wait("released")
     [connections] = rig.relay.pool._of_run.values()
     assert not connections._idle
@@ -924,8 +849,7 @@ def test_an_answers_coding_is_told_with_every_answer(rig: Rig, length: int) -> N
     rig.engine.answer = lambda _: packed + b"g" * length
     client = rig.client()
     for _ in range(3):
-        client.post(ASK_A)
-        answer = client.read()
+        answer = client.ask(ASK_A)
         assert (answer.header(b"content-encoding"), len(answer.body)) == (b"gzip", length)
 
 
@@ -939,8 +863,7 @@ def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
 def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.engine.answer = lambda _: JSON_OK
     client = rig.client()
-    client.post(ASK_A)
-    client.read()
+    client.ask(ASK_A)
     rig.events.wait("released")
     rig.relay.pool.sweep()
     assert not rig.engine.connections[0].ended.is_set()
@@ -962,16 +885,13 @@ def test_no_connection_idles_to_an_engine_that_is_told_to_go(
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     client = rig.client()
     for model in (b"a", b"org/b"):
-        client.post(b'{"model":"%b"}' % model)
-        assert client.read().status == 200
+        assert client.ask(b'{"model":"%b"}' % model).status == 200
     assert were_closed == [True]
 
 
 def served(rig: Rig, client: RawClient) -> None:
     """The engine gives a whole answer, so that its end is not one right after its load."""
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().status == 200
+    rig.answers(client)
     rig.events.wait("released")
     rig.relay.pool.close()
 
@@ -1009,37 +929,28 @@ def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happen
     poison = rig.engine.next()
     poison.reset()
     poison = rig.engine.next()
-    other.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert other.read().status == 200
+    rig.answers(other)
     rig.events.wait("released", 2)
     poison.reset()
     answer = client.read()
     assert (answer.status, answer.header(b"x-should-retry")) == (502, b"false")
-    assert json.loads(answer.body)["error"]["code"] == "engine_crashed"
+    assert answer.code == "engine_crashed"
     assert b"exited with code 139" in answer.body
     assert len(rig.events.of("loading")) == 2
-    other.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert other.read().status == 200
+    rig.answers(other)
 
 
 def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_request_alone(rig: Rig) -> None:
     streaming, client = rig.client(), rig.client()
-    streaming.post(STREAM_A)
-    stream = rig.engine.next()
-    stream.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    streaming.read_until(b"data: 1\n\n\r\n")
+    stream = rig.streams(streaming)
     client.post(ASK_A)
     rig.engine.next().close()
     answer = client.read()
-    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (502, "backend_unavailable")
+    assert (answer.status, answer.code) == (502, "backend_unavailable")
     assert rig.engine.asked.empty()
     stream.send(chunk(b"data: 2\n\n"), chunk(b""))
     assert streaming.read_chunks() == (b"data: 2\n\n", True)
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().status == 200
+    rig.answers(client)
     assert rig.events.of("draining") == []
     assert len(rig.events.of("loading")) == 1
 
@@ -1058,10 +969,7 @@ def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
 
     rig.mechanism.answers = answers  # type: ignore[method-assign]
     streaming, client = rig.client(), rig.client()
-    streaming.post(STREAM_A)
-    stream = rig.engine.next()
-    stream.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    streaming.read_until(b"data: 1\n\n\r\n")
+    stream = rig.streams(streaming)
     client.post(ASK_A)
     rig.engine.next().close()
     assert asked.wait(GUARD)
@@ -1075,9 +983,7 @@ def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
 
 def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig) -> None:
     client = rig.client()
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().status == 200
+    rig.answers(client)
     looked, look = threading.Event(), exchange.Exchange._look
 
     def noting(waiting: exchange.Exchange) -> None:
@@ -1144,18 +1050,16 @@ def test_who_waits_for_a_connection_leaves_with_its_client(rig: Rig) -> None:
 def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:
     rig.engine.stop_listening()
     client = rig.client()
-    client.post(ASK_A)
-    answer = client.read()
+    answer = client.ask(ASK_A)
     assert answer.status == 502
-    assert json.loads(answer.body)["error"]["code"] == "backend_unavailable"
+    assert answer.code == "backend_unavailable"
     assert len(rig.events.of("leased")) == 2
 
 
 def test_a_load_that_fails_is_a_503_with_the_engines_last_words(rig: Rig) -> None:
     rig.mechanism.failure = LoadError("a exited with code 1.", log=["CUDA out of memory"])
     client = rig.client()
-    client.post(ASK_A)
-    answer = client.read()
+    answer = client.ask(ASK_A)
     assert answer.status == 503
     assert b"CUDA out of memory" in answer.body
 
@@ -1174,8 +1078,7 @@ def test_header_values_cannot_smuggle_lines(rig: Rig) -> None:
     answers = iter([b"HTTP/1.1 200 OK\r\nX-A: 1\rX-B: 2\r\nContent-Length: 2\r\n\r\n{}", JSON_OK])
     rig.engine.answer = lambda _: next(answers)
     client = rig.client()
-    client.post(ASK_A)
-    assert client.read().status == 502
+    assert client.ask(ASK_A).status == 502
 
 
 # Tokens
@@ -1209,9 +1112,7 @@ def test_what_a_stream_says_of_tokens_is_found_wherever_its_pieces_end() -> None
     ("end", "tokens"), [(b"data: [DONE]\n\n", 3), (b'data: {"usage":{"completion_tokens":41}}\n\n', 41)]
 )
 def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig: Rig, end: bytes, tokens: int) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    asked = rig.engine.next()
+    client, asked = rig.asked(STREAM_A)
     event = chunk(b'data: {"choices":[]}\n\n')
     asked.send(SSE_HEAD, event)
     client.read_until(event)  # the rest comes by way of the pump
@@ -1224,9 +1125,7 @@ def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig: Rig, end: byt
 
 def test_an_answer_that_is_no_text_has_no_tokens(rig: Rig) -> None:
     client = rig.client()
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().status == 200
+    rig.answers(client)
     assert rig.events.record(1).tokens == 0
 
 
@@ -1248,9 +1147,7 @@ def test_a_waiting_stream_is_kept_alive_and_then_continued(make_rig: Callable[..
     content, clean = client.read_chunks()
     assert clean
     assert content.replace(b": anvil-mux loading a\n", b"") == b"data: 1\n\n"
-    client.post(ASK_A)
-    rig.engine.next().send(JSON_OK)
-    assert client.read().body == b"{}"
+    rig.answers(client)
 
 
 def test_who_waits_for_a_swap_that_has_not_begun_is_told_so(make_rig: Callable[..., Rig]) -> None:
@@ -1370,9 +1267,8 @@ def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(
     rig = make_rig(patience=Patience(silence=0.0))
     rig.mechanism.gate.clear()
     client = rig.client()
-    client.post(ASK_A)
-    answer = client.read()
-    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (503, "model_loading")
+    answer = client.ask(ASK_A)
+    assert (answer.status, answer.code) == (503, "model_loading")
     assert answer.header(b"retry-after") == b"10"
     assert rig.events.record().waited > 0
 
@@ -1383,8 +1279,7 @@ def test_a_client_is_told_to_come_again_when_the_load_should_be_over(make_rig: C
     rig.mechanism.gate.clear()
     client = rig.client()
     for body, seconds in ((ASK_A, b"42"), (b'{"model":"org/b"}', b"60")):
-        client.post(body)
-        assert client.read().header(b"retry-after") == seconds
+        assert client.ask(body).header(b"retry-after") == seconds
 
 
 def test_the_minimal_chunk_is_not_put_off_until_the_next_comment(make_rig: Callable[..., Rig]) -> None:
@@ -1401,8 +1296,7 @@ def test_the_clients_own_limit_is_respected(make_rig: Callable[..., Rig], field:
     rig = make_rig()
     rig.mechanism.gate.clear()
     client = rig.client()
-    client.post(ASK_A, extra=field + b": 0.01\r\n")
-    assert client.read().status == 503
+    assert client.ask(ASK_A, extra=field + b": 0.01\r\n").status == 503
 
 
 # Large bodies
@@ -1443,15 +1337,13 @@ def test_where_no_connection_can_be_opened_the_request_is_refused_and_its_engine
     with monkeypatch.context() as patched:
         patched.setattr(connections, "_unconnected", none_left)
         client = rig.client()
-        client.post(ASK_A)
-        answer = client.read()
+        answer = client.ask(ASK_A)
     assert (answer.status, answer.header(b"retry-after")) == (503, b"5")
     error = json.loads(answer.body)["error"]
     assert error["code"] == "overloaded"
     assert "Too many open files" in error["message"]
     rig.engine.answer = lambda _: JSON_OK
-    client.post(ASK_A)
-    assert client.read().status == 200
+    assert client.ask(ASK_A).status == 200
     assert rig.events.of("died") == []
 
 

@@ -23,10 +23,9 @@ from anvil_mux.errors import BadRequest, LoadError
 from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
 from anvil_mux.proxy import client, server
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
-from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.fake_engine import ASK_A, GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
 
-ASK_A = b'{"model":"a"}'
 SMUGGLED = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -104,18 +103,14 @@ def test_what_is_ambiguous_is_refused_and_nothing_after_it_is_believed(
 def test_a_bad_body_is_a_clean_error_and_the_connection_goes_on(rig: Rig, body: bytes, status: int) -> None:
     rig.engine.answer = lambda _: JSON_OK
     connection = rig.client()
-    connection.post(body)
-    answer = connection.read()
+    answer = connection.ask(body)
     assert answer.status == status
     assert answer.header(b"connection") is None
-    connection.post(ASK_A)
-    assert connection.read().status == 200
+    assert connection.ask(ASK_A).status == 200
 
 
 def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
-    connection = rig.client()
-    connection.post(b'{"model":"nobody"}')
-    answer = connection.read()
+    answer = rig.client().ask(b'{"model":"nobody"}')
     assert code(answer.body) == "model_not_found"
     assert answer.header(b"x-should-retry") == b"false"
     assert b"Known models: a, org/b" in answer.body
@@ -144,8 +139,7 @@ def test_an_empty_line_alone_does_not_begin_a_request(rig: Rig, monkeypatch: pyt
 @pytest.mark.parametrize("path", [b"/nowhere", b"/v1/files", b"/livez"])
 def test_the_small_body_of_a_refused_request_is_not_the_next_request(rig: Rig, path: bytes) -> None:
     connection = rig.client()
-    connection.post(SMUGGLED, path=path)
-    answer = connection.read()
+    answer = connection.ask(SMUGGLED, path=path)
     assert answer.status in (404, 405, 501)
     assert connection.get(b"/v1/models").status == 200
     assert connection.buffer == b""
@@ -181,8 +175,7 @@ def test_a_body_that_comes_too_slowly_closes_the_connection(
 
 def test_a_large_unread_body_closes_the_connection_after_the_answer(rig: Rig) -> None:
     connection = rig.client()
-    connection.post(SMUGGLED * 10000, path=b"/nowhere")
-    answer = connection.read()
+    answer = connection.ask(SMUGGLED * 10000, path=b"/nowhere")
     assert answer.status == 404
     assert answer.header(b"connection") == b"close"
     for _ in range(3):
@@ -303,8 +296,7 @@ def test_a_keys_requests_count_from_their_heads(make_rig: Callable[..., Rig]) ->
     assert sending.read_until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
 
     def status() -> int:
-        further.post(ASK_A, extra=shown)
-        return further.read().status
+        return further.ask(ASK_A, extra=shown).status
 
     assert status() == 429
     sending.send(ASK_A)
@@ -340,12 +332,11 @@ def test_a_model_in_the_path_is_told_to_the_engine_in_the_body(rig: Rig) -> None
         assert json.loads(asked.body) == {"model": "b-inside", "messages": []}
         asked.send(JSON_OK)
         assert connection.read().status == 200
-    connection.post(b"{}", path=b"/v1/engines/nobody/completions")
-    assert connection.read().status == 404
+    assert connection.ask(b"{}", path=b"/v1/engines/nobody/completions").status == 404
 
 
 def test_lm_studios_list(rig: Rig) -> None:
-    listed = json.loads(rig.client().get(b"/api/v0/models").body)["data"]
+    listed = rig.client().json(b"/api/v0/models")["data"]
     assert [(each["id"], each["state"]) for each in listed] == [("a", "not-loaded"), ("org/b", "not-loaded")]
 
 
@@ -602,8 +593,10 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
         ("eve", ASK_A, 401),
     ):
         connection = rig.client()
-        connection.post(body, extra=b"Authorization: Bearer key-of-%b\r\n" % name.encode())
-        assert connection.read().status == status, name
+        assert (
+            connection.ask(body, extra=b"Authorization: Bearer key-of-%b\r\n" % name.encode()).status
+            == status
+        ), name
         connection.leave()
         assert seen(lambda: rig.server.clients, lambda left: not left) == set()
 
@@ -619,18 +612,16 @@ def test_models_are_listed_from_memory_while_one_loads(rig: Rig) -> None:
     answer = connection.get(b"/v1/models")
     states = {each["id"]: each["status"]["value"] for each in json.loads(answer.body)["data"]}
     assert states == {"a": "loading", "org/b": "unloaded"}
-    assert json.loads(connection.get(b"/models").body) == json.loads(answer.body)
+    assert connection.json(b"/models") == json.loads(answer.body)
 
 
 @pytest.mark.parametrize("path", [b"/v1/models/org/b", b"/v1/models/org%2Fb", b"/v1/models/org%2fb"])
 def test_one_model_is_found_under_its_raw_or_encoded_id(rig: Rig, path: bytes) -> None:
-    assert json.loads(rig.client().get(path).body)["id"] == "org/b"
+    assert rig.client().json(path)["id"] == "org/b"
 
 
 def test_the_list_of_models_may_end_with_a_slash(rig: Rig) -> None:
-    with_slash, without = (
-        json.loads(rig.client().get(path).body) for path in (b"/v1/models/", b"/v1/models")
-    )
+    with_slash, without = (rig.client().json(path) for path in (b"/v1/models/", b"/v1/models"))
     assert with_slash == without
     assert [each["id"] for each in without["data"]] == ["a", "org/b"]
 
@@ -643,10 +634,9 @@ def test_an_unknown_model_id_is_a_404(rig: Rig) -> None:
 def test_healthz_tells_the_whole_state(rig: Rig) -> None:
     rig.engine.answer = lambda _: JSON_OK
     connection = rig.client()
-    connection.post(ASK_A)
-    connection.read()
+    connection.ask(ASK_A)
     rig.events.wait("released")
-    state = json.loads(connection.get(b"/healthz").body)
+    state = connection.json(b"/healthz")
     assert (state["status"], state["version"]) == ("ok", __version__)
     assert state["models"]["a"]["state"] == "ready"
     assert state["models"]["a"]["gpus"] == ["0"]
@@ -660,12 +650,12 @@ def test_healthz_tells_the_whole_state(rig: Rig) -> None:
 
 def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(gpus=(Gpu("0", vram=24, reserve=2),))
-    gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
+    gpu = rig.client().json(b"/healthz")["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["others"]) == (None, 24, 2, [])
     other_process = OtherProcess("0", 41, 5, "python3", "f00")
     sensors = Sensors(0.8749, 61.3)
     rig.handler.local.probes.sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,), sensors)}
-    gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
+    gpu = rig.client().json(b"/healthz")["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["users"]) == (20, 25, {"a": 11})
     assert gpu["sensors"] == {"utilization": 0.87, "celsius": 61, "watts": None}
     assert gpu["others"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
@@ -681,9 +671,8 @@ def test_healthz_shows_what_sleepers_hold_still(make_rig: Callable[..., Rig]) ->
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     connection = rig.client()
     for body in (ASK_A, b'{"model":"org/b"}'):
-        connection.post(body)
-        connection.read()
-    assert json.loads(connection.get(b"/healthz").body)["gpus"]["0"]["residuals"] == {"a": 7}
+        connection.ask(body)
+    assert connection.json(b"/healthz")["gpus"]["0"]["residuals"] == {"a": 7}
 
 
 def test_healthz_names_the_memory_to_declare_for_a_model_that_was_measured(
@@ -694,9 +683,8 @@ def test_healthz_names_the_memory_to_declare_for_a_model_that_was_measured(
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     connection = rig.client()
     for body in (ASK_A, b'{"model":"b"}', ASK_A):
-        connection.post(body)
-        connection.read()
-    models = json.loads(connection.get(b"/healthz").body)["models"]
+        connection.ask(body)
+    models = connection.json(b"/healthz")["models"]
     told = [models[name]["backends"][name]["vram_to_declare"] for name in "ab"]
     assert told == ["7GiB", None]
 
@@ -707,10 +695,9 @@ def test_healthz_shows_what_a_model_takes_and_when_an_idle_one_goes(make_rig: Ca
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     connection = rig.client()
     for body in (ASK_A, b'{"model":"b"}'):
-        connection.post(body)
-        connection.read()
+        connection.ask(body)
     rig.events.wait("released", count=2)
-    models = json.loads(connection.get(b"/healthz").body)["models"]
+    models = connection.json(b"/healthz")["models"]
     a, b = models["a"]["backends"]["a"], models["b"]["backends"]["b"]
     assert (a["size"], b["size"]) == (5, 6)
     assert 0 < a["unload_seconds"] <= 600
@@ -723,12 +710,12 @@ def test_healthz_shows_a_drain(rig: Rig) -> None:
     asked = rig.engine.next()
     second.post(b'{"model":"org/b"}')
     rig.events.wait("draining")
-    gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
+    gpu = rig.client().json(b"/healthz")["gpus"]["0"]
     draining = gpu["draining"]
     assert (draining["target"], draining["leases"]) == ("org/b", 1)
     assert 0 < draining["seconds_left"] <= 30
     assert gpu["reserved_for"] == ["org/b"]
-    models = json.loads(rig.client().get(b"/healthz").body)["models"]
+    models = rig.client().json(b"/healthz")["models"]
     assert models["a"]["draining"]["target"] == "org/b"
     assert models["org/b"]["waiting"] == 1
     assert models["org/b"]["oldest_wait_seconds"] >= 0
@@ -747,13 +734,13 @@ def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(
     asked = rig.engine.next()
     second.post(b'{"model":"org/b"}')
     rig.events.wait("draining")
-    state = json.loads(rig.client().get(b"/healthz").body)
+    state = rig.client().json(b"/healthz")
     [answer] = state["models"]["a"]["draining"]["answers"]
     assert (answer["model"], answer["request"]) == ("a", "film-7")
     assert answer["run_seconds"] >= 0
     assert state["models"]["a"]["draining"]["seconds_left"] is None
     assert state["gpus"]["0"]["draining"]["seconds_left"] is None
-    why = json.loads(rig.client().get(b"/why?model=org/b").body)
+    why = rig.client().json(b"/why?model=org/b")
     assert [each["request"] for each in why["waits_for"]] == ["film-7"]
     assert why["at_most"] is None
     assert "request film-7 of a has run for" in why["sentence"]
@@ -772,15 +759,14 @@ def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(
     asked = rig.engine.next()
     second.post(b'{"model":"org/b"}')
     rig.events.wait("draining")
-    third.post(b'{"model":"org/b"}')
-    answer = third.read()
+    answer = third.ask(b'{"model":"org/b"}')
     assert (answer.status, code(answer.body)) == (503, "overloaded")
     assert b"the queue of org/b is full: 1 waiting (its max_queue)" in answer.body
     assert answer.header(b"retry-after") == b"5"
-    models = json.loads(rig.client().get(b"/healthz").body)["models"]
+    models = rig.client().json(b"/healthz")["models"]
     assert (models["org/b"]["waiting"], models["org/b"]["max_queue"]) == (1, 1)
     assert "max_queue" not in models["a"]
-    why = json.loads(rig.client().get(b"/why?model=org/b").body)
+    why = rig.client().json(b"/why?model=org/b")
     assert (why["verdict"], "(its max_queue)" in why["sentence"]) == ("refused", True)
     asked.send(JSON_OK)
     rig.other.next().send(JSON_OK)
@@ -794,7 +780,7 @@ def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable
     asked = rig.engine.next()
     second.post(b'{"model":"org/b"}')
     rig.events.wait("deferred")
-    models = json.loads(rig.client().get(b"/healthz").body)["models"]
+    models = rig.client().json(b"/healthz")["models"]
     assert models["a"]["deferred"] is None
     assert models["org/b"]["deferred"]["cause"] == {"kind": "not_quiet", "seconds": 600.0}
     assert models["org/b"]["deferred"]["reason"] == "its requests still arrive less than 600 s apart"
@@ -815,11 +801,10 @@ def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig: Callabl
     rig = make_rig(policy=f"{__name__}:Broken", max_wait=600.0)
     rig.engine.answer = lambda _: JSON_OK
     first, second = rig.client(), rig.client()
-    first.post(ASK_A)
-    first.read()
+    first.ask(ASK_A)
     second.post(b'{"model":"org/b"}')
     rig.events.wait("deferred")
-    deferred = json.loads(rig.client().get(b"/healthz").body)["models"]["org/b"]["deferred"]
+    deferred = rig.client().json(b"/healthz")["models"]["org/b"]["deferred"]
     assert deferred == {
         "seconds_left": None,
         "cause": {"kind": "policy_failed", "detail": "ZeroDivisionError()"},
@@ -831,9 +816,8 @@ def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig: Callabl
 def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
     rig.mechanism.failure = LoadError("exited with code 1", log=("no such file", "bye"))
     connection = rig.client()
-    connection.post(ASK_A)
-    assert connection.read().status == 503
-    model = json.loads(connection.get(b"/healthz").body)["models"]["a"]
+    assert connection.ask(ASK_A).status == 503
+    model = connection.json(b"/healthz")["models"]["a"]
     backend = model["backends"]["a"]
     assert model["last_error"] == backend["error"] == "exited with code 1"
     assert backend["log"] == ["no such file", "bye"]
@@ -845,10 +829,9 @@ def test_healthz_tells_how_a_standby_backend_rests(rig: Rig) -> None:
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     connection = rig.client()
     for body in (ASK_A, b'{"model":"org/b"}'):
-        connection.post(body)
-        connection.read()
+        connection.ask(body)
     rig.events.wait("released", 2)
-    models = json.loads(connection.get(b"/healthz").body)["models"]
+    models = connection.json(b"/healthz")["models"]
     assert [models[m]["backends"][b]["standby_level"] for m, b in (("a", "a"), ("org/b", "b"))] == [
         "sleep",
         None,
@@ -920,19 +903,15 @@ def test_what_is_not_offered_is_refused_in_json(rig: Rig, method: bytes, path: b
 
 
 def test_errors_have_the_shape_of_the_api(rig: Rig) -> None:
-    connection = rig.client()
-    connection.post(b'{"model":"nobody"}', path=b"/v1/messages")
-    answer = connection.read()
+    answer = rig.client().ask(b'{"model":"nobody"}', path=b"/v1/messages")
     assert json.loads(answer.body)["error"]["type"] == "not_found_error"
     assert answer.header(b"request-id") == answer.header(b"x-request-id")
 
 
 def test_a_load_by_hand_that_names_nobody_is_refused(rig: Rig) -> None:
     connection = rig.client()
-    connection.post(b'{"model":"nobody"}', path=b"/models/load")
-    assert connection.read().status == 404
-    connection.post(b"{}", path=b"/models/load")
-    assert connection.read().status == 400
+    assert connection.ask(b'{"model":"nobody"}', path=b"/models/load").status == 404
+    assert connection.ask(b"{}", path=b"/models/load").status == 400
 
 
 # Other web sites
@@ -960,8 +939,7 @@ def test_this_machines_names_are_accepted_on_loopback(rig: Rig, host: bytes) -> 
 def test_another_sites_page_cannot_post(rig: Rig, path: bytes) -> None:
     connection = rig.client()
     for _ in range(3):
-        connection.post(ASK_A, path=path, extra=b"Origin: http://evil.example\r\n")
-        assert connection.read().status == 403
+        assert connection.ask(ASK_A, path=path, extra=b"Origin: http://evil.example\r\n").status == 403
     assert not rig.events.of("queued")
 
 
@@ -1004,18 +982,15 @@ def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig: Rig) -> None:
 
 
 def test_whoever_comes_during_a_drain_is_told_so(rig: Rig) -> None:
-    running = rig.client()
-    running.post(ASK_A)
-    asked = rig.engine.next()
+    running, asked = rig.asked(ASK_A)
     drain = threading.Thread(target=rig.server.drain, args=(60.0,))
     drain.start()
     assert seen(lambda: rig.client().get(b"/readyz").status, lambda status: status == 503) == 503
     readiness, probe, health, late = rig.client(), rig.client(), rig.client(), rig.client()
     assert b"[-]accepting shutting down" in readiness.get(b"/readyz").body
     assert probe.get(b"/livez").status == 200
-    assert json.loads(health.get(b"/healthz").body)["problems"] == {"accepting": "shutting down"}
-    late.post(ASK_A)
-    answer = late.read()
+    assert health.json(b"/healthz")["problems"] == {"accepting": "shutting down"}
+    answer = late.ask(ASK_A)
     assert (answer.status, code(answer.body)) == (503, "shutting_down")
     assert answer.header(b"retry-after") == b"10"
     assert all(each.is_closed() for each in (readiness, probe, health, late))
@@ -1026,9 +1001,7 @@ def test_whoever_comes_during_a_drain_is_told_so(rig: Rig) -> None:
 
 
 def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
-    running = rig.client()
-    running.post(ASK_A)
-    asked = rig.engine.next()
+    running, asked = rig.asked(ASK_A)
     drain = threading.Thread(target=rig.server.drain, args=(3600.0,))
     drain.start()
     assert seen(lambda: rig.client().get(b"/readyz").status, lambda status: status == 503) == 503
@@ -1148,8 +1121,7 @@ def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:
             b"GET /livez HTTP/1.1\r\nHost: loc" if number % 2 else HEAD + b"Content-Length: 99\r\n\r\n{"
         )
     connection = rig.client()
-    connection.post(ASK_A)
-    assert connection.read().status == 200
+    assert connection.ask(ASK_A).status == 200
     assert connection.get(b"/livez").status == 200
     slow[1].send(b"alhost\r\n\r\n")
     assert slow[1].read().body == b"ok\n"
@@ -1172,9 +1144,7 @@ def test_a_form_without_files_reaches_the_engine_with_its_own_name_for_the_model
 
 
 def test_an_engine_is_asked_for_answers_that_can_be_read(rig: Rig) -> None:
-    client = rig.client()
-    client.post(ASK_A, extra=b"Accept-Encoding: gzip, br\r\n")
-    asked = rig.engine.next()
+    client, asked = rig.asked(ASK_A, extra=b"Accept-Encoding: gzip, br\r\n")
     assert asked.head.lower().count(b"accept-encoding: identity\r\n") == 1
     assert b"gzip" not in asked.head
     asked.send(JSON_OK)

@@ -76,8 +76,7 @@ def test_it_is_told_by_key_and_model_and_outlives_the_program(
 def test_where_no_key_is_asked_for_it_is_counted_by_model(rig: Rig) -> None:
     rig.engine.answer = lambda _: JSON_OK
     client = rig.client()
-    client.post(b'{"model":"a"}', path=b"/v1/chat/completions")
-    assert client.read().status == 200
+    assert client.ask(b'{"model":"a"}', path=b"/v1/chat/completions").status == 200
     record = rig.events.record()
     assert record.key == ""
     assert record.gpu_seconds > 0
