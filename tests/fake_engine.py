@@ -42,8 +42,18 @@ JSON_OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length:
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
+UNTIL_CLOSE = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def error_in(stream: bytes) -> dict[str, str]:
+    """The error event that a stream ends with."""
+    events = [line[6:] for line in stream.splitlines() if line.startswith(b'data: {"error"')]
+    assert len(events) == 1, stream
+    return json.loads(events[0])["error"]  # type: ignore[no-any-return]
 
 
 class Asked:
