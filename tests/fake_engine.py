@@ -36,7 +36,11 @@ from anvil_mux.telemetry.feed import Feed
 GUARD = 20.0
 
 ASK_A = b'{"model":"a"}'
+ASK_B = b'{"model":"org/b"}'
 STREAM_A = b'{"model":"a","stream":true}'
+ASK_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+"""A head that lacks where its body ends."""
+ASK_LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 JSON_OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -509,6 +513,15 @@ class Rig:
         asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
         client.read_until(b"data: 1\n\n\r\n")
         return asked
+
+    def serve(self, *bodies: bytes) -> RawClient:
+        """A client that has asked these one after the other; the engines answer at once."""
+        self.engine.answer = self.other.answer = lambda _: JSON_OK
+        client = self.client()
+        for number, body in enumerate(bodies, 1):
+            assert client.ask(body).status == 200
+            self.events.wait("released", number)
+        return client
 
     def answers(self, client: RawClient) -> None:
         """The engine gives a client a whole answer."""
