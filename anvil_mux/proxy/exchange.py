@@ -499,12 +499,15 @@ class Exchange:
     @property
     def copied(self) -> bytes:
         """The first bytes of the answer's content, if it was to be copied."""
-        if not isinstance(self._passed, Copied):
-            return b""
+        copy = self._passed.copy if isinstance(self._passed, Copied) else b""
+        if not self._chunked:
+            return copy
+        content: list[bytes] = []
         try:
-            return http1.ChunkDecoder().feed(self._passed.copy) if self._chunked else self._passed.copy
+            http1.ChunkCounter().feed(copy, content)
         except BackendError:
             return b""  # its framing is broken: it has no content
+        return b"".join(content)
 
     @property
     def last_payload(self) -> bytes:
