@@ -276,10 +276,9 @@ class ChunkCounter:
     line that has not ended (``_held``), never both unless a chunk's CR came without its LF.
     """
 
-    __slots__ = ("_error", "_held", "_left", "_trailer", "done")
+    __slots__ = ("_error", "_held", "_left", "_trailer")
 
     def __init__(self, error: type[MuxError] = BackendError) -> None:
-        self.done = False
         self._error = error
         self._left = 0
         self._held = b""
@@ -339,7 +338,6 @@ class ChunkCounter:
     def _end(self, data: bytes, position: int, held: int) -> int | None:
         trailer = _TRAILER.match(data, position)
         if trailer is not None:
-            self.done = True
             return trailer.end() - held
         self._held = data[position : position + MAX_TRAILER]
         if len(self._held) == MAX_TRAILER or b"\n\r\n" in self._held or _has_bare_lf(self._held, 0):
