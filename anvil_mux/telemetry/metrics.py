@@ -35,7 +35,6 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
-    GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
@@ -497,7 +496,7 @@ class Metrics:
             gauges.of_pause(status),
             gauges.of_circuits(self._circuits()),
         ):
-            yield from map(_gauge, rows)
+            yield from rows
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""
@@ -552,11 +551,3 @@ _WITH_NAMES = {
 def _labels(*labels: str) -> Labels:
     """Labels of which the last is a preset; requests that name none do not have it."""
     return labels if labels[-1] else labels[:-1]
-
-
-def _gauge(row: gauges.Gauge) -> Metric:
-    family = GaugeMetricFamily(row.name, row.text, labels=row.labels.split())
-    for labels, value in row.values.items():
-        if value is not None:
-            family.add_metric(labels, float(value))
-    return family
