@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -77,17 +78,6 @@ def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     assert gpu["others"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
 
 
-def test_healthz_shows_what_sleepers_hold_still(make_rig: Callable[..., Rig]) -> None:
-    backends = (
-        Backend("a", "a", ("0",), evict_to=("sleep", "stop")),
-        Backend("b", "org/b", ("0",), served_model="b-inside"),
-    )
-    rig = make_rig(backends=backends)
-    rig.mechanism.evict = lambda backend, how: Evicted(how, {"0": 7})
-    connection = rig.serve(ASK_A, ASK_B)
-    assert connection.json(b"/healthz")["gpus"]["0"]["residuals"] == {"a": 7}
-
-
 def test_healthz_names_the_memory_to_declare_for_a_model_that_was_measured(
     make_rig: Callable[..., Rig],
 ) -> None:
@@ -111,24 +101,29 @@ def test_healthz_shows_what_a_model_takes_and_when_an_idle_one_goes(make_rig: Ca
     assert b["unload_seconds"] is None
 
 
-def test_healthz_shows_a_drain(rig: Rig) -> None:
-    first, second = rig.client(), rig.client()
-    first.post(ASK_A)
-    asked = rig.engine.next()
+@contextmanager
+def draining(rig: Rig, extra: bytes = b"") -> Iterator[None]:
+    """A request is answered by the model that is drained for another one's; both get their answers then."""
+    first, asked = rig.asked(ASK_A, extra=extra)
+    second = rig.client()
     second.post(ASK_B)
     rig.events.wait("draining")
-    gpu = rig.client().json(b"/healthz")["gpus"]["0"]
-    draining = gpu["draining"]
-    assert (draining["target"], draining["leases"]) == ("org/b", 1)
-    assert 0 < draining["seconds_left"] <= 30
-    assert gpu["reserved_for"] == ["org/b"]
-    models = rig.client().json(b"/healthz")["models"]
-    assert models["a"]["draining"]["target"] == "org/b"
-    assert models["org/b"]["waiting"] == 1
-    assert models["org/b"]["oldest_wait_seconds"] >= 0
+    yield
     asked.send(JSON_OK)
     rig.other.next().send(JSON_OK)
-    assert second.read().status == 200
+    assert (first.read().status, second.read().status) == (200, 200)
+
+
+def test_healthz_shows_a_drain(rig: Rig) -> None:
+    with draining(rig):
+        gpu = rig.client().json(b"/healthz")["gpus"]["0"]
+        assert (gpu["draining"]["target"], gpu["draining"]["leases"]) == ("org/b", 1)
+        assert 0 < gpu["draining"]["seconds_left"] <= 30
+        assert gpu["reserved_for"] == ["org/b"]
+        models = rig.client().json(b"/healthz")["models"]
+        assert models["a"]["draining"]["target"] == "org/b"
+        assert models["org/b"]["waiting"] == 1
+        assert models["org/b"]["oldest_wait_seconds"] >= 0
 
 
 def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(
@@ -136,24 +131,17 @@ def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(
 ) -> None:
     film = Backend("a", "a", gpus=("0",), drain_timeout=math.inf)
     rig = make_rig(backends=(film, Backend("b", "org/b", gpus=("0",))))
-    first, second = rig.client(), rig.client()
-    first.post(ASK_A, extra=b"X-Request-ID: film-7\r\n")
-    asked = rig.engine.next()
-    second.post(ASK_B)
-    rig.events.wait("draining")
-    state = rig.client().json(b"/healthz")
-    [answer] = state["models"]["a"]["draining"]["answers"]
-    assert (answer["model"], answer["request"]) == ("a", "film-7")
-    assert answer["run_seconds"] >= 0
-    assert state["models"]["a"]["draining"]["seconds_left"] is None
-    assert state["gpus"]["0"]["draining"]["seconds_left"] is None
-    why = rig.client().json(b"/why?model=org/b")
-    assert [each["request"] for each in why["waits_for"]] == ["film-7"]
-    assert why["at_most"] is None
-    assert "request film-7 of a has run for" in why["sentence"]
-    asked.send(JSON_OK)
-    rig.other.next().send(JSON_OK)
-    assert second.read().status == 200
+    with draining(rig, extra=b"X-Request-ID: film-7\r\n"):
+        state = rig.client().json(b"/healthz")
+        [answer] = state["models"]["a"]["draining"]["answers"]
+        assert (answer["model"], answer["request"]) == ("a", "film-7")
+        assert answer["run_seconds"] >= 0
+        assert state["models"]["a"]["draining"]["seconds_left"] is None
+        assert state["gpus"]["0"]["draining"]["seconds_left"] is None
+        why = rig.client().json(b"/why?model=org/b")
+        assert [each["request"] for each in why["waits_for"]] == ["film-7"]
+        assert why["at_most"] is None
+        assert "request film-7 of a has run for" in why["sentence"]
 
 
 def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(
@@ -161,23 +149,16 @@ def test_above_its_own_max_queue_a_model_is_refused_and_told_so_everywhere(
 ) -> None:
     busy = Backend("a", "a", gpus=("0",), drain_timeout=math.inf)
     rig = make_rig(backends=(busy, Backend("b", "org/b", gpus=("0",), max_queue=1)))
-    first, second, third = rig.client(), rig.client(), rig.client()
-    first.post(ASK_A)
-    asked = rig.engine.next()
-    second.post(ASK_B)
-    rig.events.wait("draining")
-    answer = third.ask(ASK_B)
+    with draining(rig):
+        answer = rig.client().ask(ASK_B)
+        models = rig.client().json(b"/healthz")["models"]
+        why = rig.client().json(b"/why?model=org/b")
     assert (answer.status, answer.code) == (503, "overloaded")
     assert b"the queue of org/b is full: 1 waiting (its max_queue)" in answer.body
     assert answer.header(b"retry-after") == b"5"
-    models = rig.client().json(b"/healthz")["models"]
     assert (models["org/b"]["waiting"], models["org/b"]["max_queue"]) == (1, 1)
     assert "max_queue" not in models["a"]
-    why = rig.client().json(b"/why?model=org/b")
     assert (why["verdict"], "(its max_queue)" in why["sentence"]) == ("refused", True)
-    asked.send(JSON_OK)
-    rig.other.next().send(JSON_OK)
-    assert (first.read().status, second.read().status) == (200, 200)
 
 
 def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable[..., Rig]) -> None:
@@ -231,17 +212,17 @@ def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
     assert (backend["state"], 0 < backend["retry_seconds"] <= 5) == ("stopped", True)
 
 
-def test_healthz_tells_how_a_standby_backend_rests(rig: Rig) -> None:
-    rig.mechanism.evict = lambda backend, how: Evicted("sleep")
-    connection = rig.serve(ASK_A, ASK_B)
-    rig.events.wait("released", 2)
-    models = connection.json(b"/healthz")["models"]
-    assert [models[m]["backends"][b]["standby_level"] for m, b in (("a", "a"), ("org/b", "b"))] == [
-        "sleep",
-        None,
-    ]
-    assert models["org/b"]["backends"]["b"]["idle_seconds"] >= 0
-    assert models["a"]["backends"]["a"]["idle_seconds"] is None
+def test_healthz_tells_how_a_standby_backend_rests_and_what_it_holds_still(
+    make_rig: Callable[..., Rig],
+) -> None:
+    sleeper = Backend("a", "a", ("0",), evict_to=("sleep", "stop"))
+    rig = make_rig(backends=(sleeper, Backend("b", "org/b", ("0",))))
+    rig.mechanism.evict = lambda backend, how: Evicted(how, {"0": 7})
+    state = rig.serve(ASK_A, ASK_B).json(b"/healthz")
+    a, b = state["models"]["a"]["backends"]["a"], state["models"]["org/b"]["backends"]["b"]
+    assert (a["standby_level"], a["idle_seconds"], b["standby_level"]) == ("sleep", None, None)
+    assert b["idle_seconds"] >= 0
+    assert state["gpus"]["0"]["residuals"] == {"a": 7}
 
 
 def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
