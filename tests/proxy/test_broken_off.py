@@ -346,8 +346,9 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
 )
 @pytest.mark.parametrize("framing", [b"", b"0\r\n"], ids=["before_the_end", "within_the_end"])
 def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(
-    rig: Rig, last: bytes, framing: bytes
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, last: bytes, framing: bytes
 ) -> None:
+    monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
     client, asked = rig.streaming()
     asked.send(chunk(last))
     client.read_until(last + b"\r\n")
