@@ -84,9 +84,6 @@ class Local:
         def front(reply: Reply) -> None:
             page.page(reply) if is_page(reply.context.request) else probes.hello(reply)
 
-        def ollama_version(reply: Reply) -> None:
-            reply.fresh(JSON, ollama.version())
-
         rows = [
             LocalRoute(READ, "/", STATE, front),
             LocalRoute(READ, "/health", NO_KEY, partial(Reply.fresh, kind=TEXT, body=b"OK\n"), is_quiet=True),
@@ -107,17 +104,17 @@ class Local:
             LocalRoute(FOLLOW, "/models/sse", ANY_KEY, operations.follow),
             LocalRoute(ACT, "/models/load", ADMIN, operations.load),
             LocalRoute(ACT, "/models/unload", ADMIN, operations.unload),
-            LocalRoute(ACT, "/models/pin", ADMIN, operations.pin),
-            LocalRoute(ACT, "/models/unpin", ADMIN, operations.unpin),
+            LocalRoute(ACT, "/models/pin", ADMIN, partial(operations.pin, pinned=True)),
+            LocalRoute(ACT, "/models/unpin", ADMIN, partial(operations.pin, pinned=False)),
             LocalRoute(READ, "/api/hello", NO_KEY, partial(Reply.fresh, kind=TEXT, body=b"anvil-mux\n")),
             LocalRoute(READ, "/api/ps", ANY_KEY, lists.ollama_running),
             LocalRoute(ACT, "/api/show", ANY_KEY, lists.ollama_show),
             LocalRoute(READ, "/api/tags", ANY_KEY, lists.ollama_tags),
             LocalRoute(READ, "/api/v0/models", ANY_KEY, lists.lmstudio_models),
-            LocalRoute(READ, "/api/version", ANY_KEY, ollama_version),
+            LocalRoute(READ, "/api/version", ANY_KEY, partial(Reply.fresh, kind=JSON, body=ollama.version())),
             LocalRoute(READ, "/hosts", ADMIN, operations.hosts),
-            LocalRoute(ACT, "/hosts/drain", ADMIN, operations.drain_host),
-            LocalRoute(ACT, "/hosts/undrain", ADMIN, operations.undrain_host),
+            LocalRoute(ACT, "/hosts/drain", ADMIN, partial(operations.drain_host, drained=True)),
+            LocalRoute(ACT, "/hosts/undrain", ADMIN, partial(operations.drain_host, drained=False)),
             LocalRoute(ACT, "/hosts/gone", ADMIN, operations.host_gone),
             LocalRoute(ACT, "/pause", ADMIN, operations.pause),
             LocalRoute(ACT, "/resume", ADMIN, operations.resume),

@@ -146,12 +146,8 @@ class Operations:
                     found.append(name)
         return found
 
-    def pin(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.pinned, _model(reply), pinned=True)
-        _done(reply)
-
-    def unpin(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.pinned, _model(reply), pinned=False)
+    def pin(self, reply: Reply, *, pinned: bool) -> None:
+        self._mux.tell(self._mux.scheduler.pinned, _model(reply), pinned=pinned)
         _done(reply)
 
     def follow(self, reply: Reply) -> None:
@@ -218,12 +214,8 @@ class Operations:
         hosts = [{**known.get(each["host"], {}), **each} for each in self._reports()]
         reply.json({"hosts": hosts}, indent=1)
 
-    def drain_host(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.host_drained, self._host(reply), drained=True)
-        _done(reply)
-
-    def undrain_host(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.host_drained, self._host(reply), drained=False)
+    def drain_host(self, reply: Reply, *, drained: bool) -> None:
+        self._mux.tell(self._mux.scheduler.host_drained, self._host(reply), drained=drained)
         _done(reply)
 
     def host_gone(self, reply: Reply) -> None:
