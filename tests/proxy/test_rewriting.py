@@ -189,9 +189,7 @@ def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
 
 def test_a_form_is_not_rewritten(rig: Rig) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
-    client = rig.client()
-    client.post(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
-    got = rig.engine.next()
+    client, got = rig.asked(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
     got.send(JSON_OK)
     client.read()
     assert got.body == form.replace(b"\r\na\r\n", b"\r\ninside\r\n")
