@@ -75,7 +75,7 @@ def read_bytes(file: str | os.PathLike[str], most: int = MOST) -> bytes:
 
 
 def text_of(file: Path) -> str:
-    """The text of a file of the kernel; "" where it is not there, or may not be read."""
+    """The text of a file of ours or of the kernel; "" where it is not there, or cannot be read."""
     try:
         return file.read_text()
     except (OSError, ValueError):

@@ -6,6 +6,7 @@ comes next. Time-outs are guards against hanging, far above what anything takes.
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import ssl
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
@@ -24,6 +26,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler
+from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.operations import Keep
 from anvil_mux.proxy.server import Server, listen
 from anvil_mux.scheduler.events import Event
@@ -32,12 +35,29 @@ from anvil_mux.telemetry.feed import Feed
 
 GUARD = 20.0
 
+ASK_A = b'{"model":"a"}'
+ASK_B = b'{"model":"org/b"}'
+STREAM_A = b'{"model":"a","stream":true}'
+ASK_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+"""A head that lacks where its body ends."""
+ASK_LIVEZ = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
 JSON_OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
+UNTIL_CLOSE = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def error_in(stream: bytes) -> dict[str, str]:
+    """The error event that a stream ends with."""
+    events = [line[6:] for line in stream.splitlines() if line.startswith(b'data: {"error"')]
+    assert len(events) == 1, stream
+    return json.loads(events[0])["error"]  # type: ignore[no-any-return]
 
 
 class Asked:
@@ -174,6 +194,11 @@ class Answer:
     clean: bool
     """The body ended as its framing says."""
 
+    @property
+    def code(self) -> str:
+        """The code of an error."""
+        return json.loads(self.body)["error"]["code"]  # type: ignore[no-any-return]
+
     def header(self, name: bytes) -> bytes | None:
         for line in self.head.split(b"\r\n")[1:]:
             key, _, value = line.partition(b":")
@@ -204,6 +229,21 @@ class RawClient:
             b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: %b\r\n%b" % (path, self.host, type, extra)
             + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
+
+    def ask(
+        self,
+        body: bytes,
+        path: bytes = b"/v1/chat/completions",
+        extra: bytes = b"",
+        type: bytes = b"application/json",
+    ) -> Answer:
+        """Posts, and reads the answer."""
+        self.post(body, path, extra, type)
+        return self.read()
+
+    def json(self, path: bytes, extra: bytes = b"") -> Any:
+        """The document that is there."""
+        return json.loads(self.get(path, extra=extra).body)
 
     def get(self, path: bytes, method: bytes = b"GET", extra: bytes = b"") -> Answer:
         self.send(b"%b %b HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (method, path, self.host, extra))
@@ -412,18 +452,23 @@ class Rig:
         self.feed = Feed()
         self.logs: dict[str, list[str]] = {}
         listener = listen("127.0.0.1", 0)
-        self.handler = Handler(
-            self.config,
+        local = Local(
             self.mux,
-            self.relay,
-            self.events,
+            self.feed,
+            capture=self.config.capture,
             metrics=lambda accept: ("text/plain", b"anvil_up 1\n"),
             checks={"docker": lambda: ""},
-            patience=patience,
-            feed=self.feed,
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
-            keys=keys,
             keep_pause=keep_pause,
+        )
+        self.handler = Handler(
+            self.config,
+            keys or Keyring(),
+            self.mux,
+            self.relay,
+            local,
+            records=self.events,
+            patience=patience,
             only_local_hosts=only_local_hosts,
         )
         self.server = Server(
@@ -443,6 +488,46 @@ class Rig:
     def client(self) -> RawClient:
         self.clients.append(RawClient(self.address))
         return self.clients[-1]
+
+    def asked(
+        self,
+        body: bytes,
+        path: bytes = b"/v1/chat/completions",
+        extra: bytes = b"",
+        type: bytes = b"application/json",
+    ) -> tuple[RawClient, Asked]:
+        """A client and its question, which the engine has."""
+        client = self.client()
+        client.post(body, path, extra, type)
+        return client, self.engine.next()
+
+    def streaming(self) -> tuple[RawClient, Asked]:
+        """A client that has the first event of a stream, and the question that the engine answers so."""
+        client = self.client()
+        return client, self.streams(client)
+
+    def streams(self, client: RawClient) -> Asked:
+        """The same for a client that is there."""
+        client.post(STREAM_A)
+        asked = self.engine.next()
+        asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+        client.read_until(b"data: 1\n\n\r\n")
+        return asked
+
+    def serve(self, *bodies: bytes) -> RawClient:
+        """A client that has asked these one after the other; the engines answer at once."""
+        self.engine.answer = self.other.answer = lambda _: JSON_OK
+        client = self.client()
+        for number, body in enumerate(bodies, 1):
+            assert client.ask(body).status == 200
+            self.events.wait("released", number)
+        return client
+
+    def answers(self, client: RawClient) -> None:
+        """The engine gives a client a whole answer."""
+        client.post(ASK_A)
+        self.engine.next().send(JSON_OK)
+        assert client.read().body == b"{}"
 
     def close(self) -> None:
         for client in self.clients:

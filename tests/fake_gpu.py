@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host.seam import HostGpu
 
 
 class FakeGpus:
@@ -38,10 +39,7 @@ class FakeGpus:
     def _read(self, index: int) -> Reading:
         held = {pid: used for (pid, gpu), used in self._held.items() if gpu == index}
         reading = Reading(
-            id=str(index),
-            uuid=f"GPU-{index:08x}",
-            name="fake",
-            total=self._totals[index],
+            HostGpu(str(index), f"GPU-{index:08x}", "fake", self._totals[index]),
             used=sum(used or 0 for used in held.values()),
             processes=tuple(held.items()),
         )

@@ -9,22 +9,20 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from anvil_mux import errors
 from anvil_mux.cli import main as cli
-from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.config.settings import Setting, describe, plain
 from anvil_mux.host import engines
 from anvil_mux.host.levels import LEVELS, SLEEPS
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
 from anvil_mux.scheduler import events, eviction, policies
-from anvil_mux.scheduler.status import Status
-from anvil_mux.telemetry import metrics
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
 
 Made from the program by `make docs`; a test fails when it no longer fits.
+Elsewhere: [metrics](metrics.md#metrics), [errors](troubleshooting.md#errors).
 """
 
 
@@ -92,7 +90,8 @@ def choices() -> Iterable[str]:
 
 def steps() -> Iterable[str]:
     names = ", ".join(f"`{name}`" for name in pipeline.shipped())
-    yield from ("## Routing", "", "How they fit together: routing.md.", "", f"Policies: {names}.", "")
+    yield from ("## Routing", "", "How they fit together: [routing.md](routing.md).", "")
+    yield from (f"Policies: {names}.", "")
     filters = {**routing.FILTERS, **routing.SWEEPS}
     kinds = {"Metrics": routing.METRICS, "Filters": filters, "Selectors": routing.SELECTORS}
     for title, registry in kinds.items():
@@ -143,24 +142,7 @@ def kinds() -> Iterable[str]:
     ]
 
 
-def metric_names() -> Iterable[str]:
-    empty = Config(backends=(Backend("m", "m", ("0",)),))
-    families = metrics.Metrics(empty, lambda: Status(0.0, (), (), 0, 0)).collect()
-    rows = [(f"`{_exposed(f.name, f.type)}`", f.type, f.documentation) for f in families]
-    return ["## Metrics", "", *_table(("name", "type", "meaning"), rows), ""]
-
-
-def _exposed(name: str, kind: str) -> str:
-    return name + {"counter": "_total", "info": "_info"}.get(kind, "")
-
-
-def error_codes() -> Iterable[str]:
-    known = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.MuxError)]
-    rows = [(f"`{c.code}`", str(c.status), _first_sentence(c)) for c in known if c is not errors.ConfigError]
-    return ["## Errors", "", *_table(("code", "status", "meaning"), rows), ""]
-
-
-SECTIONS = (commands, settings, choices, steps, routes, kinds, metric_names, error_codes)
+SECTIONS = (commands, settings, choices, steps, routes, kinds)
 
 
 def _registry(registry: dict[str, type]) -> list[str]:

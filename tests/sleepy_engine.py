@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host.seam import HostGpu
 
 GIB = 1 << 30
 GUARD = 30.0
@@ -86,7 +87,7 @@ class Ledger:
     def _reading(self, gpu: str) -> Reading:
         held = {pid: each[gpu] for pid, each in self._held.items() if each.get(gpu)}
         processes = tuple(held.items()) if self._processes else ()
-        return Reading(gpu, f"GPU-{gpu}", total=self._total, used=sum(held.values()), processes=processes)
+        return Reading(HostGpu(gpu, f"GPU-{gpu}", total=self._total), sum(held.values()), processes)
 
 
 class SleepyEngine:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux import plugins
+from anvil_mux import errors, plugins
 from anvil_mux.cli import main
 from anvil_mux.scheduler import slot
 from tests import reference
@@ -57,11 +57,24 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
+def test_no_two_pages_say_the_same() -> None:
+    told: dict[tuple[str, ...], str] = {}
+    for file in sorted((ROOT / "docs").glob("*.md")):
+        if file.name in ("README.md", "glossary.md", "reference.md"):
+            continue  # what is looked up there, pages tell
+        text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.M | re.S)
+        words = re.findall(r"[\w`'-]+", re.sub(r"\]\([^)]*\)", "]", text).lower())
+        for some in zip(*(words[start:] for start in range(10)), strict=False):
+            assert told.setdefault(some, file.name) == file.name, f"{' '.join(some)} ({file.name})"
+
+
 def test_each_error_is_in_the_page_on_troubleshooting() -> None:
-    said = re.compile(r"^\| `(\w+)` \| (\d+) \|", re.M)
-    errors = reference.PATH.read_text().partition("## Errors")[2]
+    known = [each for each in vars(errors).values() if isinstance(each, type)]
+    told = {each.code: each.status for each in known if issubclass(each, errors.MuxError)}
+    del told[errors.ConfigError.code]
     page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Errors")[2]
-    assert said.findall(page) == said.findall(errors)
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.M)
+    assert {code: int(status) for code, status in rows} == told
 
 
 def test_the_diagram_is_the_transition_table() -> None:
@@ -76,14 +89,12 @@ WITH_EXAMPLES = """
     configuring
     elsewhere
     gpus
+    policies
     presets
     processes
     routing
     sharing
-    sizing
     standby
-    staying
-    swaps
 """
 PAGES = (README, *((ROOT / "docs" / f"{name}.md").read_text() for name in WITH_EXAMPLES.split()))
 EXAMPLES = [text for page in PAGES for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)]

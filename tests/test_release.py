@@ -1,15 +1,19 @@
-"""A release is made from what fits together, and stops before it is published."""
+"""A release is made from what fits together, and published by its tag in steps of ``bin/release``."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+import anvil_mux
 from tests.test_commit import git
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,12 +26,21 @@ STAND_IN = """#!/bin/sh
 echo "${0##*/} $*" >>"$CALLS"
 case "$*" in
     *"pip wheel"*) mkdir -p dist && touch dist/anvil_mux-1.2.3-py3-none-any.whl ;;
-    *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/anvil-mux" ;;
+    *"-m venv"*)
+        mkdir -p "$3/bin"
+        for each in python anvil-mux cyclonedx-py; do cp "$0" "$3/bin/$each"; done
+        ;;
+    *Architecture*) echo arm64 ;;
+    *RepoDigests*) echo "elsewhere/anvil-mux@$DIGEST" && echo "ghcr.io/me/anvil-mux@$DIGEST" ;;
+    *"imagetools inspect"*) printf '{"digest": "%s", "manifests": [{"digest": "sha256:1"}]}' "$DIGEST" ;;
+    *"release create"*) cat "$8" >>"$CALLS" ;;
     *" -u") echo "${USER_ID:-10001}" ;;
     *--version) echo "${VERSION_TOLD:-anvil-mux 1.2.3 ($(git -C "$CHECKOUT" rev-parse --short HEAD))}" ;;
 esac
 """
-"""Does as Python, Docker and what was built."""
+"""Does as Python, Docker, GitHub's command and what was built."""
+
+DIGEST = f"sha256:{hashlib.sha256().hexdigest()}"
 
 
 @pytest.fixture
@@ -99,7 +112,7 @@ def test_a_failed_step_is_the_last_one(checkout: Path) -> None:
 def test_without_a_version_it_says_how_it_is_used(checkout: Path, words: tuple[str, ...]) -> None:
     code, printed, told = release(checkout, *words)
     assert (code, printed) == (2, "")
-    assert told[0].startswith("Makes a release up to the step before it is published")
+    assert told[0].startswith("Makes a release")
 
 
 def test_all_that_does_not_fit_is_told_at_once(checkout: Path) -> None:
@@ -138,13 +151,18 @@ def stand_ins(checkout: Path, tmp_path: Path) -> dict[str, str]:
         "root=$CHECKOUT\nvenv=${0%/bin/*}/venv\nenvironment() { :; }\n"
         'say() { echo "anvil-mux: $*" >&2; }\ndie() { say "$@"; exit 1; }\n'
     )
-    for name in ("checkout/venv/bin/python", "path/docker"):
-        (tmp_path / name).parent.mkdir(parents=True)
+    for name in ("checkout/venv/bin/python", "path/docker", "path/gh"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(STAND_IN)
         (tmp_path / name).chmod(0o755)
     commit(checkout)
     path = f"{tmp_path / 'path'}:{os.environ['PATH']}"
-    return {"PATH": path, "CALLS": str(tmp_path / "calls"), "CHECKOUT": str(checkout)}
+    return {
+        "PATH": path,
+        "CALLS": str(tmp_path / "calls"),
+        "CHECKOUT": str(checkout),
+        "DIGEST": DIGEST,
+    }
 
 
 def test_a_release_is_tagged_when_all_was_tried(
@@ -175,3 +193,157 @@ def test_what_is_not_what_it_ought_to_be_gets_no_tag(
     assert (code, len(told)) == (1, 1)
     assert "publish" not in printed
     assert git(checkout, "tag") == ""
+
+
+def tagged(root: Path) -> None:
+    """The commit is tagged, and is what the branch main of origin has."""
+    git(root, "tag", "v1.2.3")
+    git(root, "update-ref", "refs/remotes/origin/main", "HEAD")
+
+
+def test_what_is_tagged_has_to_fit_together(checkout: Path) -> None:
+    git(checkout, "tag", "v1.2.2")
+    (checkout / "more").write_text("")
+    commit(checkout)
+    code, printed, told = release(checkout, "check", "v1.2.2")
+    assert (code, printed) == (1, "")
+    assert told == [
+        "the tag v1.2.2 is not that of this commit",
+        "the commit is not on the branch main of origin",
+        "anvil_mux/__init__.py has another version than 1.2.2",
+        "CHANGELOG.md has no entries under [1.2.2]",
+    ]
+    tagged(checkout)
+    git(checkout, "checkout", "--quiet", "--detach")  # as the workflow has it
+    assert release(checkout, "check", "v1.2.3") == (0, "", [])
+
+
+@pytest.mark.parametrize("words", [("check",), ("check", "1.2.3"), ("wheel", "v1.2"), ("publish", "v1.2.3")])
+def test_a_step_without_a_tag_says_how_it_is_used(checkout: Path, words: tuple[str, ...]) -> None:
+    code, printed, told = release(checkout, *words)
+    assert (code, printed) == (2, "")
+    assert told[0].startswith("Makes a release")
+
+
+def test_each_step_alone_does_its_part(checkout: Path, stand_ins: dict[str, str], tmp_path: Path) -> None:
+    def calls_of(*words: str) -> tuple[str, list[str]]:
+        (tmp_path / "calls").write_text("")
+        code, printed, told = release(checkout, *words, **stand_ins)
+        assert (code, told) == (0, [])
+        return printed, (tmp_path / "calls").read_text().splitlines()
+
+    tagged(checkout)
+    _, called = calls_of("wheel", "v1.2.3")
+    assert any(line.startswith("python -m pip wheel") for line in called)
+    assert re.match(
+        r"cyclonedx-py environment .*/dist/anvil-mux-wheel.cdx.json \S+/env/bin/python$", called[-1]
+    )
+    assert not any(line.startswith("docker") for line in called)
+
+    _, called = calls_of("image", "v1.2.3", "--network", "host")
+    assert "--tag anvil-mux:1.2.3 --network host" in "".join(called)
+    assert called[-1].endswith("serve --demo --port 0")
+
+    for words in (("push",), ("join", "amd64", "arm64")):
+        step, *architectures = words
+        printed, called = calls_of(step, "v1.2.3", "ghcr.io/Me/anvil-mux", *architectures)
+        assert printed == f"name=ghcr.io/me/anvil-mux\ndigest={DIGEST}\n"
+        there = "ghcr.io/me/anvil-mux:1.2.3"
+        assert {
+            "push": f"docker push --quiet {there}-arm64",
+            "join": f"docker buildx imagetools create --tag {there} --tag ghcr.io/me/anvil-mux:latest "
+            f"{there}-amd64 {there}-arm64",
+        }[step] in called
+
+    (checkout / "dist" / "anvil-mux-image-amd64.spdx.json").write_text("{}")
+    calls_of("sums", "v1.2.3")
+    sums = (checkout / "dist" / "SHA256SUMS").read_text().splitlines()
+    assert f"{hashlib.sha256(b'{}').hexdigest()}  anvil-mux-image-amd64.spdx.json" in sums
+    assert len(sums) == 2
+
+    _, called = calls_of("announce", "v1.2.3")
+    assert called[0].startswith("gh release create v1.2.3 --verify-tag --title anvil-mux 1.2.3 --notes-file ")
+    assert called[0].count(f" {checkout}/dist/") == 3
+    assert "- Something." in called
+
+
+def test_an_image_without_a_digest_is_not_told_to_be_published(
+    checkout: Path, stand_ins: dict[str, str]
+) -> None:
+    for words in (
+        ("push", "v1.2.3", "ghcr.io/me/anvil-mux"),
+        ("join", "v1.2.3", "ghcr.io/me/anvil-mux", "a"),
+    ):
+        code, printed, told = release(checkout, *words, **{**stand_ins, "DIGEST": "sha256:short"})
+        assert (code, printed) == (1, "")
+        assert "no digest of ghcr.io/me/anvil-mux: sha256:short" in told
+
+
+WORKFLOWS = {
+    file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github/workflows").glob("*.yml")
+}
+JOBS = [(name, key, job) for name, flow in WORKFLOWS.items() for key, job in flow["jobs"].items()]
+STEPS = [(name, key, step) for name, key, job in JOBS for step in job.get("steps", ())]
+ON = True
+"""What YAML reads where a workflow says ``on``."""
+
+
+def runs() -> Iterator[tuple[str, str]]:
+    return ((name, step["run"]) for name, _, step in STEPS if "run" in step)
+
+
+def test_the_workflows_run_what_can_be_run_by_hand() -> None:
+    known = re.findall(r"^#       (\w+) ", (ROOT / "bin" / "release").read_text(), re.M)
+    form = re.compile(r'bin/release (\w+) "\$TAG"( "\$REPOSITORY"( [\w ]+)?)?( >>"\$GITHUB_OUTPUT")?')
+    assert [run for name, run in runs() if name == "ci"] == [".ci/run"]
+    found = [form.fullmatch(run) for name, run in runs() if name == "release"]
+    assert [each and each[1] for each in found] == known
+    assert [each[4] for each in found if each and each[1] in ("push", "join")] == [' >>"$GITHUB_OUTPUT"'] * 2
+
+
+def test_the_tests_run_for_what_is_proposed_merged_and_released() -> None:
+    assert WORKFLOWS["ci"][ON] == {
+        "pull_request": None,
+        "push": {"branches": ["main"]},
+        "workflow_call": None,
+    }
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert jobs["tests"]["uses"] == "./.github/workflows/ci.yml"
+    for name in ("publish-image", "publish-wheel"):
+        assert set(jobs[name]["needs"]) == {"tests", "wheel", "image"}
+
+
+def test_a_tag_that_bin_release_makes_is_released_for_each_architecture() -> None:
+    flow = WORKFLOWS["release"]
+    assert flow[ON] == {"push": {"tags": ["v*"]}}
+    assert flow["env"]["TAG"] == "${{ github.ref_name }}"
+    made = [each["architecture"] for each in flow["jobs"]["image"]["strategy"]["matrix"]["include"]]
+    [joined] = [run for _, run in runs() if run.startswith("bin/release join")]
+    assert joined.partition('"$REPOSITORY" ')[2].split()[:-1] == made
+
+
+def test_no_job_may_do_more_than_it_has_to() -> None:
+    assert all(flow["permissions"] == {"contents": "read"} for flow in WORKFLOWS.values())
+    attests = {"id-token": "write", "attestations": "write"}
+    pushes = {"contents": "read", "packages": "write", **attests}
+    assert {key: job["permissions"] for _, key, job in JOBS if "permissions" in job} == {
+        "wheel": {"contents": "read", **attests},
+        "image": pushes,
+        "publish-image": pushes,
+        "publish-wheel": {"id-token": "write"},
+        "announce": {"contents": "write"},
+    }
+    texts = "".join(file.read_text() for file in (ROOT / ".github/workflows").glob("*.yml"))
+    assert set(re.findall(r"secrets\.\w+", texts)) == {"secrets.GITHUB_TOKEN"}
+    for _, _, step in STEPS:
+        if "uses" in step:
+            assert re.fullmatch(r"[\w/-]+@(v\d+|release/v1)", step["uses"])
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+
+
+def test_the_version_is_one() -> None:
+    first = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert first
+    assert first[1] in ("Unreleased", anvil_mux.__version__)
+    assert "\nversion = attr: anvil_mux.__version__\n" in (ROOT / "setup.cfg").read_text()

@@ -17,8 +17,9 @@ from tests.test_layers import MODULES, forgetting, imported, nodes, ours, packag
 __all__ = ["forgetting"]
 
 TOUCHES = """
-    adopt container containers cuda_checkpoint cuda_driver docker_api drm engine_client freed gpu levels
-    load_logs meminfo nvml processes project prompts read_ahead reading rights runtime starter weights
+    adopt amd_intel containers cuda_checkpoint cuda_driver docker_api docker_endpoint engine_client freed
+    gpu levels load_logs meminfo nvml processes project prompts read_ahead reading rights runs runtime
+    starter weights
 """
 """The modules of host/ that read NVML, /sys and /proc, or move services and memory: none is used outside."""
 

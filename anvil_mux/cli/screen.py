@@ -29,7 +29,7 @@ from anvil_mux.cli.output import (
     time_of_day,
 )
 from anvil_mux.config.kinds import gib, span
-from anvil_mux.scheduler.hosts import LOCAL
+from anvil_mux.scheduler.events import LOCAL
 
 LAST = 8
 """How many events the screen shows."""

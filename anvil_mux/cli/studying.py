@@ -125,7 +125,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=reader("lab.engines:read_engine"),
         metavar="KEY=VALUE[,..]",
         help="with --routing: a property of the simulated engine, such as kv_tokens=100000 "
-        "(docs/routing-measured.md)",
+        "(docs/measuring.md)",
     )
     add(
         "--known",

@@ -40,7 +40,7 @@ from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
 from anvil_mux.host.local import LocalHost, inventory
 from anvil_mux.host.seam import LOG_LINES, Host, HostConfig, HostNews, Inventory
-from anvil_mux.state import state_folder, write_whole
+from anvil_mux.state import state_folder, text_of, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -223,10 +223,7 @@ class Agent:
                 raise BackendError(f"{self._folder} cannot be written: {error.strerror}") from None
 
     def _recall(self) -> str:
-        try:
-            return (self._folder / "remembered").read_text()
-        except (OSError, ValueError):
-            return ""
+        return text_of(self._folder / "remembered")
 
     # The host
 

@@ -195,9 +195,7 @@ class Cluster:
 
 def machine(found: Inventory, labels: tuple[tuple[str, str], ...]) -> Machine:
     """Return what the configuration needs to know of a host."""
-    gpus = tuple(
-        [Gpu(gpu.id, gpu.total, shared=gpu.shared, file=next(iter(gpu.files), "")) for gpu in found.gpus]
-    )
+    gpus = tuple([Gpu(gpu.id, gpu.total, shared=gpu.shared, file=gpu.file) for gpu in found.gpus])
     return Machine(gpus, found.memory, found.address, labels)
 
 

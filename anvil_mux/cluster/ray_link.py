@@ -45,7 +45,7 @@ LABEL = "anvil-host"
 NAMESPACE = "anvil-mux"
 HOW = f"pip install 'anvil-mux[ray]=={anvil_mux.__version__}'"
 """The command that brings Ray where anvil-mux is installed already."""
-THERE = f"install {anvil_mux.__version__} there, with the extra ray, as docs/install.md says"
+THERE = f"install {anvil_mux.__version__} there, with the extra ray, as docs/running.md says"
 
 JOIN_SECONDS = 15.0
 """Until the first frame is written, come what may; anvil-mux waits for it a little longer."""

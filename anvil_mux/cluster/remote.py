@@ -240,12 +240,12 @@ class RemoteHost:
                 found = self._likely(backend, found)
         return found
 
-    def load(self, backend: Backend, how: str, number: int) -> Loaded:
+    def load(self, backend: Backend, level: str, number: int) -> Loaded:
         try:
-            loaded: Loaded = self._step(Loaded, "load", backend, how, number)
+            loaded: Loaded = self._step(Loaded, "load", backend, level, number)
         except ConfigError as error:
             raise LoadError(error.message) from None
-        self._refuse_unknown(loaded.how)
+        self._refuse_unknown(loaded.level)
         self._urls[backend.name] = self._own(loaded.url)
         return loaded
 
@@ -262,11 +262,11 @@ class RemoteHost:
         with suppress(MuxError):  # it would only have been sooner
             self._ask(None, "read_ahead", tuple(backends))
 
-    def evict(self, backend: Backend, how: str) -> Evicted:
-        return self._likely(backend, self._step(Evicted, "evict", backend, how))
+    def evict(self, backend: Backend, level: str) -> Evicted:
+        return self._likely(backend, self._step(Evicted, "evict", backend, level))
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        return self._likely(backend, self._step(Evicted, "demote", backend, how, to))
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
+        return self._likely(backend, self._step(Evicted, "demote", backend, before, level))
 
     def stop(self, backend: Backend) -> None:
         self._step(None, "stop", backend, patience=PATIENCE_SECONDS)
@@ -321,9 +321,9 @@ class RemoteHost:
             pass
         raise BackendError(f"host {self.name} says that an engine is at {url}, which is not its own address")
 
-    def _refuse_unknown(self, how: str) -> None:
-        if how not in WAYS:
-            raise BackendError(f"host {self.name} knows a way {how!r:.40}, and we do not")
+    def _refuse_unknown(self, level: str) -> None:
+        if level not in WAYS:
+            raise BackendError(f"host {self.name} knows a way {level!r:.40}, and we do not")
 
     def _own_gpus(self, news: HostNews) -> HostNews:
         """Return news without GPUs that no backend there has."""
@@ -335,7 +335,7 @@ class RemoteHost:
 
     def _likely(self, backend: Backend, evicted: Evicted) -> Evicted:
         """Return what a backend holds of its own GPUs; BackendError if it left in no way that there is."""
-        self._refuse_unknown(evicted.how)
+        self._refuse_unknown(evicted.level)
         residual, freed = (
             {gpu: amount for gpu, amount in amounts.items() if gpu in backend.gpus and amount >= 0}
             for amounts in (evicted.residual, evicted.freed)

@@ -269,7 +269,7 @@ def cannot_keep_prompts(backend: Backend) -> str:
     """Why the backend's engine cannot keep prompts, and what to write instead; "" if it can."""
     service = backend.service
     if backend.engine != "llamacpp":
-        return f"engine {backend.engine} cannot save prompts; llamacpp can (docs/swaps.md has the others)"
+        return f"engine {backend.engine} cannot save prompts; llamacpp can (docs/standby.md has the others)"
     if "sleep" in backend.evict_to:
         return "llama-server in router mode has no slots of its own: give it a model, and take sleep out"
     if not (folder := prompts_folder(service)):

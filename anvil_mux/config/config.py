@@ -64,7 +64,7 @@ WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
 """The standby levels, and ``stop``; levels.py performs them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 MaxWait = float | str
-"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/overdue.py)."""
+"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/queueing.py)."""
 INHERITED: dict[str, Any] = {
     "drain_timeout": 30.0,
     "home_after": 300.0,
@@ -205,7 +205,7 @@ class Backend:
         None,
         machines.VRAM,
         "How much memory it needs on each of its GPUs; measured: as much as it held when it was last "
-        "evicted. By default it needs the whole GPU (see sizing.md).",
+        "evicted. By default it needs the whole GPU (see gpus.md).",
         fills=("vram", "vram_measured"),
         page="gpus.md#what-a-model-needs",
     )
@@ -234,7 +234,7 @@ class Backend:
     """The model id that the engine itself reports and expects, if it differs from ``model``."""
     aliases: tuple[str, ...] = _steers((), NAMES, "Other names for the model.")
     pin: bool = _of_engines(
-        False, FLAG, "Never evict it for another model.", page="seeing.md#pinning-a-model"
+        False, FLAG, "Never evict it for another model.", page="policies.md#pinning-a-model"
     )
     priority: int = _steers(
         0, kinds.whole_number(-100, 100), "Models with a higher priority are served first and evicted last."
@@ -242,11 +242,11 @@ class Backend:
     home: bool = _of_engines(
         False,
         FLAG,
-        "Load it again whenever its GPUs have been idle for home_after (see staying.md).",
-        page="staying.md#a-home-model-home",
+        "Load it again whenever its GPUs have been idle for home_after (see policies.md).",
+        page="policies.md#a-home-model-home",
     )
     home_after: float = _as_the_whole(
-        "home_after", SECONDS, of_engines=True, page="staying.md#a-home-model-home"
+        "home_after", SECONDS, of_engines=True, page="policies.md#a-home-model-home"
     )
     ttl: float | None = _of_engines(
         None,
@@ -259,9 +259,9 @@ class Backend:
         "drain_timeout",
         kinds.SECONDS_OR_NONE,
         "As at the top level, for swaps that evict this model; none: as long as its requests take. The top "
-        "level's applies when somebody unloads it, drains its host or stops anvil-mux (see staying.md).",
+        "level's applies when somebody unloads it, drains its host or stops anvil-mux (see policies.md).",
         of_engines=True,
-        page="staying.md#let-answers-finish-drain_timeout",
+        page="policies.md#let-answers-finish-drain_timeout",
     )
     """Seconds that a swap waits for its requests; infinite: as long as they take."""
     min_residency: float = _of_engines(
@@ -275,7 +275,7 @@ class Backend:
         None,
         COUNT,
         "The most requests that may wait for this model; the top level's limit applies as well.",
-        page="staying.md",
+        page="policies.md",
     )
     """The most requests that may wait for its model; None: only ``Config.max_queue`` bounds them."""
     routing: str = _as_the_whole(
@@ -349,7 +349,7 @@ class Backend:
         shown="true",
         logged=False,
         of_engines=True,
-        page="swaps.md#read-ahead-while-waiting",
+        page="standby.md#read-ahead-while-waiting",
     )
     """Whether its weights are read into the page cache while requests wait for its load to begin."""
     strip: tuple[str, ...] = _unlogged(
@@ -358,10 +358,17 @@ class Backend:
     set: tuple[tuple[str, str], ...] = _unlogged(
         (),
         SET,
-        "Fields to set in JSON requests, whatever the client sent (see clients.md).",
+        "Fields to set in JSON requests, whatever the client sent; null removes one (see clients.md).",
         page="presets.md#presets",
     )
     """Fields, with their values as JSON, that it is asked with, whatever the client said of them."""
+    default: tuple[tuple[str, str], ...] = _unlogged(
+        (),
+        SET,
+        "Fields to add to JSON requests whose client did not send them (see presets.md).",
+        page="presets.md#presets",
+    )
+    """Fields, with their values as JSON, that it is asked with if the client says nothing of them."""
     presets: tuple[Preset, ...] = _unlogged(
         (),
         PRESETS,
@@ -394,9 +401,9 @@ class Backend:
         None,
         MEMORY,
         "How much disk space llama-server's prompts may take, for each replica: they are saved when it is "
-        "evicted, and restored by its next load (see swaps.md).",
+        "evicted, and restored by its next load (see standby.md).",
         of_engines=True,
-        page="swaps.md#prompts-that-outlive-a-swap",
+        page="standby.md#prompts-that-outlive-a-swap",
     )
     checkpoint_anyway: bool = _of_engines(
         False,
@@ -456,6 +463,11 @@ class Backend:
     def adapts_by_field(self) -> bool:
         """Whether it has LoRA adapters that a field of a question chooses."""
         return any(preset.is_adapter and not preset.served_model for preset in self.presets)
+
+    @property
+    def is_rewriting(self) -> bool:
+        """Whether it changes fields of JSON requests, under any name."""
+        return bool(self.strip or self.set or self.default)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -559,13 +571,13 @@ class Config:
         INHERITED["drain_timeout"],
         SECONDS,
         "How long a swap waits for running requests before it severs (aborts) them; 0: not at all.",
-        page="staying.md#let-answers-finish-drain_timeout",
+        page="policies.md#let-answers-finish-drain_timeout",
     )
     home_after: float = _logged(
         INHERITED["home_after"],
         SECONDS,
         "How long its GPUs must have been idle before a model with `home` is loaded again.",
-        page="staying.md#a-home-model-home",
+        page="policies.md#a-home-model-home",
     )
     queue_timeout: float = _logged(600.0, MOMENTS, "The longest time a request waits for its model.")
     max_wait: MaxWait = _logged(
@@ -606,9 +618,9 @@ class Config:
         dict,
         ANY_OF,
         "Names that stand for several models, in order of preference; one that is resident serves "
-        "(see staying.md).",
+        "(see policies.md).",
         shown="",
-        page="staying.md#any-model-that-is-loaded-any_of",
+        page="policies.md#any-model-that-is-loaded-any_of",
     )
     host_memory: int | None = _logged(
         None,
@@ -624,8 +636,8 @@ class Config:
         INHERITED["read_ahead"],
         FLAG,
         "Read a model's weights into the page cache while its requests wait for its load to begin "
-        "(see swaps.md).",
-        page="swaps.md#read-ahead-while-waiting",
+        "(see standby.md).",
+        page="standby.md#read-ahead-while-waiting",
     )
     key_file: str | None = _live(
         None,
@@ -694,7 +706,7 @@ class Config:
         page="seeing.md#hooks",
     )
     files: tuple[str, ...] = ()
-    composed: dict[str, str] = field(default_factory=dict)
+    generated_compose: dict[str, str] = field(default_factory=dict)
     """Host -> a compose file for it, of the services that are described anew for a host or a GPU."""
     warnings: tuple[str, ...] = ()
     """The warnings of `check`."""

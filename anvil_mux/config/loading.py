@@ -84,7 +84,7 @@ class ConfigReader:
             files=tuple(os.path.abspath(document.file) for document in documents),
             origins=problems.origins,
             memory_of_hosts=places.memory(),
-            composed=reader.composed.texts(),
+            generated_compose=reader.composed.texts(),
             **values,
         )
         """The configuration, as far as it could be read."""

@@ -72,6 +72,7 @@ class Preset:
     name: str
     strip: tuple[str, ...] = ()
     set: tuple[tuple[str, str], ...] = ()
+    default: tuple[tuple[str, str], ...] = ()
     system: str = ""
     """The system message of conversations that have none."""
     served_model: str | None = None
@@ -80,11 +81,16 @@ class Preset:
     """Whether it is a LoRA adapter, which every replica must have."""
 
     def over(
-        self, strip: tuple[str, ...], put: Sequence[tuple[str, str]]
-    ) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Return the fields to be stripped and to be set, of a service and of this, which wins."""
-        kept = {name: value for name, value in put if name not in self.strip}
-        return (*strip, *self.strip), {**kept, **dict(self.set)}
+        self,
+        strip: tuple[str, ...],
+        put: Sequence[tuple[str, str]],
+        default: Sequence[tuple[str, str]] = (),
+    ) -> tuple[tuple[str, ...], dict[str, str], dict[str, str]]:
+        """Return the fields to be stripped, set, and added, of a service and of this, which wins."""
+        own = {*self.strip, *dict(self.default)}
+        kept = {name: value for name, value in put if name not in own}
+        added = {name: value for name, value in default if name not in self.strip}
+        return (*strip, *self.strip), {**kept, **dict(self.set)}, {**added, **dict(self.default)}
 
 
 def _read_system(value: Any) -> str:
@@ -93,13 +99,14 @@ def _read_system(value: Any) -> str:
     return value
 
 
-_PRESET = {"set": SET, "strip": STRIP, "system": ValueKind("text", _read_system, {"type": "string"})}
+_SYSTEM = ValueKind("text", _read_system, {"type": "string"})
+_PRESET = {"set": SET, "default": SET, "strip": STRIP, "system": _SYSTEM}
 
 
 def _read_preset(name: Any, about: Any) -> Preset:
     name = TEXT.read(name)
     if not isinstance(about, dict) or not about:
-        text = "must hold set, strip or system; a name without them is one of `aliases`"
+        text = "must hold set, default, strip or system; a name without them is one of `aliases`"
         raise unfit(text, write=f"aliases: [{name}]")
     preset: Preset = kinds.record(partial(Preset, name), **_PRESET).read(about)
     return preset
@@ -115,7 +122,7 @@ def _read_presets(value: Any) -> dict[str, Preset]:
 
 
 PRESETS = ValueKind(
-    "{name: {set, strip, system}}",
+    "{name: {set, default, strip, system}}",
     _read_presets,
     kinds.any_of(
         kinds.names_shape(kinds.record(Preset, **_PRESET).shape), {"type": "string", "pattern": r"{|\$"}

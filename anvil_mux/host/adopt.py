@@ -33,7 +33,7 @@ from anvil_mux.host.levels import may_sleep
 from anvil_mux.host.reading import Probe
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
-from anvil_mux.state import write_whole
+from anvil_mux.state import text_of, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +65,7 @@ class Notes:
             log.warning("%s: its standby level cannot be noted: %s", backend, error)
 
     def level(self, backend: str) -> str:
-        try:
-            return self._level_file(backend).read_text()
-        except OSError:
-            return ""
+        return text_of(self._level_file(backend))
 
     def _level_file(self, backend: str) -> Path:
         return self._folder / f"{backend}.level"
@@ -88,9 +85,7 @@ class Notes:
             self._write(self._words() - {_word(backend)})
 
     def _words(self) -> set[str]:
-        with suppress(OSError):
-            return set(self._services.read_text().split())
-        return set()
+        return set(text_of(self._services).split())
 
     def _write(self, words: Iterable[str]) -> None:
         try:
@@ -175,15 +170,15 @@ class Adopter:
         deepens = engines.UNKNOWN in sleeps.levels
         return self._in_standby(backend, "sleep-2" if deepens and not light else "sleep")
 
-    def _in_standby(self, backend: Backend, how: str) -> Found:
-        """Return how it is in standby, or that it is unfit since it holds its GPUs all the same."""
+    def _in_standby(self, backend: Backend, level: str) -> Found:
+        """Judge one in standby: unfit if it holds its GPUs all the same."""
         pids = self._runtime.pids(backend)
         held = self._memory.held(backend, lambda: pids, resident=False)
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
-        if full and how != "freeze":
+        if full and level != "freeze":
             amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
             return Unfit(f"it is in standby but still holds {amounts}")
-        return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
+        return Evicted(level, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
 
     def _awake(self, backend: Backend, url: str) -> Found:
         try:

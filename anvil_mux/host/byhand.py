@@ -13,8 +13,8 @@ from typing import Protocol
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import gpu, nvml, project
-from anvil_mux.host.container import base_url
-from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+from anvil_mux.host.docker_api import ContainerEngine, base_url
+from anvil_mux.host.docker_endpoint import find_endpoint
 from anvil_mux.host.engines import listen_port
 from anvil_mux.host.freed import FreedCheck
 from anvil_mux.host.local import LocalHost
@@ -46,7 +46,7 @@ def held(host: LocalHost, backend: Backend) -> int:
 def bus(backend: Backend) -> float | None:
     """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
     known, found = nvml.buses(), gpu.probe()
-    links = [known.get(reading.id) for each in backend.gpus if (reading := found.find(each))]
+    links = [known.get(reading.gpu.id) for each in backend.gpus if (reading := found.find(each))]
     return sum(link or 0.0 for link in links) if links and all(links) else None
 
 

@@ -31,7 +31,7 @@ def gpus_here() -> tuple[HostGpu, ...]:
         return ()
     from anvil_mux.host import gpu
 
-    return gpu.listed(gpu.probe())
+    return gpu.probe().listed
 
 
 class VendorGpus(NamedTuple):
@@ -45,14 +45,14 @@ class VendorGpus(NamedTuple):
 
 def gpus_by_vendor() -> list[VendorGpus]:
     """Look at the GPUs of this machine, vendor by vendor."""
-    from anvil_mux.host import drm, gpu, nvml
+    from anvil_mux.host import amd_intel, nvml
 
-    nvidias, others = nvml.probe(), gpu.listed(cards := drm.probe())
+    nvidias, cards = nvml.probe(), amd_intel.probe()
     driver = nvidias.driver and f"driver {nvidias.driver}"
-    found = [VendorGpus("NVIDIA", gpu.listed(nvidias), nvidias.why_none or driver)]
-    for vendor, name in drm.NAMES.items():
-        own = tuple(each for each in others if each.id.startswith(vendor))
-        unseen = bool(own) and not drm.clients()[1]
+    found = [VendorGpus("NVIDIA", nvidias.listed, nvidias.why_none or driver)]
+    for vendor, name in amd_intel.NAMES.items():
+        own = tuple(each for each in cards.listed if each.id.startswith(vendor))
+        unseen = bool(own) and not amd_intel.clients()[1]
         note = (
             "only some of the processes that hold their memory are known: root alone sees all"
             if unseen
@@ -82,7 +82,8 @@ def engine_limits(config: HostConfig) -> list[str]:
     """A warning for what the container engine cannot do; BackendError if it cannot be asked."""
     if config.runtime != "compose" or not config.backends:
         return []
-    from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
+    from anvil_mux.host.docker_api import ContainerEngine
+    from anvil_mux.host.docker_endpoint import find_endpoint
 
     about = ContainerEngine(find_endpoint(os.environ)).about()
     lacking: dict[str, dict[str, None]] = {}
@@ -128,7 +129,7 @@ def missing_rights(config: HostConfig) -> list[str]:
 
 def missing_files(config: HostConfig) -> list[str]:
     """A warning for each program, file of weights and mounted folder that backends need and is not there."""
-    from anvil_mux.host.docker_api import find_endpoint
+    from anvil_mux.host.docker_endpoint import find_endpoint
 
     folders = [Path(file).absolute().parent for file in config.files]
     is_process = config.runtime == "process"

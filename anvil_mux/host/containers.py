@@ -30,15 +30,18 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import gpu, project
-from anvil_mux.host.container import (
+from anvil_mux.host.docker_api import (
     ALIVE,
     HALF_REMOVED,
     Container,
+    ContainerEngine,
+    DockerRefused,
+    Missing,
     base_url,
     differing_parts,
     how_it_ended,
 )
-from anvil_mux.host.docker_api import ContainerEngine, DockerRefused, Missing, find_endpoint
+from anvil_mux.host.docker_endpoint import find_endpoint
 from anvil_mux.host.engines import listen_port
 from anvil_mux.host.project import Project
 from anvil_mux.host.runtime import NotBegun
@@ -51,8 +54,8 @@ LATE_LOG_PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Seconds between looks at the log of what ended: Docker 28 says so before its last lines are there."""
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
-COMPOSED = "compose.yaml"
-"""The file in the state folder with the services that are described anew for this host or its GPUs."""
+GENERATED = "compose.yaml"
+"""The file in the state folder with the services that are generated for this host or its GPUs."""
 EXISTS = "exists"
 """The word beside a container's id in a refusal to start it: what is left of its last start is in the way.
 
@@ -80,22 +83,26 @@ class ContainerRuntime:
         address: str = LOOPBACK,
     ) -> None:
         env = dict(os.environ if environ is None else environ)
-        self._composed = state_folder(config.project, env) / COMPOSED
+        self._generated = state_folder(config.project, env) / GENERATED
         endpoint = find_endpoint(env)
         self._address = address
         self._run = run or partial(project.run_command, env=project.environment_for(env, endpoint), lock=lock)
         self._engine = ContainerEngine(endpoint)
-        self._project = Project(self._with_composed(config), self._engine)
+        self._project = Project(self._with_generated(config), self._engine)
         self._looked = False  # whether ``running`` was called
         # Two `compose create` at once would both make the project's network.
         self._creating = threading.Lock()
 
     def reconfigure(self, config: HostConfig) -> None:
-        self._project.reconfigure(self._with_composed(config))
+        self._project.reconfigure(self._with_generated(config))
 
-    def _with_composed(self, config: HostConfig) -> HostConfig:
-        """Return the configuration with the file of its composed services among its files."""
-        return replace(config, files=(*config.files, str(self._composed))) if config.composed else config
+    def _with_generated(self, config: HostConfig) -> HostConfig:
+        """Return the configuration with the file of its generated services among its files."""
+        return (
+            replace(config, files=(*config.files, str(self._generated)))
+            if config.generated_compose
+            else config
+        )
 
     def watch(self, died: Callable[[str], None]) -> None:
         self._project.watch(died)
@@ -191,7 +198,7 @@ class ContainerRuntime:
                 left = self._project.find(backend)
                 if left and (anew or (left.status not in ALIVE and self._differing_parts(backend, left))):
                     self._engine.remove(left.id)
-            self._write_composed(config)
+            self._write_generated(config)
             argv = project.create_command(config, service, recreate)
             try:
                 done = self._run(argv, project.CREATE_TIMEOUT)
@@ -217,15 +224,15 @@ class ContainerRuntime:
                 if each.status == "created":
                     self._engine.remove(each.id)
 
-    def _write_composed(self, config: HostConfig) -> None:
-        """Write the composed services where Compose reads them; whoever only looks writes nothing."""
-        if not config.composed:
+    def _write_generated(self, config: HostConfig) -> None:
+        """Write the generated services where Compose reads them; whoever only looks writes nothing."""
+        if not config.generated_compose:
             return
         try:
-            self._composed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(self._composed, config.composed, 0o600)  # environments hold secrets
+            self._generated.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._generated, config.generated_compose, 0o600)  # environments hold secrets
         except OSError as error:
-            raise BackendError(f"{self._composed} cannot be written: {error.strerror}") from None
+            raise BackendError(f"{self._generated} cannot be written: {error.strerror}") from None
 
     def _why_not_created(self, backend: Backend, failed: str) -> MuxError:
         self._engine.ping()
@@ -355,7 +362,7 @@ class ContainerRuntime:
         """Compose's hash of a service as it is described; "" if it cannot be had."""
         config = self._project.config
         try:
-            self._write_composed(config)
+            self._write_generated(config)
             done = self._run(project.hash_command(config, service), project.ASK_TIMEOUT)
         except MuxError:
             return ""

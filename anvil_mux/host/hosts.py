@@ -44,17 +44,17 @@ class Hosts:
     def adopt(self, backend: Backend) -> Found:
         return self._of(backend).adopt(backend)
 
-    def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        return self._of(backend).load(backend, how, number)
+    def load(self, backend: Backend, level: str, number: int) -> Loaded:
+        return self._of(backend).load(backend, level, number)
 
     def cancel(self, backend: Backend, number: int) -> None:
         self._of(backend).cancel(backend, number)
 
-    def evict(self, backend: Backend, how: str) -> Evicted:
-        return self._of(backend).evict(backend, how)
+    def evict(self, backend: Backend, level: str) -> Evicted:
+        return self._of(backend).evict(backend, level)
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        return self._of(backend).demote(backend, how, to)
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
+        return self._of(backend).demote(backend, before, level)
 
     def stop(self, backend: Backend) -> None:
         self._of(backend).stop(backend)
@@ -79,16 +79,16 @@ class ExternalServer:
     def adopt(self, backend: Backend) -> Found:
         return Awake(backend.url)
 
-    def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        return Loaded(backend.url, how)
+    def load(self, backend: Backend, level: str, number: int) -> Loaded:
+        return Loaded(backend.url, level)
 
     def cancel(self, backend: Backend, number: int) -> None:
         """Do nothing: no load of it ever is under way."""
 
-    def evict(self, backend: Backend, how: str) -> Evicted:
+    def evict(self, backend: Backend, level: str) -> Evicted:
         return Evicted("stop")
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
         return Evicted("stop")
 
     def stop(self, backend: Backend) -> None:
@@ -113,11 +113,11 @@ class Finding(NamedTuple):
     """The part of the configuration that its list of models contradicts; "" if none."""
 
 
-def look_at_server(backend: Backend, timeout: float = ASK_SECONDS) -> Finding:
+def look_at_server(backend: Backend) -> Finding:
     """Ask the server of a backend for its models; blocks for a few seconds at most."""
     server = site(backend.url)
     try:
-        connection = _connection(server, backend.ca_file, timeout)
+        connection = _connection(server, backend.ca_file)
         try:
             path = server.path(MODELS)
             shown = key_fields(backend.url, backend.service.api_key or "", path)
@@ -139,11 +139,11 @@ def why_unreachable(error: Exception) -> str:
     return text
 
 
-def _connection(server: Site, ca_file: str, timeout: float) -> http.client.HTTPConnection:
+def _connection(server: Site, ca_file: str) -> http.client.HTTPConnection:
     if not server.secure:
-        return http.client.HTTPConnection(server.host, server.port, timeout=timeout)
+        return http.client.HTTPConnection(server.host, server.port, timeout=ASK_SECONDS)
     context = trust(ca_file)
-    return http.client.HTTPSConnection(server.host, server.port, timeout=timeout, context=context)
+    return http.client.HTTPSConnection(server.host, server.port, timeout=ASK_SECONDS, context=context)
 
 
 def key_fields(url: str, key: str, path: str) -> dict[str, str]:

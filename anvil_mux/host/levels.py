@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from anvil_mux.config.abilities import SLEEP_FLAGS, SLEEPERS, cannot_evict_to
 from anvil_mux.config.config import Backend
@@ -80,14 +80,14 @@ class Swapper:
         self._loads: dict[str, int] = {}  # the numbers of those under way; the same
         self._cancelled: dict[str, int] = {}  # backend -> the last of its loads that was cancelled
 
-    def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
-        """Load from the standby level ``how``.
+    def load(self, backend: Backend, level: str = "stop", number: int = 0) -> Loaded:
+        """Load from the standby level ``level``.
 
         ``number`` is that of no other load; 0: it cannot be cancelled.
         """
         self._loads[backend.name] = number
         try:
-            return self._load_somehow(backend, how)
+            return self._load_somehow(backend, level)
         except Cancelled as error:
             self._clean_up(backend, error)
             raise
@@ -98,18 +98,18 @@ class Swapper:
         """End the load of this number before its time; any thread, also before it begins."""
         self._cancelled[backend.name] = number
 
-    def _load_somehow(self, backend: Backend, how: str) -> Loaded:
+    def _load_somehow(self, backend: Backend, level: str) -> Loaded:
         self._note(backend.name, "")
-        if how != "stop":
+        if level != "stop":
             try:
-                return Loaded(self._level(how).load(backend), how)
+                return Loaded(self._level(level).load(backend), level)
             except Cancelled:
                 raise
             except Exception as error:
                 log.warning(
                     "%s could not be woken from standby (%s) and is restarted: %s",
                     backend.name,
-                    how,
+                    level,
                     _reason(error),
                 )
                 self._clean_up(backend, error)
@@ -140,27 +140,27 @@ class Swapper:
             url = self._level("stop").load(backend)
             with self.phase(backend, "restore"):
                 self._prompts.restore(backend, url, began, self.check_cancelled(backend))
-            if not (how := self.ended(backend)):
+            if not (ended := self.ended(backend)):
                 return url
-        raise LoadError(f"{backend.name} {how} when it was ready")
+        raise LoadError(f"{backend.name} {ended} when it was ready")
 
-    def evict(self, backend: Backend, how: str = "stop") -> Evicted:
-        """Evict to the standby level ``how``, or to a deeper one."""
-        level = self._level(how)
+    def evict(self, backend: Backend, level: str = "stop") -> Evicted:
+        """Evict to the standby level ``level``, or to a deeper one."""
+        standby = self._level(level)
         held = self._held(backend, resident=True)
         died = self.ended(backend)
-        if how != "stop" and not died:
-            self._note(backend.name, how)
+        if level != "stop" and not died:
+            self._note(backend.name, level)
             try:
-                return self._to_standby(backend, how, level, level.evict, held)
+                return self._to_standby(backend, level, standby, standby.evict, held)
             except Exception as error:
                 died = self.ended(backend)
                 if not died:
-                    why = self._why_not_standby(backend, level, error)
+                    why = self._why_not_standby(backend, standby, error)
                     log.warning(
                         "%s could not be put into standby (%s) and is stopped instead: %s",
                         backend.name,
-                        how,
+                        level,
                         why,
                     )
         if not died:
@@ -180,29 +180,29 @@ class Swapper:
         with suppress(MuxError):
             engines.await_notice(backend, self.url(backend))
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        """Move a backend from the standby level ``how`` to ``to`` without waking; if that fails, stop it.
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
+        """Move a backend from level ``before`` to ``level`` without waking; if that fails, stop it.
 
         A sleeper can be checkpointed as it is; for a deeper sleep it would have to be woken.
         """
         held = self._held(backend, resident=False)
-        level = self._level(to)
-        if isinstance(level, Checkpoint) and how in SLEEPS:
-            self._note(backend.name, to)
+        standby = self._level(level)
+        if isinstance(standby, Checkpoint) and before in SLEEPS:
+            self._note(backend.name, level)
             try:
-                return self._to_standby(backend, to, level, level.checkpoint, held)
+                return self._to_standby(backend, level, standby, standby.checkpoint, held)
             except Exception as error:
-                why = self._why_not_standby(backend, level, error)
+                why = self._why_not_standby(backend, standby, error)
                 log.warning("%s could not be checkpointed and is stopped: %s", backend.name, why)
-        elif to != "stop":
-            log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, how, to)
-        if how == "freeze":
+        elif level != "stop":
+            log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, before, level)
+        if before == "freeze":
             self._save_prompts(backend, thaw=True)
         return self._stop_or_kill(backend, held)
 
-    def _why_not_standby(self, backend: Backend, level: Level, error: Exception) -> str:
+    def _why_not_standby(self, backend: Backend, standby: Level, error: Exception) -> str:
         """The reason why it is not in standby; of a checkpoint also which rights are missing."""
-        lacking = self._lacks(backend) if isinstance(level, Checkpoint) else []
+        lacking = self._lacks(backend) if isinstance(standby, Checkpoint) else []
         return "; ".join([_reason(error), *lacking])
 
     def ended(self, backend: Backend) -> str | None:
@@ -228,20 +228,20 @@ class Swapper:
             return []
 
     def _to_standby(
-        self, backend: Backend, how: str, level: Level, leave: Callable[[Backend], int], held: Before
+        self, backend: Backend, level: str, standby: Level, leave: Callable[[Backend], int], held: Before
     ) -> Evicted:
         with self.phase(backend, "evict"):
             moved = leave(backend)
         left = After(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else After()
-        if level.frees:
+        if standby.frees:
             with self.phase(backend, "verify"):
                 left = self._memory.left(held, runs=True)
         # Docker does not look into what is frozen, and processes may have been replaced by others.
         kept = max(moved, host_bytes(self._pids(backend)))
-        if level.freezes:
+        if standby.freezes:
             with self.phase(backend, "freeze"):
                 self.runtime.pause(backend)
-        return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
+        return Evicted(level, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
 
     def _save_prompts(self, backend: Backend, *, thaw: bool = False) -> None:
         """Save the prompts of an engine that is to be stopped; what fails is logged."""
@@ -289,10 +289,10 @@ class Swapper:
         except MuxError:
             return Before()
 
-    def _level(self, how: str) -> Level:
-        if how not in self._levels:
-            raise BackendError(f"unknown standby level {how!r}; known: {', '.join(self._levels)}")
-        return self._levels[how]
+    def _level(self, level: str) -> Level:
+        if level not in self._levels:
+            raise BackendError(f"unknown standby level {level!r}; known: {', '.join(self._levels)}")
+        return self._levels[level]
 
     def _clean_up(self, backend: Backend, error: Exception) -> None:
         try:
@@ -356,32 +356,31 @@ def _reason(error: Exception) -> str:
 # Standby levels
 
 
-class Level(Protocol):
-    """One standby level."""
+class Level:
+    """One standby level, which works with what the swapper has for it."""
 
-    frees: ClassVar[bool]
+    frees: ClassVar[bool] = True
     """Whether it gives GPU memory back. False: for engines that hold none."""
-    freezes: ClassVar[bool]
+    freezes: ClassVar[bool] = False
     """Whether the service is frozen once its memory is free."""
+
+    def __init__(self, swapper: Swapper) -> None:
+        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         """Base URL of the backend once it answers for its model; an error if it does not."""
+        raise NotImplementedError
 
     def evict(self, backend: Backend) -> int:
         """Returns when its GPUs are free, as far as the engine says; an error if they are not.
 
         The bytes that were taken from the GPUs to host memory, 0 where only the engine knows.
         """
+        raise NotImplementedError
 
 
-class Stop:
+class Stop(Level):
     """The service is stopped; its next load is a cold start."""
-
-    frees: ClassVar[bool] = True
-    freezes: ClassVar[bool] = False
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         begun = self._swapper.now()
@@ -394,7 +393,8 @@ class Stop:
         return self._load(backend, begun)
 
     def _load(self, backend: Backend, begun: float) -> str:
-        swapper = self._swapper
+        swapper, deadline = self._swapper, begun + backend.load_timeout
+        check_cancelled = swapper.check_cancelled(backend)
         with swapper.phase(backend, "load"):
             url = swapper.start(backend)
         with swapper.phase(backend, "ready"):
@@ -402,21 +402,16 @@ class Stop:
                 backend,
                 url,
                 ended=lambda: swapper.runtime.ended(backend),
-                check_cancelled=swapper.check_cancelled(backend),
-                deadline=begun + backend.load_timeout,
+                check_cancelled=check_cancelled,
+                deadline=deadline,
                 now=swapper.now,
                 sleep=swapper.sleep,
             )
             if may_sleep(backend) and engines.is_asleep(backend, url):
                 # It ran already, asleep; or it is one that loads nothing by itself.
-                engines.wake(backend, url, engines.UNKNOWN, swapper.check_cancelled(backend))
-            deadline = begun + backend.load_timeout
+                engines.wake(backend, url, engines.UNKNOWN, check_cancelled)
             engines.load_adapters(
-                backend,
-                url,
-                deadline=deadline,
-                check_cancelled=swapper.check_cancelled(backend),
-                now=swapper.now,
+                backend, url, deadline=deadline, check_cancelled=check_cancelled, now=swapper.now
             )
         return url
 
@@ -425,15 +420,10 @@ class Stop:
         return 0
 
 
-class Sleep:
+class Sleep(Level):
     """The engine sleeps: it frees its GPU memory and keeps the weights in host memory."""
 
-    frees: ClassVar[bool] = True
-    freezes: ClassVar[bool] = False
     level: ClassVar[int] = 1
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         check_cancelled = self._swapper.check_cancelled(backend)
@@ -452,18 +442,14 @@ class DeepSleep(Sleep):
     level: ClassVar[int] = 2
 
 
-class Checkpoint:
+class Checkpoint(Level):
     """The CUDA driver moves the GPU memory to host memory; then the service is frozen.
 
     An engine that can sleep does so first: what it drops, such as its cache, need not be moved. Its processes
     are looked for each time, since engines replace them. Where none uses CUDA, it is only frozen.
     """
 
-    frees: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         return self._swapper.bring_back(backend, lambda url: self._restore(backend, url))
@@ -490,14 +476,11 @@ class Checkpoint:
         return swapper.checkpointer.checkpoint(pids).bytes if pids else 0
 
 
-class Freeze:
+class Freeze(Level):
     """The service is frozen as it is; only for engines that hold no GPU memory."""
 
     frees: ClassVar[bool] = False
     freezes: ClassVar[bool] = True
-
-    def __init__(self, swapper: Swapper) -> None:
-        self._swapper = swapper
 
     def load(self, backend: Backend) -> str:
         return self._swapper.bring_back(backend, lambda url: self._swapper.runtime.resume(backend))

@@ -71,7 +71,7 @@ def build_runtime(
 
 def inventory(address: str = LOOPBACK) -> Inventory:
     """Return what this machine has and can do, before any service of it is configured."""
-    return Inventory(gpu.listed(gpu.probe()), _memory(), address)
+    return Inventory(gpu.probe().listed, _memory(), address)
 
 
 class LocalHost:
@@ -103,7 +103,7 @@ class LocalHost:
         )
         """The runtime, of use within this package alone."""
         found = gpu.probe() if described is None else Gpus()
-        self._inventory = described or Inventory(gpu.listed(found), _memory(), address)
+        self._inventory = described or Inventory(found.listed, _memory(), address)
         probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
         state = state_folder(config.project, os.environ if environ is None else environ)
         self._notes = Notes(state)
@@ -207,11 +207,11 @@ class LocalHost:
 
     # Steps
 
-    def load(self, backend: Backend, how: str, number: int = 0) -> Loaded:
+    def load(self, backend: Backend, level: str, number: int = 0) -> Loaded:
         self._backends[backend.name] = backend
-        reading = self._load_logs.reading(backend) if how == "stop" else nullcontext()
+        reading = self._load_logs.reading(backend) if level == "stop" else nullcontext()
         with self._read_ahead.pausing(), reading:
-            loaded = self._swapper.load(backend, how, number)
+            loaded = self._swapper.load(backend, level, number)
         self._loads[backend.name] = number
         return loaded
 
@@ -230,11 +230,11 @@ class LocalHost:
                 mounted = self.runtime.mounts(backend)
         return weights_of(backend, mounted)
 
-    def evict(self, backend: Backend, how: str) -> Evicted:
-        return self._swapper.evict(backend, how)
+    def evict(self, backend: Backend, level: str) -> Evicted:
+        return self._swapper.evict(backend, level)
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        return self._swapper.demote(backend, how, to)
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
+        return self._swapper.demote(backend, before, level)
 
     def stop(self, backend: Backend) -> None:
         self._swapper.stop(backend)

@@ -17,7 +17,7 @@ from typing import Any
 
 from anvil_mux.host.meminfo import host_memory
 from anvil_mux.host.reading import UNKNOWN, Gpus, Reading
-from anvil_mux.host.seam import Sensors
+from anvil_mux.host.seam import HostGpu, Sensors
 
 try:
     import pynvml
@@ -78,6 +78,7 @@ def _session(nvml: Any) -> Iterator[None]:
 def _read(nvml: Any, index: int, *, sensors: bool) -> Reading:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     total, used, shared = _memory(nvml, handle)
+    name = _answer(nvml, lambda: nvml.nvmlDeviceGetName(handle))
     draw = _answer(nvml, lambda: nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)) or ()
     compute = _answer(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
     mps = _answer(nvml, lambda: nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
@@ -85,16 +86,12 @@ def _read(nvml: Any, index: int, *, sensors: bool) -> Reading:
     mig = _answer(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle))
     persistence = _answer(nvml, lambda: nvml.nvmlDeviceGetPersistenceMode(handle))
     return Reading(
-        id=str(index),
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(_answer(nvml, lambda: nvml.nvmlDeviceGetName(handle)) or ""),
-        total=total,
-        used=used,
+        HostGpu(str(index), _text(nvml.nvmlDeviceGetUUID(handle)), _text(name or ""), total, shared),
+        used,
         processes=tuple({each.pid: each.usedGpuMemory for each in (*(mps or ()), *draw, *compute)}.items()),
         mig=None if mig is None else bool(mig[0]),
         mps=None if mps is None else bool(mps),
         persistence=None if persistence is None else bool(persistence),
-        shared=shared,
         sensors=_sensors(nvml, handle) if sensors else UNKNOWN,
     )
 

@@ -1,15 +1,12 @@
 """Services as local child processes: no Docker needed.
 
 A service runs in a session of its own, with its output in ``NAME.log``, so it outlives an anvil-mux that is
-killed. ``NAME.json`` beside the log says which process it is: its id, the moment it started (field 22 of
-/proc/PID/stat) and the boot it started in. A restarted anvil-mux adopts it by that record; a process that
-only has the same id is another process and is left alone. A first record is written before there is a
-process, with a mark that the process will carry in its environment, so whenever anvil-mux is killed, none is
-lost.
+killed. The record of its run beside the log (runs.py), by which the next one adopts it, is written twice:
+first before there is a process, with a mark that the process will carry in its environment, so whenever
+anvil-mux is killed, none is lost.
 
-What is stopped is the run, not just the process that was started: an engine's workers hold the GPU as well as
-its front does, may outlive it, and may begin sessions of their own. They are known by the mark that they have
-inherited. Nothing is polled: ends are seen through pidfds.
+What is stopped is the run, not just the process that was started. Nothing is polled: ends are seen through
+pidfds.
 """
 
 from __future__ import annotations
@@ -22,30 +19,35 @@ import os
 import random
 import re
 import secrets
-import select
 import signal
 import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Mounts
-from anvil_mux.errors import BackendError, ConfigError, LoadError, is_shortage
+from anvil_mux.errors import BackendError, ConfigError, LoadError
+from anvil_mux.host.runs import (
+    MARK,
+    OURS,
+    RunRecord,
+    RunRecords,
+    boot,
+    open_pidfd,
+    start_moment,
+    stat_of,
+    wait_for_any,
+)
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
 from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
 from anvil_mux.state import open_regular, state_folder
 
-OURS = "ANVIL_"
-"""The beginning of the names of our variables, which hold API keys and settings; engines get none of them."""
-MARK = f"{OURS}MUX_RUN"
 PLACE = re.compile(r"\$(?:\{(HOST|PORT)\}|(HOST|PORT)\b)")
 """The words of a command that stand for the address and the port at which the service is to listen."""
 KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -54,36 +56,17 @@ FIRST_PORT, LAST_PORT = 49152, 65535
 PORT_TRIES = 100
 PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
 """How engines say that they cannot have their port."""
-KILL_TIMEOUT = 10.0
-"""Seconds that the kernel may take over SIGKILL."""
 UNSEEN_SECONDS = 0.5
 """The pause before processes are looked at again, after no file could be opened for that."""
 REAP_SECONDS = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 FOLLOW_PAUSE = 0.2
 TAIL_BYTES = 256 << 10
-RECORD_BYTES = 4096
-"""The room that a record has, whatever is in it."""
 LOG_BYTES, KEPT_BYTES = 64 << 20, 4 << 20
 """The size at which the log of an engine that runs is cut, and how much of its end is kept then."""
 TRIM_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One run of a service, as its file tells a later anvil-mux."""
-
-    pid: int
-    """The process that was started, and its session; 0: it was about to be started."""
-    started: int
-    boot: str
-    url: str
-    mark: str
-    """The value of MARK in its environment."""
-    described: Mapping[str, str] = field(default_factory=dict)
-    """Part of the description that it was started by -> a digest of it; empty: they are not known."""
 
 
 class ProcessRuntime:
@@ -93,7 +76,6 @@ class ProcessRuntime:
         self,
         config: HostConfig,
         *,
-        state: Path | None = None,
         environ: Mapping[str, str] | None = None,
         address: str = LOOPBACK,
         starter: Starter | None = None,
@@ -104,50 +86,48 @@ class ProcessRuntime:
         self._names = {backend.name for backend in config.backends}
         """The names of services, also of those that are about to go."""
         self._environ = dict(os.environ if environ is None else environ)
-        self._state = state or state_folder(config.project, self._environ)
+        self._state = state_folder(config.project, self._environ)
+        self._records = RunRecords(self._state)
         self._closed = threading.Event()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Held while a record is written: what is spare room to one must not be a record by then.
-        self._writing = threading.Lock()
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
         self._claims: dict[str, socket.socket] = {}  # of the chosen ports of runs
-        self._up: dict[str, Record] = {}  # the runs that `watch` answers for
-        self._problem = ""  # why the last record could not be written
+        self._up: dict[str, RunRecord] = {}  # the runs that `watch` answers for
 
     def start(self, backend: Backend) -> str:
         described = _described(backend, self._address)
-        record = self._record(backend.name)
-        if record is not None and record.described == described and _alive(record):
-            _signal(record, signal.SIGCONT)
+        record = self._records.read(backend.name)
+        if record is not None and record.described == described and record.is_alive():
+            record.send(signal.SIGCONT)
             self._answer_for(backend.name, record)
             return record.url
         self.stop(backend)
         self._log_file(backend.name).unlink(missing_ok=True)  # should it not come to a run, none is shown
         port, claim = _claim_port(backend, self._address)
         self._hold(backend.name, claim)
-        intent = Record(
+        intent = RunRecord(
             pid=0,
             started=0,
-            boot=_boot(),
+            boot=boot(),
             url=url_of(self._address, port),
             mark=secrets.token_hex(8),
             described=described,
         )
-        self._write_record(backend.name, intent)
+        self._records.write(backend.name, intent)
         try:
             child = self._spawn(backend, port, intent.mark)
         except LoadError:
-            self._drop_record(backend.name)
+            self._records.drop(backend.name)
             raise
-        record = replace(intent, pid=child.pid, started=_start_moment(child.pid))
+        record = replace(intent, pid=child.pid, started=start_moment(child.pid))
         with self._lock:
             self._children[backend.name] = child
         try:
-            self._write_record(backend.name, record)
+            self._records.write(backend.name, record)
         except BackendError:
-            _end_run(record, 0)
+            record.end(0)
             raise
         self._answer_for(backend.name, record)
         return record.url
@@ -161,11 +141,11 @@ class ProcessRuntime:
     def _end(self, backend: Backend, grace: float) -> None:
         self._answer_for(backend.name, None)
         self._hold(backend.name, None)
-        record = self._record(backend.name)
+        record = self._records.read(backend.name)
         if record is not None:
-            _end_run(record, grace)
+            record.end(grace)
             self._reap(backend.name)
-            self._drop_record(backend.name)
+            self._records.drop(backend.name)
 
     def _hold(self, name: str, claim: socket.socket | None) -> None:
         """Hold the claim to the port of a run, in place of the one before."""
@@ -177,27 +157,30 @@ class ProcessRuntime:
             before.close()
 
     def pause(self, backend: Backend) -> None:
-        if not _signal(self._record(backend.name), signal.SIGSTOP):
-            raise BackendError(f"service {backend.name} {self.ended(backend)}")
+        self._signal(backend, signal.SIGSTOP)
 
     def resume(self, backend: Backend) -> None:
-        if not _signal(self._record(backend.name), signal.SIGCONT):
+        self._signal(backend, signal.SIGCONT)
+
+    def _signal(self, backend: Backend, number: signal.Signals) -> None:
+        record = self._records.read(backend.name)
+        if record is None or not record.send(number):
             raise BackendError(f"service {backend.name} {self.ended(backend)}")
 
     def pids(self, backend: Backend) -> list[int]:
-        record = self._record(backend.name)
-        return [] if record is None else sorted(_members(record))
+        record = self._records.read(backend.name)
+        return [] if record is None else sorted(record.members())
 
     def mounts(self, backend: Backend) -> Mounts:
         return backend.service.mounts
 
     def owner(self, pid: int) -> str | None:
-        records = {name: record for name in self._names if (record := self._record(name))}
-        return next((name for name, record in records.items() if pid in _members(record, [pid])), None)
+        records = {name: record for name in self._names if (record := self._records.read(name))}
+        return next((name for name, record in records.items() if pid in record.members([pid])), None)
 
     def ended(self, backend: Backend) -> str | None:
-        record = self._record(backend.name)
-        if record is not None and _alive(record):
+        record = self._records.read(backend.name)
+        if record is not None and record.is_alive():
             return None
         code = self._reap(backend.name, REAP_SECONDS)
         if code is None:
@@ -212,16 +195,16 @@ class ProcessRuntime:
     def running(self) -> dict[str, str]:
         found = {}
         for name in self._names:
-            record = self._record(name)
-            if record is not None and _alive(record):
+            record = self._records.read(name)
+            if record is not None and record.is_alive():
                 found[name] = record.url
                 self._answer_for(name, record)
-            elif record is not None and _members(record):
+            elif record is not None and record.members():
                 found[name] = ""  # its workers have outlived it
         return found
 
     def differs(self, backend: Backend) -> str:
-        record = self._record(backend.name)
+        record = self._records.read(backend.name)
         if record is None:
             return ""
         described = _described(backend, self._address)
@@ -231,9 +214,9 @@ class ProcessRuntime:
         return f"its {' and '.join(changed)} changed since it was started" if changed else ""
 
     def is_frozen(self, backend: Backend) -> bool:
-        record = self._record(backend.name)
-        seen = _stat(record.pid) if record is not None and _alive(record) else None
-        return seen is not None and seen[0] in "Tt"
+        record = self._records.read(backend.name)
+        seen = stat_of(record.pid) if record is not None and record.is_alive() else None
+        return seen is not None and seen.state in "Tt"
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:
@@ -268,11 +251,11 @@ class ProcessRuntime:
 
     def watch(self, died: Callable[[str], None]) -> None:
         try:
-            self._make_room(self._config)
+            self._records.make_room(self._names)
         except BackendError as error:
             log.warning("%s", error.message)
-            if any(self._record(name) for name in self._names):
-                self._problem = ""  # whoever is loaded in its stead has its room
+            if any(self._records.read(name) for name in self._names):
+                self._records.problem = ""  # whoever is loaded in its stead has its room
         while not self._closed.is_set():
             with self._lock:
                 up = dict(self._up)
@@ -284,14 +267,14 @@ class ProcessRuntime:
 
     def reconfigure(self, config: HostConfig) -> None:
         try:
-            self._make_room(config)
+            self._records.make_room(backend.name for backend in config.backends)
         except BackendError as error:
             raise ConfigError([error.message]) from None
         self._names = self._names | {backend.name for backend in config.backends}
         self._config = config
 
     def problem(self) -> str:
-        return self._problem
+        return self._records.problem
 
     def close(self) -> None:
         self._closed.set()
@@ -308,7 +291,7 @@ class ProcessRuntime:
 
     # Deaths
 
-    def _answer_for(self, name: str, record: Record | None) -> None:
+    def _answer_for(self, name: str, record: RunRecord | None) -> None:
         """Set what `watch` looks at from now on."""
         with self._lock:
             if record is None:
@@ -320,7 +303,7 @@ class ProcessRuntime:
     def _wake(self) -> None:
         os.eventfd_write(self._waker, 1)
 
-    def _ended_of(self, up: Mapping[str, Record]) -> list[str]:
+    def _ended_of(self, up: Mapping[str, RunRecord]) -> list[str]:
         """The same as below; [] too, after a pause, while processes cannot be looked at."""
         try:
             return self._wait_for_end(up)
@@ -329,26 +312,26 @@ class ProcessRuntime:
             self._closed.wait(UNSEEN_SECONDS)
             return []
 
-    def _wait_for_end(self, up: Mapping[str, Record]) -> list[str]:
+    def _wait_for_end(self, up: Mapping[str, RunRecord]) -> list[str]:
         """Return the names of runs that have ended; [] when the set of runs to look at has changed."""
         with ExitStack() as opened:
             names = {}
             for name, record in up.items():
-                fd = _open_pidfd(record.pid, opened)
-                if fd is None or not _alive(record):
+                fd = open_pidfd(record.pid, opened)
+                if fd is None or not record.is_alive():
                     return [name]
                 names[fd] = name
-            ready = _wait_for_any([self._waker, *names], TRIM_SECONDS)
+            ready = wait_for_any([self._waker, *names], TRIM_SECONDS)
         if self._waker in ready:
             os.eventfd_read(self._waker)
         return [names[fd] for fd in ready if fd in names]
 
-    def _judge(self, name: str, record: Record, died: Callable[[str], None]) -> None:
+    def _judge(self, name: str, record: RunRecord, died: Callable[[str], None]) -> None:
         with self._lock:
             if self._up.get(name) != record:
                 return
         with suppress(BackendError):
-            _end_run(record, 0)  # Workers that outlive their engine's front still hold the GPU.
+            record.end(0)  # Workers that outlive their engine's front still hold the GPU.
         self._reap(name)
         with self._lock:
             if self._up.get(name) != record:
@@ -390,10 +373,7 @@ class ProcessRuntime:
             child = self._children.get(name)
         return child.code(patience) if child else None
 
-    # Records
-
-    def _record_file(self, name: str) -> Path:
-        return self._state / f"{name}.json"
+    # Logs
 
     def _log_file(self, name: str) -> Path:
         return self._state / f"{name}.log"
@@ -401,80 +381,6 @@ class ProcessRuntime:
     def _opened_log(self, name: str) -> IO[bytes]:
         """A log for reading; OSError where its engine has put something else in its place."""
         return os.fdopen(open_regular(self._log_file(name), os.O_RDONLY | os.O_NOFOLLOW), "rb")
-
-    def _record(self, name: str) -> Record | None:
-        try:
-            known = self._read(self._record_file(name))
-            record = Record(**{each.name: known[each.name] for each in fields(Record) if each.name in known})
-        except OSError as error:
-            _check_shortage(error)
-            return None
-        except (ValueError, TypeError):
-            return None
-        if record.boot != _boot():
-            return None
-        return record if record.pid else _begun(record)
-
-    def _read(self, file: Path) -> Any:
-        """Return what a record has in its file. ValueError, also at a second look: it is written in place."""
-        try:
-            return json.loads(file.read_text())
-        except ValueError:
-            return json.loads(file.read_text())
-
-    def _spare_file(self, name: str) -> Path:
-        return self._state / f"{name}.spare"
-
-    def _make_room(self, config: HostConfig) -> None:
-        """Have room on the disk for the record of each service, before another is evicted for it."""
-        for backend in config.backends:
-            with self._writing:
-                if not self._record_file(backend.name).exists():
-                    self._fill(self._spare_file(backend.name), "")
-
-    def _write_record(self, name: str, record: Record) -> None:
-        file, spare = self._record_file(name), self._spare_file(name)
-        text = json.dumps(asdict(record))
-        with self._writing:
-            if file.exists():
-                self._fill(file, text)
-                return
-            try:
-                self._fill(spare, text)
-            except BackendError:
-                if not self._take_room(spare):
-                    raise
-                self._fill(spare, text)
-            os.replace(spare, file)
-
-    def _take_room(self, spare: Path) -> bool:
-        """Take the room of a service that does not run: who was stopped for another leaves it its own."""
-        with suppress(OSError):
-            for other in self._state.glob("*.spare"):
-                if other != spare and other.stat().st_size >= RECORD_BYTES:
-                    os.replace(other, spare)
-                    return True
-        return False
-
-    def _drop_record(self, name: str) -> None:
-        """Forget a run, where the disk may be written to; its room is kept for the next one."""
-        with self._writing, suppress(OSError):
-            os.replace(self._record_file(name), self._spare_file(name))
-
-    def _fill(self, file: Path, text: str) -> None:
-        """Write a record in place, which takes no new room and is whole even if we are killed."""
-        try:
-            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            try:
-                size = os.pwrite(descriptor, text.encode().ljust(RECORD_BYTES), 0)
-                os.ftruncate(descriptor, size)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            self._problem = f"services cannot be started: {self._state} cannot be written: {error.strerror}"
-            raise BackendError(f"service {file.stem}: cannot write its record: {error}") from None
-        self._problem = ""
 
 
 def _claim_port(backend: Backend, address: str) -> tuple[int, socket.socket | None]:
@@ -543,143 +449,6 @@ def _described(backend: Backend, address: str) -> dict[str, str]:
         "port": [backend.port, address],
     }
     return {part: hashlib.sha256(json.dumps(value).encode()).hexdigest() for part, value in parts.items()}
-
-
-def _check_shortage(error: OSError) -> None:
-    """BackendError if something could not be read for want of files here: it may be there."""
-    if is_shortage(error):
-        raise BackendError(f"what runs here cannot be looked at: {error.strerror} (see ulimit -n)") from None
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State, session and start moment of a process, None when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError as error:
-        _check_shortage(error)
-        return None
-    # The name in parentheses may hold anything, so fields are counted from its end; the state is field 3.
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[3]), int(fields[19])
-
-
-def _start_moment(pid: int) -> int:
-    seen = _stat(pid)
-    return seen[2] if seen else 0
-
-
-def _alive(record: Record) -> bool:
-    seen = _stat(record.pid)
-    return seen is not None and seen[2] == record.started and seen[0] not in "ZX"
-
-
-def _processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
-
-
-def _variables(pid: int) -> bytes | None:
-    """The environment that a process was started with; None: it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError as error:
-        _check_shortage(error)
-        return None
-
-
-def _marked(record: Record, pids: Iterable[int]) -> set[int]:
-    """The processes that inherited the run's mark."""
-    mark = f"{MARK}={record.mark}".encode()
-    return {pid for pid in pids if mark in (_variables(pid) or b"").split(b"\0")}
-
-
-def _begun(record: Record) -> Record | None:
-    """The run that was about to be started, if it came to that."""
-    marked = [(seen[2], pid) for pid in _marked(record, _processes()) if (seen := _stat(pid))]
-    if not marked:
-        return None
-    started, pid = min(marked)  # its workers began later
-    return replace(record, pid=pid, started=started)
-
-
-def _members(record: Record, pids: Iterable[int] | None = None) -> set[int]:
-    """The processes of the run, among ``pids`` (None: all), that have not ended.
-
-    They are those with its mark, and the others of its session: an engine may start some without its
-    environment. Once the process that gave the session its number has ended, the number may be that of
-    another session. Then those without a mark count only where their environment is blank, as it is for
-    whoever has written a title over it.
-    """
-    seen = {pid: each for pid in (_processes() if pids is None else pids) if (each := _stat(pid))}
-    since = {pid: each for pid, each in seen.items() if each[2] >= record.started and each[0] not in "ZX"}
-    marked = _marked(record, since)
-    session = {pid for pid, each in since.items() if each[1] == record.pid}
-    leader = _stat(record.pid)
-    if leader is not None and leader[2] != record.started:
-        return marked
-    if leader is None and not marked & session:
-        session = {
-            pid for pid in session if (words := _variables(pid)) is not None and not words.strip(b"\0")
-        }
-    return marked | session
-
-
-def _end_run(record: Record, grace: float) -> None:
-    """Return when no process of the run is left: SIGTERM, ``grace`` seconds, SIGKILL."""
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
-        deadline = time.monotonic() + patience
-        signalled: set[int] = set()
-        while members := _members(record):
-            left = deadline - time.monotonic()
-            with ExitStack() as opened:
-                fds = {pid: _open_pidfd(pid, opened) for pid in members}
-                for pid in members - signalled:
-                    _tell(fds[pid], number)
-                    _tell(fds[pid], signal.SIGCONT)  # who is frozen hears no other signal
-                signalled |= members
-                if left <= 0:
-                    break
-                # The sooner of an end and a second, since a member may start others meanwhile.
-                _wait_for_any([fd for fd in fds.values() if fd is not None], min(left, 1.0))
-        else:
-            return
-    raise BackendError(f"process {record.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
-
-
-def _signal(record: Record | None, number: signal.Signals) -> bool:
-    """Signal every process of the run, also those started meanwhile; False if there is none."""
-    signalled: set[int] = set()
-    while record is not None and (news := _members(record) - signalled):
-        with ExitStack() as opened:
-            for pid in news:
-                _tell(_open_pidfd(pid, opened), number)
-        signalled |= news
-    return bool(signalled)
-
-
-def _tell(fd: int | None, number: signal.Signals) -> None:
-    if fd is not None:
-        with suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(fd, number)
-
-
-def _open_pidfd(pid: int, opened: ExitStack) -> int | None:
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    opened.callback(os.close, fd)
-    return fd
-
-
-def _wait_for_any(fds: list[int], timeout: float | None) -> list[int]:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(None if timeout is None else min(timeout * 1000, LONGEST_POLL))]
 
 
 def trim(log: Path) -> None:

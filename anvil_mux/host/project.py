@@ -36,15 +36,8 @@ from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host.container import ALIVE, Container, how_it_ended
-from anvil_mux.host.docker_api import (
-    ContainerEngine,
-    Endpoint,
-    Stream,
-    Unreachable,
-    find_endpoint,
-    read_death,
-)
+from anvil_mux.host.docker_api import ALIVE, Container, ContainerEngine, Stream, how_it_ended, read_death
+from anvil_mux.host.docker_endpoint import Endpoint, Unreachable, find_endpoint
 from anvil_mux.host.seam import HostConfig
 
 CREATE_TIMEOUT = 120.0

@@ -41,7 +41,7 @@ from anvil_mux.host.engines import client_of
 from anvil_mux.host.weights import shards
 from anvil_mux.protocol import foreign
 from anvil_mux.protocol.completions import count
-from anvil_mux.state import write_whole
+from anvil_mux.state import text_of, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -447,9 +447,7 @@ class PromptFiles:
 
     def loaded_from(self) -> str:
         """The digest of what the engine that runs was loaded from; "" where it is not known."""
-        with suppress(OSError, ValueError):
-            return self._loaded_from.read_text()
-        return ""
+        return text_of(self._loaded_from)
 
     def note(self, loaded_from: str) -> None:
         write_whole(self._loaded_from, loaded_from, 0o600)

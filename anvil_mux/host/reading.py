@@ -1,4 +1,4 @@
-"""The records of a look at GPUs, whichever way their vendor lets them be read."""
+"""A reading of the GPUs, whichever way their vendor lets them be read."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from anvil_mux.host.seam import Sensors
+from anvil_mux.host.seam import HostGpu, Sensors
 
 UNKNOWN = Sensors()
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One GPU as its driver sees it now; memory in bytes, None where the GPU cannot tell."""
+    """One GPU, and what its driver says of it now; memory in bytes, None where the GPU cannot tell."""
 
-    id: str
-    """NVIDIA's: the index in NVML's order (that of the PCI bus); others: ``amd0``, ``intel0`` and so on."""
-    uuid: str
-    """NVIDIA's: the UUID; others: the PCI address."""
-    name: str = ""
-    total: int | None = None
+    gpu: HostGpu
     used: int | None = None
     processes: tuple[tuple[int, int | None], ...] = ()
     """Process id and the bytes that it holds; a process stands here once."""
@@ -30,15 +25,11 @@ class Reading:
     """Whether processes share it through NVIDIA's multi-process service now."""
     persistence: bool | None = None
     """Whether the driver keeps it initialized while nobody uses it."""
-    shared: int = 0
-    """Bytes of its memory that are host memory as well: unified memory."""
-    files: tuple[str, ...] = ()
-    """The paths of its device files; a container that is to use it needs the first."""
     sensors: Sensors = UNKNOWN
 
     @property
     def free(self) -> int | None:
-        return None if self.total is None or self.used is None else self.total - self.used
+        return None if self.gpu.total is None or self.used is None else self.gpu.total - self.used
 
     def used_by(self, pids: Collection[int]) -> int | None:
         """Bytes that these processes hold here; None where one of them holds an untold amount."""
@@ -56,6 +47,11 @@ class Gpus:
     """The version of NVIDIA's driver ("570.86.15"), "" where it is not known."""
 
     @property
+    def listed(self) -> tuple[HostGpu, ...]:
+        """The GPUs as others know them."""
+        return tuple(reading.gpu for reading in self.readings)
+
+    @property
     def driver_branch(self) -> int | None:
         """The first number of the driver's version, by which its features come."""
         found = re.match(r"\d+", self.driver)
@@ -64,7 +60,7 @@ class Gpus:
     def used_by(self, pids: Collection[int]) -> dict[str, int | None]:
         """GPU id -> the bytes that these processes hold there, for those GPUs that list one of them."""
         return {
-            reading.id: reading.used_by(pids)
+            reading.gpu.id: reading.used_by(pids)
             for reading in self.readings
             if any(pid in pids for pid, _ in reading.processes)
         }
@@ -72,9 +68,11 @@ class Gpus:
     def find(self, gpu: str) -> Reading | None:
         """The GPU with this id, UUID (or the beginning of one, as Docker accepts it) or device file."""
         for reading in self.readings:
-            if gpu in (reading.id, reading.uuid, *reading.files):
+            if gpu in (reading.gpu.id, reading.gpu.uuid, *reading.gpu.files):
                 return reading
-        close = [r for r in self.readings if gpu.startswith(("GPU-", "MIG-")) and r.uuid.startswith(gpu)]
+        if not gpu.startswith(("GPU-", "MIG-")):
+            return None
+        close = [reading for reading in self.readings if reading.gpu.uuid.startswith(gpu)]
         return close[0] if len(close) == 1 else None
 
 

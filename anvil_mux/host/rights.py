@@ -19,7 +19,7 @@ from pathlib import Path
 from anvil_mux.config.config import Backend
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import MuxError
-from anvil_mux.host.docker_api import find_endpoint
+from anvil_mux.host.docker_endpoint import find_endpoint
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.state import text_of

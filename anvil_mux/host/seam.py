@@ -34,14 +34,16 @@ class HostGpu(NamedTuple):
     """A GPU of the host, as its driver knows it."""
 
     id: str
+    """NVIDIA's: the index in NVML's order (that of the PCI bus); others: ``amd0``, ``intel0`` and so on."""
     uuid: str
+    """NVIDIA's: the UUID; others: the PCI address."""
     name: str = ""
     total: int | None = None
     """Bytes of its memory; None where it cannot tell."""
     shared: int = 0
-    """Bytes of them that are host memory as well."""
+    """Bytes of them that are host memory as well: unified memory."""
     files: tuple[str, ...] = ()
-    """The paths of its device files."""
+    """The paths of its device files; a container that is to use it needs the first."""
 
     @property
     def file(self) -> str:
@@ -70,8 +72,8 @@ class HostConfig:
     files: tuple[str, ...] = ()
     """The compose files, by their paths on the host."""
     runtime: str = "compose"
-    composed: str = ""
-    """One more compose file, by its text: services that are described anew for this host or its GPUs."""
+    generated_compose: str = ""
+    """One more compose file, by its text: services that are generated for this host or its GPUs."""
 
     @classmethod
     def of(cls, config: Config, host: str = "") -> HostConfig:
@@ -82,7 +84,7 @@ class HostConfig:
             project=f"{config.project}-{host}" if host else config.project,
             files=() if host else config.files,
             runtime=config.runtime,
-            composed=config.composed.get(host, ""),
+            generated_compose=config.generated_compose.get(host, ""),
         )
 
 
@@ -94,16 +96,16 @@ class Loaded:
     """How a backend really came back."""
 
     url: str
-    how: str
-    """The level that worked: the standby level it came back from, or ``stop`` for a cold start."""
+    level: str
+    """The one that worked: the standby level it came back from, or ``stop`` for a cold start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
     """How a backend really left its GPUs."""
 
-    how: str
-    """The level that worked: the one asked for, or ``stop`` where a deeper one was needed."""
+    level: str
+    """The one that worked: the one asked for, or ``stop`` where a deeper one was needed."""
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it still holds there, as far as is known."""
     host_bytes: int = 0
@@ -286,8 +288,8 @@ class Host(Protocol):
     def adopt(self, backend: Backend) -> Found:
         """Judge what to make of a backend that is ``running``, one call at a time; it may take seconds."""
 
-    def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        """Return once the backend answers for its model. ``how``: the standby level it comes back from.
+    def load(self, backend: Backend, level: str, number: int) -> Loaded:
+        """Return once the backend answers for its model. ``level``: the standby level it comes back from.
 
         LoadError (with the engine's last lines) after it was cleaned up; BackendError if even that failed: it
         may still hold its GPUs. Cancelled, after it was cleaned up, if it was cancelled before it answered.
@@ -304,11 +306,11 @@ class Host(Protocol):
         way.
         """
 
-    def evict(self, backend: Backend, how: str) -> Evicted:
-        """Return when the GPUs are free; BackendError if they may not be. ``how``: the level to take."""
+    def evict(self, backend: Backend, level: str) -> Evicted:
+        """Return when the GPUs are free; BackendError if they may not be. ``level``: the one to take."""
 
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        """Move a backend from the standby level ``how`` to the deeper level ``to`` without waking."""
+    def demote(self, backend: Backend, before: str, level: str) -> Evicted:
+        """Move a backend from the standby level ``before`` to the deeper ``level`` without waking."""
 
     def stop(self, backend: Backend) -> None:
         """End the service, without standby: orphans, what cannot stay, and at the program's end."""

@@ -40,7 +40,7 @@ PRIORITIES = (-100, 100)
 CUDA = "CUDA_VISIBLE_DEVICES"
 MATRIX = (
     "is left out, and models take turns as without it: write the GPUs that each service needs, and its "
-    "`vram`, and what fits together stays loaded (docs/sizing.md)."
+    "`vram`, and what fits together stays loaded (docs/gpus.md)."
 )
 NOTHING: tuple[object, ...] = (None, "", False, [], {})
 """The values of keys that say nothing."""

@@ -24,7 +24,7 @@ from anvil_mux.lab.engines import ALONE, Batch, Batching, Engines, NextEnd, Outc
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.refusals import no_room_to_wait
+from anvil_mux.scheduler.queueing import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 

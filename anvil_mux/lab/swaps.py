@@ -414,7 +414,7 @@ class _Ring:
         evicted = self._host.evict(before, self._way)
         self._residual[before.name] = sum(evicted.residual.values())
         loaded = self._host.load(after, self._way)
-        if loaded.how == "stop":
+        if loaded.level == "stop":
             raise BackendError(f"{after.name} had to be restarted: it did not wake by {self._way}")
         return self._asker.ask_until_answered(after, _address(loaded.url), self._host.ended) - begun
 

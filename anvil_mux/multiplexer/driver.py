@@ -275,7 +275,7 @@ class SchedulerDriver:
         except Exception as error:
             self.tell(self.scheduler.evict_failed, step, why=_text(error))
         else:
-            self.tell(self._loaded, step, address, level=loaded.how)
+            self.tell(self._loaded, step, address, level=loaded.level)
 
     def _loaded(self, step: Load, address: tuple[str, int], now: float, level: str) -> Effects:
         effects = self.scheduler.loaded(step, now, level)
@@ -294,7 +294,7 @@ class SchedulerDriver:
             self.scheduler.evicted,
             step,
             residual=evicted.residual,
-            level=evicted.how,
+            level=evicted.level,
             host_bytes=evicted.host_bytes,
             freed=evicted.freed,
             died=evicted.died,

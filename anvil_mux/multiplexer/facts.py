@@ -187,7 +187,7 @@ class Facts:
 
 
 def _found(left: Evicted) -> FoundBackend:
-    return FoundBackend(left.how, left.residual, left.host_bytes)
+    return FoundBackend(left.level, left.residual, left.host_bytes)
 
 
 class _Doubt:

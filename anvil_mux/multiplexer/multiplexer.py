@@ -37,9 +37,9 @@ from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.events import Cause, Event, Severance
-from anvil_mux.scheduler.hosts import PAUSED
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.refusals import no_room_to_wait
+from anvil_mux.scheduler.queueing import no_room_to_wait
+from anvil_mux.scheduler.slot import IS_PAUSED
 from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket
 
 TEND_SECONDS = 0.25
@@ -220,7 +220,7 @@ class Multiplexer:
             return NOTHING
         model = self._layout.models.get(ticket.model)
         what = "ran as many requests as it may, for" if model and model.ready else "was not loaded within"
-        why = f": {PAUSED}." if self._layout.pause.is_on else "."
+        why = f": {IS_PAUSED}." if self._layout.pause.is_on else "."
         return self._leave_queue(ticket, now, WaitedTooLong(f"{ticket.model} {what} {limit:g} s{why}"))
 
     def _abandon(self, ticket: Ticket, error: BaseException, now: float) -> Effects:

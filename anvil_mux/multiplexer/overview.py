@@ -25,7 +25,7 @@ from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import expected_load
-from anvil_mux.scheduler.refusals import no_room_to_wait
+from anvil_mux.scheduler.queueing import no_room_to_wait
 from anvil_mux.scheduler.slot import LOADING
 from anvil_mux.scheduler.status import (
     GpuState,

@@ -8,7 +8,7 @@ bare LF is refused as soon as it is seen.
 Both directions go the same way: ``*_head_end`` finds the end of the head in what has been read so far (and
 refuses early what can no longer become one), ``parse_*`` reads it, ``forward_*`` writes the head for the
 other side with the hop-by-hop fields gone. Bodies pass as raw bytes: ``ChunkCounter`` follows chunked framing
-only to know where the body ends; ``ChunkDecoder`` takes it off.
+to know where the body ends, and takes it off for whoever wants the content.
 
 What a client sends wrong is a ``BadRequest``, what an engine sends wrong a ``BackendError``. Every value that
 is written has been checked for CR, LF and NUL, also those that the caller adds. The patterns cannot backtrack
@@ -23,7 +23,7 @@ from collections.abc import Set as AbstractSet
 from http import HTTPStatus
 from typing import NamedTuple
 
-from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
+from anvil_mux.errors import BackendError, BadRequest, MuxError
 
 MAX_REQUEST_LINE = 8 * 1024
 MAX_HEAD = 64 * 1024
@@ -276,10 +276,9 @@ class ChunkCounter:
     line that has not ended (``_held``), never both unless a chunk's CR came without its LF.
     """
 
-    __slots__ = ("_error", "_held", "_left", "_trailer", "done")
+    __slots__ = ("_error", "_held", "_left", "_trailer")
 
     def __init__(self, error: type[MuxError] = BackendError) -> None:
-        self.done = False
         self._error = error
         self._left = 0
         self._held = b""
@@ -339,41 +338,11 @@ class ChunkCounter:
     def _end(self, data: bytes, position: int, held: int) -> int | None:
         trailer = _TRAILER.match(data, position)
         if trailer is not None:
-            self.done = True
             return trailer.end() - held
         self._held = data[position : position + MAX_TRAILER]
         if len(self._held) == MAX_TRAILER or b"\n\r\n" in self._held or _has_bare_lf(self._held, 0):
             raise self._error("the body has a bad trailer")
         return None
-
-
-class ChunkDecoder:
-    """Takes the chunked framing off; more than ``limit`` bytes of content are TooLarge."""
-
-    __slots__ = ("_counter", "_limit", "_taken", "rest")
-
-    def __init__(self, limit: int | None = None, error: type[MuxError] = BackendError) -> None:
-        self.rest = b""
-        """The bytes that followed the body in the last data fed."""
-        self._counter = ChunkCounter(error)
-        self._limit = limit
-        self._taken = 0
-
-    @property
-    def done(self) -> bool:
-        return self._counter.done
-
-    def feed(self, data: bytes) -> bytes:
-        """The content in ``data``."""
-        found: list[bytes] = []
-        end = self._counter.feed(data, found)
-        if end is not None:
-            self.rest = data[end:]
-        content = found[0] if len(found) == 1 else b"".join(found)
-        self._taken += len(content)
-        if self._limit is not None and self._taken > self._limit:
-            raise TooLarge(f"the request's body is larger than {self._limit} bytes")
-        return content
 
 
 def chunk(data: bytes) -> bytes:

@@ -8,7 +8,7 @@ every request with the same head.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import ip_address
@@ -103,29 +103,26 @@ class Access:
         self.only_local_hosts = only_local_hosts
         self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
-        self._models: Mapping[str, str] = config.names
         self.presets = presets_of(config.backends)
         """The presets by backend and name: what the name means there."""
-        self._presets = frozenset(name for _, name in self.presets)
+        presets = {name for _, name in self.presets}
         self._meant = {
-            name: Named(model, name if name in self._presets else "") for name, model in self._models.items()
+            name: Named(model, name if name in presets else "") for name, model in config.names.items()
         }
         """Name of a model, or of a preset -> its meaning."""
         self.changes_prompt = frozenset(p.name for p in self.presets.values() if p.system or p.is_adapter)
         """The presets whose prompts an engine caches apart from those of their model."""
-        names: dict[str, set[str]] = {}
-        for name, model in self._models.items():
-            names.setdefault(model, set())
-            if name not in self._presets:
-                names[model].add(name)
-        self._names: Mapping[str, set[str]] = names
+        self._names: dict[str, set[str]] = {}
+        """Model -> its names, but for those of presets."""
+        for name, meant in self._meant.items():
+            names = self._names.setdefault(meant.model, set())
+            if not meant.preset:
+                names.add(name)
         self.replicas: Mapping[str, int] = Counter(backend.model for backend in config.backends)
         self.only = {each.model: each for each in config.backends if self.replicas[each.model] == 1}
         """Model -> its backend, where it has but one."""
         self.unchanged = {
-            model: each.served_model or model
-            for model, each in self.only.items()
-            if not (each.strip or each.set)
+            model: each.served_model or model for model, each in self.only.items() if not each.is_rewriting
         }
         """Model -> the name with which a body goes to its only backend as it is, if any does."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
@@ -153,16 +150,12 @@ class Access:
             return RequestContext(id, since, request, self, route=api.NO_ROUTE, api=shape, reader=reader)
         return RequestContext(id, since, request, self, route=route, api=route.api, reader=reader)
 
-    def check(self, context: RequestContext, right: Callable[[str], Right]) -> Key | None:
-        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden.
-
-        ``right``: path of our own -> the right that is needed there.
-        """
+    def check(self, context: RequestContext, needed: Right) -> Key | None:
+        """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden."""
         request, route, reader = context.request, context.route, context.reader
         self._check_origin(request, route, reader)
         if not self.hides_keys:
             return None
-        needed = right(request.path) if route is api.NO_ROUTE else ANY_KEY
         if needed == NO_KEY or is_page(request) or is_preflight(request, reader):
             return self.keys.find(request.fields)
         key = self.keys.of(request.fields)
@@ -229,7 +222,7 @@ class Access:
 
     def knows(self, name: str) -> bool:
         """Whether a name stands for anything, whoever may use it."""
-        return name in self._models or name in self.config.any_of
+        return name in self._meant or name in self.config.any_of
 
     def meant(self, name: str) -> Named:
         """The meaning of a name of a model, or of a preset."""
@@ -256,8 +249,8 @@ class Access:
     def usable(self, key: Key | None) -> list[str]:
         """The models, then the presets, then the names for several, that a key may use."""
         models = [model for model in self._names if self.may_use(key, model)]
-        presets = [name for name in self._models if name in self._presets]
-        models += [name for name in presets if self.may_use(key, self._models[name], name)]
+        presets = [meant for meant in self._meant.values() if meant.preset]
+        models += [each.preset for each in presets if self.may_use(key, each.model, each.preset)]
         return models + [name for name in self.config.any_of if self.choices(name, key)]
 
 

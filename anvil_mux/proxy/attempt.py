@@ -76,7 +76,17 @@ class _Lacking(Exception):
 class Attempt:
     """One try of a question at one engine. Used by the request's thread, for ``run`` or ``prefill``."""
 
-    __slots__ = ("_crash_under", "_relay", "_stored", "exchange", "lease", "question", "record", "reply")
+    __slots__ = (
+        "_begins",
+        "_crash_under",
+        "_relay",
+        "_stored",
+        "exchange",
+        "lease",
+        "question",
+        "record",
+        "reply",
+    )
 
     def __init__(
         self,
@@ -93,8 +103,9 @@ class Attempt:
         self.lease = lease
         self.reply = reply
         self.record = reply.record
-        begins = question.after if question.stream else None  # any other answer comes when it is whole
-        self.exchange = Exchange(relay, lease, reply.client.socket, begins)
+        self._begins = question.after if question.stream else None
+        """Seconds within which its answer is to begin; one that is no stream comes when it is whole."""
+        self.exchange = Exchange(relay, lease, reply.client.socket, self._begins)
         """The request to the engine, and its answer."""
         self._relay = relay
         self._stored = stored
@@ -116,22 +127,15 @@ class Attempt:
         """Asks the engine what the client asked; if it lacks the route, in words that every engine has."""
         question, backend = self.question, self.lease.backend
         route, lacking = question.context.route, question.context.access.lacking
-        lacks, attempt = (backend.name, route.path), self
+        lacks = backend.name, route.path
         drops_fields = route.path == MESSAGES and backend.adapts_by_field
         if not (route.translated and (lacks in lacking or drops_fields)):
             try:
                 return self._pass_on(self._body_as_known())
             except _Lacking:
-                attempt = Attempt(
-                    question,
-                    self.lease,
-                    self.reply,
-                    relay=self._relay,
-                    stored=self._stored,
-                    crash_under=self._crash_under,
-                )
+                self.exchange = Exchange(self._relay, self.lease, self.reply.client.socket, self._begins)
         assert isinstance(question.body, (bytes, bytearray))
-        attempt._translate(TRANSLATE[route.path](parse(question.body)))
+        self._translate(TRANSLATE[route.path](parse(question.body)))
         if not drops_fields:
             lacking.add(lacks)
         return None
@@ -379,14 +383,14 @@ class Attempt:
             model = self.question.target.model
             text = f"the engine of {model} cannot apply the LoRA adapter {preset.name} at {path}"
             raise BadRequest(text, status=501)
-        if not (preset or backend.strip or backend.set) or isinstance(body, Spool):
+        if not (preset or backend.is_rewriting) or isinstance(body, Spool):
             return body
         if preset is None:
-            return rewritten(body, backend.strip, dict(backend.set))
+            return rewritten(body, backend.strip, dict(backend.set), dict(backend.default))
         if preset.system:
             body = with_system(body, path, preset.system)
-        strip, put = preset.over(backend.strip, backend.set)
-        return rewritten(body, strip, put) if strip or put else body
+        changes = preset.over(backend.strip, backend.set, backend.default)
+        return rewritten(body, *changes) if any(changes) else body
 
     def _body_as_known(self) -> RequestBody:
         """The client's body as the service is to get it, with the name that it knows its model by."""

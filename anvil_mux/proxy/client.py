@@ -274,14 +274,17 @@ class Client:
         self._agree_to(request, limit)
         pace, have = _Pace(), 0
         if request.chunked:
-            decoder = http1.ChunkDecoder(limit, BadRequest)
-            while not decoder.done:
-                piece = decoder.feed(self._next_piece())
-                have += len(piece)
+            counter, end = http1.ChunkCounter(BadRequest), None
+            while end is None:
+                content: list[bytes] = []
+                data = self._next_piece()
+                end = counter.feed(data, content)
+                have += sum(map(len, content))
+                if have > limit:
+                    raise TooLarge(f"the request's body is larger than {limit} bytes")
                 pace.check(have)
-                if piece:
-                    yield piece
-            self._buffer = decoder.rest
+                yield from content
+            self._buffer = data[end:]
         else:
             length = request.length or 0
             while have < length:

@@ -12,7 +12,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Hashable
-from errno import EALREADY, EINPROGRESS, EINTR, ETIMEDOUT
+from errno import EALREADY, EINPROGRESS, EINTR
 from functools import lru_cache
 from socket import (
     AF_INET,
@@ -215,12 +215,14 @@ def connect(address: Address, look: Callable[[], object] = lambda: None) -> sock
     while True:
         connection = _unconnected(AF_INET6 if ":" in address[0] else AF_INET)
         try:
-            if _is_made(connection, address, look):
-                return connection
+            _connect(connection, address, CONNECT_SECONDS, look)
+            return _looking(connection)
+        except TimeoutError:
+            connection.close()
+            look()
         except BaseException:
             connection.close()
             raise
-        connection.close()
 
 
 def _unconnected(family: int) -> socket:
@@ -228,21 +230,35 @@ def _unconnected(family: int) -> socket:
     connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
     # Engines are near: a system's choice for far networks (bbr) would set a timer for each send, to pace it.
     connection.setsockopt(IPPROTO_TCP, TCP_CONGESTION, b"reno")
-    connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
-    connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
     return connection
 
 
-def _is_made(connection: socket, address: Address, look: Callable[[], object]) -> bool:
-    """Whether the connection was made in time; OSError if it is refused."""
-    anew_at = time.monotonic() + CONNECT_SECONDS
-    while error := connection.connect_ex(address):
-        if error != ETIMEDOUT and error not in STILL_CONNECTING:
-            raise OSError(error, os.strerror(error))
+def _connect(
+    connection: socket, place: tuple[object, ...], seconds: float, look: Callable[[], object]
+) -> None:
+    """Connect within so many seconds; OSError. ``look`` is called a few times a second meanwhile."""
+    connection.setblocking(False)
+    until = time.monotonic() + seconds
+    error = connection.connect_ex(place)
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    while error in STILL_CONNECTING:
+        if poll.poll(LOOK_SECONDS * 1000):
+            error = connection.getsockopt(SOL_SOCKET, SO_ERROR)
+            break
         look()
-        if error == ETIMEDOUT or time.monotonic() >= anew_at:
-            return False
-    return True
+        if time.monotonic() >= until:
+            raise TimeoutError(f"no connection within {seconds:.0f} s")
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+def _looking(connection: socket) -> socket:
+    """Have its calls block, and return a few times a second."""
+    connection.settimeout(None)
+    connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
+    connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
+    return connection
 
 
 # Servers elsewhere
@@ -258,13 +274,10 @@ def connect_elsewhere(backend: Backend, look: Callable[[], object], patience: fl
     try:
         if server.secure:
             connection = begun(connection, _trust(backend.ca_file), server.host, patience)
-        connection.settimeout(None)
-        connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
-        connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
+        return _looking(connection)
     except BaseException:
         connection.close()
         raise
-    return connection
 
 
 def _reached(address: tuple[str, int], look: Callable[[], object]) -> socket:
@@ -285,26 +298,6 @@ def _reached(address: tuple[str, int], look: Callable[[], object]) -> socket:
             connection.close()
             raise
     raise last
-
-
-def _connect(
-    connection: socket, place: tuple[object, ...], seconds: float, look: Callable[[], object]
-) -> None:
-    """Connect within so many seconds; OSError."""
-    connection.setblocking(False)
-    until = time.monotonic() + seconds
-    error = connection.connect_ex(place)
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    while error in STILL_CONNECTING:
-        if poll.poll(LOOK_SECONDS * 1000):
-            error = connection.getsockopt(SOL_SOCKET, SO_ERROR)
-            break
-        look()
-        if time.monotonic() >= until:
-            raise TimeoutError(f"no connection within {seconds:.0f} s")
-    if error:
-        raise OSError(error, os.strerror(error))
 
 
 def _trust(ca_file: str) -> SSLContext:

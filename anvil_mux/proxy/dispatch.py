@@ -53,7 +53,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
-from anvil_mux.protocol import api, http1
+from anvil_mux.protocol import api, http1, naming
 from anvil_mux.protocol.completions import TWO_STAGE_PATHS, finite
 from anvil_mux.proxy.access import FallbackStep
 from anvil_mux.proxy.attempt import Attempt
@@ -63,9 +63,11 @@ from anvil_mux.proxy.question import Question, StoredResponses, previous_answer,
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.refusals import MOST_CRASHES
+from anvil_mux.scheduler.queueing import MOST_CRASHES
 from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, Crash
 
+EXPLAIN = b"x-anvil-explain"
+"""The header of a request that is not to be sent on: where it would go, and why, is the answer."""
 SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
 FOREVER = float("inf")
@@ -122,7 +124,9 @@ class Dispatcher:
             reply.chosen = target.preset or target.model
         if translation and translation.unloads:
             self._answer_and_unload(question, reply)
-        elif not target.loads and not self._mux.overview.is_ready(target.model):
+        elif not naming.may_load(question.context.request.query) and not self._mux.overview.is_ready(
+            target.model
+        ):
             raise BadRequest(f"{target.model} is not loaded, and autoload=false does not load it")
         elif target.chain and _may_fall_back(question):
             self._send_in_turn(question, reply)
@@ -156,13 +160,14 @@ class Dispatcher:
 
     def _send(self, question: Question, reply: Reply) -> None:
         """Send it to a backend of its model, and if that comes to nothing to another."""
-        target = question.target
-        work = self._work(question) if target.replicas > 1 else NO_WORK
+        context = question.context
+        left = context.access.replicas[question.target.model]
+        work = self._work(question) if left > 1 else NO_WORK
         if question.owner:
             work = work._replace(owner=question.owner)
-        if target.explains:
+        if EXPLAIN in context.request.fields:
             return self._explain(question, work, reply)
-        tend, left = Waiting(question, reply, self._mux, self._patience).tend, target.replicas
+        tend = Waiting(question, reply, self._mux, self._patience).tend
         crashes: tuple[Crash, ...] = ()
         resent = False
         while failure := self._try(question, reply, work=work, tend=tend, crashes=crashes, resent=resent):
@@ -321,7 +326,11 @@ def is_reason(error: MuxError) -> bool:
 def _may_fall_back(question: Question) -> bool:
     """Whether another model can answer a question: not if it is about what one engine has."""
     context, body = question.context, question.body
-    if question.owner or question.target.explains or context.route.model_in in ("upstream", "answer"):
+    if (
+        question.owner
+        or EXPLAIN in context.request.fields
+        or context.route.model_in in ("upstream", "answer")
+    ):
         return False
     return context.route.beat != "responses" or isinstance(body, Spool) or not previous_answer(body)
 
@@ -389,8 +398,9 @@ class Waiting:
     def _turn_to_fallback(self, now: float) -> None:
         """Raise if the request has waited for as long as it may before its model's fallback answers."""
         question = self._question
-        if question.target.external:
-            self._mux.circuits.check(question.target.external)
+        backend = question.context.access.only.get(question.target.model)
+        if backend and backend.url:
+            self._mux.circuits.check(backend.name)
         if question.after is not None and self._since is not None and now - self._since >= question.after:
             raise FellBack(
                 f"{question.target.model} could not serve this request within {question.after:g} s."

@@ -138,7 +138,6 @@ class Exchange:
         "_missing",
         "_passed",
         "_relay",
-        "_reusable",
         "_silence",
         "_size",
         "_stream",
@@ -165,8 +164,6 @@ class Exchange:
         self._cut = False
         self._size = self._missing = 0
         """The bytes of the request, and those of them that its connection has not taken."""
-        self._reusable = False
-        """Whether the answer has ended, and another may follow it."""
         self._deadline = 0.0
         """The moment at which the engine has been silent for too long; 0: the first look sets it."""
         self.response: http1.Response
@@ -193,7 +190,9 @@ class Exchange:
         upstream, self._upstream = self._upstream, None
         if upstream is None:
             return
-        if self._reusable and not (self._missing or self._cut):
+        body = self._body
+        has_ended = self.whole or (body is not None and body.ended and body.clean)
+        if has_ended and self.response.keep_alive and not (self._missing or self._cut):
             self._connections.put(upstream)
         else:
             upstream.socket.close()
@@ -245,12 +244,11 @@ class Exchange:
             return response
         length = 0 if response.body == "none" else response.length
         if length is not None and length <= WHOLE:
-            self.whole = True
             if len(self.data) != length:
                 self._read_whole(length)
+            self.whole = True
             if not self._is_noted:
                 self._note_first_byte()
-            self._reusable = response.keep_alive
         return response
 
     @property
@@ -434,7 +432,6 @@ class Exchange:
         self._body = body = body_of(response, chunked=False)
         content = body.feed(self.data) if self.data else b""
         while True:
-            self._reusable = self.has_ended and response.keep_alive and body.clean
             if content:
                 self._note_first_byte()
             self.passed.note(content)
@@ -458,7 +455,6 @@ class Exchange:
         if self.data:
             self._note_first_byte()
         first = body.feed(self.data) if self.data else b""
-        self._reusable = body.ended and response.keep_alive and body.clean
         self.passed.note(first)
         return first
 
@@ -476,22 +472,42 @@ class Exchange:
             sent, pending = stream.relayed, stream.pending
             aligned = body.aligned and not pending
             if end is End.CLIENT_GONE and not pending and self.passed.has_last_event:
-                return StreamOutcome(End.COMPLETE, sent, b"", aligned)
+                end = self._end_behind(body)
+                if end is End.COMPLETE:
+                    return StreamOutcome(end, sent, b"", aligned)
             if end is not End.COMPLETE:
                 is_severed = end is End.DIED and self.lease.severed
                 return StreamOutcome(End.SEVERED if is_severed else end, sent, b"", aligned)
-        self._reusable = self.response.keep_alive and body.clean
         return StreamOutcome(End.COMPLETE if body.is_whole else End.CLOSED, sent, pending + body.end, aligned)
+
+    def _end_behind(self, body: AnswerBody) -> End:
+        """The end of a body whose client has left with its last event: the end of its framing may be to come.
+
+        It tells whether the answer is whole, and another may follow it, so it is waited for for a moment. An
+        engine that says nothing more has said all.
+        """
+        until = time.monotonic() + LOOK_SECONDS
+        try:
+            while not body.ended and time.monotonic() < until:
+                body.feed(self._received())
+        except BackendError:
+            return End.DIED
+        except MuxError:  # the first look: nobody waits for more
+            pass
+        return End.COMPLETE
 
     @property
     def copied(self) -> bytes:
         """The first bytes of the answer's content, if it was to be copied."""
-        if not isinstance(self._passed, Copied):
-            return b""
+        copy = self._passed.copy if isinstance(self._passed, Copied) else b""
+        if not self._chunked:
+            return copy
+        content: list[bytes] = []
         try:
-            return http1.ChunkDecoder().feed(self._passed.copy) if self._chunked else self._passed.copy
+            http1.ChunkCounter().feed(copy, content)
         except BackendError:
             return b""  # its framing is broken: it has no content
+        return b"".join(content)
 
     @property
     def last_payload(self) -> bytes:

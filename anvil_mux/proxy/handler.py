@@ -11,28 +11,21 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import ClientGone, MuxError, Unauthorized
-from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
-from anvil_mux.proxy.access import Access, challenge
+from anvil_mux.proxy.access import ANY_KEY, Access, challenge
 from anvil_mux.proxy.client import Client, Spool
 from anvil_mux.proxy.dispatch import Dispatcher, Patience
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.local import Local
-from anvil_mux.proxy.operations import HostReports, Keep, Operations, Reloads
-from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.question import Questions, StoredResponses
 from anvil_mux.proxy.reply import Capture, Reply
-from anvil_mux.proxy.reports import Captures, Diagnosis, Lists, Probes, UsageSince
 from anvil_mux.telemetry.accesslog import Served, Sink
-from anvil_mux.telemetry.feed import Feed
 
 NO_REQUEST = http1.Request(
     method="-",
@@ -54,55 +47,30 @@ log = logging.getLogger(__name__)
 
 
 class Handler:
-    """Answers requests, in any thread; the server alone calls ``drain``."""
+    """Answers requests. Any thread."""
 
     def __init__(
         self,
         config: Config,
+        keys: Keyring,
         mux: Multiplexer,
         relay: Relay,
-        records: Sink,
+        local: Local,
         *,
-        metrics: Callable[[str], tuple[str, bytes]],
-        checks: Mapping[str, Callable[[], str]] | None = None,
+        records: Sink,
+        only_local_hosts: bool,
         patience: Patience | None = None,
-        feed: Feed | None = None,
-        tail: Callable[[str, int], Iterable[str]] = lambda backend, lines: (),
-        sight: Callable[[], Sight] = dict,
-        keys: Keyring | None = None,
-        reloads: Reloads | None = None,
-        notes: Mapping[str, Callable[[], str]] | None = None,
-        hosts: HostReports = list,
-        keep_pause: Keep = lambda pause: False,
-        usage: UsageSince = lambda since: [],
-        only_local_hosts: bool = False,
     ) -> None:
         """``only_local_hosts``: bound to loopback, so that any other Host is a web page named to mean this
         machine."""
         self._mux = mux
         self._records = records
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
-        self._access = Access(config, keys or Keyring(), only_local_hosts=only_local_hosts)
-        self._feed = feed or Feed()
-        self._captures = Captures(config.capture)
+        self._access = Access(config, keys, only_local_hosts=only_local_hosts)
+        self.local = local
         stored = StoredResponses()
         self._questions = Questions(mux, stored)
         self._dispatcher = Dispatcher(mux, relay, stored, patience)
-        self.probes = Probes(mux, metrics, checks or {}, sight=sight, reloads=reloads, notes=notes or {})
-        self.local = Local(
-            self.probes,
-            Lists(mux),
-            Diagnosis(mux, tail, self.probes),
-            page=Page(mux, self._feed, self._followed),
-            operations=Operations(mux, self._feed, reloads, hosts, keep_pause),
-            captures=self._captures,
-            usage=usage,
-            reloads=reloads is not None,
-        )
-
-    def _followed(self) -> dict[str, Any]:
-        """The state as the page follows it."""
-        return {**self.probes.state(brief=True), "capture": self._captures.most}
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
         """Answer requests by this from now on, also those of connections that are open already."""
@@ -110,12 +78,7 @@ class Handler:
         if keys is not before.keys:
             before.keys.give_way(keys)
         self._access = Access(config, keys, only_local_hosts=before.only_local_hosts)
-        self._captures.resize(config.capture)
-
-    def drain(self) -> None:
-        """Make every answer from now on the last of its connection, since the program ends."""
-        self.probes.draining = True
-        self._feed.close()
+        self.local.captures.resize(config.capture)
 
     def serve(self, client: Client, request: http1.Request) -> bool:
         """Answers one request; False if the connection must be closed after it."""
@@ -124,12 +87,16 @@ class Handler:
         access = self._access
         context = access.context(id, time.monotonic(), request)
         record = Served(id, client.address, request.method, request.path)
-        reply = Reply(client, context, record, keep=request.keep_alive and not self.probes.draining)
+        reply = Reply(client, context, record, keep=request.keep_alive and not self.local.probes.draining)
+        row = None
+        if context.route is api.NO_ROUTE:
+            row = self.local.find(request.path)
+            record.route = row.route
         try:
-            if key := access.check(context, self.local.right):
+            if key := access.check(context, row.right if row else ANY_KEY):
                 context = reply.context = replace(context, key=key)
-            if context.route is api.NO_ROUTE:
-                self.local.answer(reply)
+            if row:
+                self.local.answer(row, reply)
             elif key and key.requests is not None:
                 with self._mux.counts.under_way(key):
                     self._ask_engine(reply)
@@ -178,5 +145,5 @@ class Handler:
         if not record.said:
             record.foreseen = None
         if reply.capture:
-            self._captures.keep(reply.capture, context.request, record)
+            self.local.captures.keep(reply.capture, context.request, record)
         self._records.add(record)

@@ -6,19 +6,20 @@ it is left out of the access log when it was answered well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, NotFound
+from anvil_mux.host.seam import Sight
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
 from anvil_mux.proxy.access import ADMIN, ANY_KEY, NO_KEY, STATE, Right, is_page, preflight
-from anvil_mux.proxy.operations import Operations
+from anvil_mux.proxy.operations import HostReports, Keep, Operations, Reloads
 from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.reply import JSON, TEXT, Reply
 from anvil_mux.proxy.reports import OF_ONE, Captures, Diagnosis, Lists, Probes, UsageSince, report_usage
-
-UPSTREAM = "/upstream/"
+from anvil_mux.telemetry.feed import Feed
 
 
 class LocalRoute(NamedTuple):
@@ -30,10 +31,26 @@ class LocalRoute(NamedTuple):
     answer: Callable[[Reply], None]
     is_quiet: bool = False
 
+    @property
+    def route(self) -> str:
+        """The path as metrics have it, without what follows it."""
+        return self.path.removesuffix("/") or self.path
+
 
 READ = ("GET", "HEAD")
 FOLLOW = ("GET",)
 ACT = ("POST",)
+
+
+def _no_route(reply: Reply) -> None:
+    request = reply.context.request
+    reply.refuse(*api.no_route(request.method, request.path))
+
+
+NOWHERE = LocalRoute((), "", ADMIN, _no_route)
+"""The row of paths that there are not."""
+UPSTREAM = LocalRoute((), "/upstream/", ANY_KEY, _no_route)
+"""The row of paths below it that are no question to an engine."""
 
 
 class Local:
@@ -41,23 +58,31 @@ class Local:
 
     def __init__(
         self,
-        probes: Probes,
-        lists: Lists,
-        diagnosis: Diagnosis,
-        page: Page,
-        operations: Operations,
-        captures: Captures,
-        usage: UsageSince,
+        mux: Multiplexer,
+        feed: Feed,
         *,
-        reloads: bool,
+        capture: int,
+        metrics: Callable[[str], tuple[str, bytes]],
+        checks: Mapping[str, Callable[[], str]],
+        tail: Callable[[str, int], Iterable[str]],
+        keep_pause: Keep,
+        notes: Mapping[str, Callable[[], str]] = {},
+        sight: Callable[[], Sight] = dict,
+        hosts: HostReports = list,
+        usage: UsageSince = lambda since: [],
+        reloads: Reloads | None = None,
     ) -> None:
-        """``reloads``: whether the configuration can be read again."""
+        """``capture``: how many requests are kept with their bodies. ``reloads``: None if the configuration
+        cannot be read again.
+        """
+        self._feed = feed
+        self.probes = probes = Probes(mux, metrics, checks, sight=sight, reloads=reloads, notes=notes)
+        self.captures = captures = Captures(capture)
+        lists, diagnosis = Lists(mux), Diagnosis(mux, tail, probes)
+        operations, page = Operations(mux, feed, reloads, hosts, keep_pause), Page(mux, feed, self._followed)
 
         def front(reply: Reply) -> None:
             page.page(reply) if is_page(reply.context.request) else probes.hello(reply)
-
-        def ollama_version(reply: Reply) -> None:
-            reply.fresh(JSON, ollama.version())
 
         rows = [
             LocalRoute(READ, "/", STATE, front),
@@ -79,17 +104,17 @@ class Local:
             LocalRoute(FOLLOW, "/models/sse", ANY_KEY, operations.follow),
             LocalRoute(ACT, "/models/load", ADMIN, operations.load),
             LocalRoute(ACT, "/models/unload", ADMIN, operations.unload),
-            LocalRoute(ACT, "/models/pin", ADMIN, operations.pin),
-            LocalRoute(ACT, "/models/unpin", ADMIN, operations.unpin),
+            LocalRoute(ACT, "/models/pin", ADMIN, partial(operations.pin, pinned=True)),
+            LocalRoute(ACT, "/models/unpin", ADMIN, partial(operations.pin, pinned=False)),
             LocalRoute(READ, "/api/hello", NO_KEY, partial(Reply.fresh, kind=TEXT, body=b"anvil-mux\n")),
             LocalRoute(READ, "/api/ps", ANY_KEY, lists.ollama_running),
             LocalRoute(ACT, "/api/show", ANY_KEY, lists.ollama_show),
             LocalRoute(READ, "/api/tags", ANY_KEY, lists.ollama_tags),
             LocalRoute(READ, "/api/v0/models", ANY_KEY, lists.lmstudio_models),
-            LocalRoute(READ, "/api/version", ANY_KEY, ollama_version),
+            LocalRoute(READ, "/api/version", ANY_KEY, partial(Reply.fresh, kind=JSON, body=ollama.version())),
             LocalRoute(READ, "/hosts", ADMIN, operations.hosts),
-            LocalRoute(ACT, "/hosts/drain", ADMIN, operations.drain_host),
-            LocalRoute(ACT, "/hosts/undrain", ADMIN, operations.undrain_host),
+            LocalRoute(ACT, "/hosts/drain", ADMIN, partial(operations.drain_host, drained=True)),
+            LocalRoute(ACT, "/hosts/undrain", ADMIN, partial(operations.drain_host, drained=False)),
             LocalRoute(ACT, "/hosts/gone", ADMIN, operations.host_gone),
             LocalRoute(ACT, "/pause", ADMIN, operations.pause),
             LocalRoute(ACT, "/resume", ADMIN, operations.resume),
@@ -97,26 +122,32 @@ class Local:
         ]
         self.routes = {row.path: row for row in rows}
 
-    def find(self, path: str) -> LocalRoute | None:
-        """The row of a path, if there is one."""
-        return self.routes.get(path) or (self.routes[OF_ONE] if path.startswith(OF_ONE) else None)
+    def _followed(self) -> dict[str, Any]:
+        """The state as the page follows it."""
+        return {**self.probes.state(brief=True), "capture": self.captures.most}
 
-    def right(self, path: str) -> Right:
-        """The right that a key needs to ask for a path of ours, or for one that there is not."""
-        row = self.find(path)
-        return row.right if row else ANY_KEY if path.startswith(UPSTREAM) else ADMIN
+    def drain(self) -> None:
+        """Make every answer from now on the last of its connection, since the program ends."""
+        self.probes.draining = True
+        self._feed.close()
 
-    def answer(self, reply: Reply) -> None:
+    def find(self, path: str) -> LocalRoute:
+        """The row of a path that is no question to an engine."""
+        if row := self.routes.get(path):
+            return row
+        if path.startswith(OF_ONE):
+            return self.routes[OF_ONE]
+        return UPSTREAM if path.startswith(UPSTREAM.path) else NOWHERE
+
+    def answer(self, row: LocalRoute, reply: Reply) -> None:
+        """Answers by the row of the request's path."""
         request = reply.context.request
         method, path = request.method, request.path
-        row = self.find(path)
         if method == "OPTIONS":
             allowed = _allowed(path, row)
             headers = [(b"Allow", allowed), *preflight(request, reply.context.reader, allowed)]
             reply.whole(204, headers, b"")
-        elif row is None:
-            reply.refuse(*api.no_route(method, path))
-        elif method in row.methods:
+        elif method in row.methods or not row.methods:
             reply.record.is_quiet = row.is_quiet
             _answer(row, reply)
         else:
@@ -137,10 +168,10 @@ def _answer(row: LocalRoute, reply: Reply) -> None:
         reply.keep = False
 
 
-def _allowed(path: str, row: LocalRoute | None) -> bytes:
+def _allowed(path: str, row: LocalRoute) -> bytes:
     """The methods by which a path may be asked, at engines and here."""
     methods = [method for method in ("GET", "POST") if api.match(method, path)]
-    methods += row.methods if row else ()
+    methods += row.methods
     if not methods:
         raise NotFound(f"There is no route {path}.")
     return ", ".join([*methods, "OPTIONS"]).encode("ascii")

@@ -22,7 +22,6 @@ changes, and every problem is told to whoever asked.
 from __future__ import annotations
 
 import math
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Config
 from anvil_mux.config.kinds import read_seconds
-from anvil_mux.errors import BadRequest, ClientGone, ConfigError, Draining, MuxError, NotFound, UnknownModel
+from anvil_mux.errors import BadRequest, ConfigError, Draining, MuxError, NotFound, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
 from anvil_mux.protocol.completions import parse
@@ -147,12 +146,8 @@ class Operations:
                     found.append(name)
         return found
 
-    def pin(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.pinned, _model(reply), pinned=True)
-        _done(reply)
-
-    def unpin(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.pinned, _model(reply), pinned=False)
+    def pin(self, reply: Reply, *, pinned: bool) -> None:
+        self._mux.tell(self._mux.scheduler.pinned, _model(reply), pinned=pinned)
         _done(reply)
 
     def follow(self, reply: Reply) -> None:
@@ -167,8 +162,6 @@ class Operations:
         sent: Statuses = {}
         shown: Statuses | None = None
         speak_at = time.monotonic() + COMMENT_SECONDS
-        left = select.poll()
-        left.register(reply.client.socket, select.POLLRDHUP)
         while not self._feed.closed and context.may_go_on:
             now, statuses, changed = time.monotonic(), self._statuses.at_present(), Statuses()
             if statuses is not shown:
@@ -180,8 +173,8 @@ class Operations:
             if events or now >= speak_at:
                 speak_at = now + COMMENT_SECONDS
                 reply.event(events or api.comment("nothing has changed"))
-            if left.poll(LOOK_SECONDS * 1000):
-                raise ClientGone("The client closed its connection.")
+            self._feed.pause(LOOK_SECONDS)
+            reply.stay()
 
     # Requests
 
@@ -221,12 +214,8 @@ class Operations:
         hosts = [{**known.get(each["host"], {}), **each} for each in self._reports()]
         reply.json({"hosts": hosts}, indent=1)
 
-    def drain_host(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.host_drained, self._host(reply), drained=True)
-        _done(reply)
-
-    def undrain_host(self, reply: Reply) -> None:
-        self._mux.tell(self._mux.scheduler.host_drained, self._host(reply), drained=False)
+    def drain_host(self, reply: Reply, *, drained: bool) -> None:
+        self._mux.tell(self._mux.scheduler.host_drained, self._host(reply), drained=drained)
         _done(reply)
 
     def host_gone(self, reply: Reply) -> None:

@@ -16,8 +16,8 @@ Rules:
 * Time is read once per batch; once a second a sweep ends streams that are silent or not read for too long.
 
 Where a body ends, and in which framing its client gets it, says its ``AnswerBody``. One that has ``ended`` is
-followed by its ``end`` (the last chunk, where the chunks are ours) once it is known to be whole: ``is_whole``
-says whether its framing, or its last event, tells.
+followed by its ``end`` (the last chunk, where the chunks are ours) once it is known to be whole, by its
+framing or its last event.
 """
 
 from __future__ import annotations
@@ -380,83 +380,96 @@ def has_whole_last_event(text: bytes) -> bool:
     return found is not None and any(end in text[found.start() :] for end in EVENT_ENDS)
 
 
-class _Chunked:
-    """A chunked body that stays so, byte for byte."""
+class AnswerBody:
+    """An engine's body on its way: ``feed`` gives what its client gets of the bytes that have come of it.
 
-    __slots__ = ("_counter", "clean", "ended")
-    end, is_whole = b"", True
+    ``chunked``: its client gets it in chunks, else as bare bytes.
+    """
 
-    def __init__(self) -> None:
-        self._counter = http1.ChunkCounter()
+    __slots__ = ("_chunked", "clean", "end", "ended")
+
+    def __init__(self, *, chunked: bool) -> None:
+        self._chunked = chunked
         self.ended = False
         self.clean = True
+        """Whether nothing came behind it."""
+        self.end = http1.LAST_CHUNK if chunked else b""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all has come of one that has ended."""
+        return True
 
     @property
     def aligned(self) -> bool:
-        return self._counter.between_chunks
+        """Whether an event of ours could follow what its client has."""
+        return True
+
+    def feed(self, data: bytes) -> bytes:
+        """``data``: none at the end of the engine's connection; BackendError if that is too early."""
+        raise NotImplementedError
+
+
+def _broke_off() -> BackendError:
+    return BackendError("The engine's connection ended in the middle of its answer.")
+
+
+class _Chunks(AnswerBody):
+    """A body that comes in chunks. In chunks it passes byte for byte, its end included."""
+
+    __slots__ = ("_counter",)
+
+    def __init__(self, *, chunked: bool) -> None:
+        super().__init__(chunked=chunked)
+        self._counter = http1.ChunkCounter()
+        self.end = b""
+
+    @property
+    def aligned(self) -> bool:
+        return not self._chunked or self._counter.between_chunks
 
     def feed(self, data: bytes) -> bytes:
         if not data:
-            raise BackendError("The engine's connection ended in the middle of its answer.")
-        end = self._counter.feed(data)
-        if end is None:
-            return data
-        self.ended = True
-        self.clean = end == len(data)
-        return data[:end]
+            raise _broke_off()
+        content: list[bytes] | None = None if self._chunked else []
+        end = self._counter.feed(data, content)
+        if end is not None:
+            self.ended, self.clean = True, end == len(data)
+        return data[:end] if content is None else b"".join(content)
 
 
-class _Decoded:
-    """A body in chunks, for a client that cannot take chunks."""
-
-    __slots__ = ("_decoder", "aligned", "clean", "ended")
-    end, is_whole = b"", True
-
-    def __init__(self) -> None:
-        self._decoder = http1.ChunkDecoder()
-        self.ended = False
-        self.clean = self.aligned = True
-
-    def feed(self, data: bytes) -> bytes:
-        if not data:
-            raise BackendError("The engine's connection ended in the middle of its answer.")
-        payload = self._decoder.feed(data)
-        self.ended = self._decoder.done
-        self.clean = not self._decoder.rest
-        return payload
-
-
-class _Counted:
+class _Counted(AnswerBody):
     """A body as long as its Content-Length said."""
 
-    __slots__ = ("_missing", "aligned", "clean", "ended")
-    end, is_whole = b"", True
+    __slots__ = ("_missing",)
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, chunked: bool) -> None:
+        super().__init__(chunked=chunked)
         self._missing = length
         self.ended = length == 0
-        self.clean = True
-        self.aligned = False
+
+    @property
+    def aligned(self) -> bool:
+        return self._chunked
 
     def feed(self, data: bytes) -> bytes:
         if not data:
-            raise BackendError("The engine's connection ended in the middle of its answer.")
+            raise _broke_off()
         self.clean = len(data) <= self._missing
         data = data[: self._missing]
         self._missing -= len(data)
         self.ended = not self._missing
-        return data
+        return http1.chunk(data) if self._chunked else data
 
 
-class _UntilClose:
+class _UntilClose(AnswerBody):
     """A body until the engine closes: only a last event in it tells that all of it came."""
 
-    __slots__ = ("_has_last_event", "_tail", "aligned", "clean", "ended")
-    end = b""
+    __slots__ = ("_has_last_event", "_tail")
 
-    def __init__(self) -> None:
-        self.ended = self.clean = self._has_last_event = False
-        self.aligned = True
+    def __init__(self, *, chunked: bool) -> None:
+        super().__init__(chunked=chunked)
+        self._has_last_event = False
         self._tail = b"\n"
 
     @property
@@ -468,41 +481,13 @@ class _UntilClose:
         text = self._tail + data
         self._has_last_event = self._has_last_event or has_last_event(text)
         self._tail = text[-TAIL:]
-        return data
-
-
-class _Framed:
-    """Another body as chunks."""
-
-    __slots__ = ("_inner",)
-    aligned = True
-    end = http1.LAST_CHUNK
-
-    def __init__(self, inner: _Counted | _UntilClose) -> None:
-        self._inner = inner
-
-    @property
-    def ended(self) -> bool:
-        return self._inner.ended
-
-    @property
-    def clean(self) -> bool:
-        return self._inner.clean
-
-    @property
-    def is_whole(self) -> bool:
-        return self._inner.is_whole
-
-    def feed(self, data: bytes) -> bytes:
-        return http1.chunk(self._inner.feed(data))
-
-
-AnswerBody = _Chunked | _Decoded | _Counted | _UntilClose | _Framed
+        return http1.chunk(data) if self._chunked else data
 
 
 def body_of(response: http1.Response, *, chunked: bool) -> AnswerBody:
     """How the body of ``response`` passes to a client that gets it chunked, or else as bare bytes."""
     if response.body == "chunked":
-        return _Chunked() if chunked else _Decoded()
-    source = _Counted(response.length or 0) if response.body == "length" else _UntilClose()
-    return _Framed(source) if chunked else source
+        return _Chunks(chunked=chunked)
+    if response.body == "length":
+        return _Counted(response.length or 0, chunked=chunked)
+    return _UntilClose(chunked=chunked)

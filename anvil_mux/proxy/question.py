@@ -30,8 +30,6 @@ from anvil_mux.proxy.client import Client, Spool
 
 SESSIONS = "/v1/realtime/"
 """How the paths begin at which a session is described, which may name a model within."""
-EXPLAIN = b"x-anvil-explain"
-"""The header of a request that is not to be sent on: where it would go, and why, is the answer."""
 SWAP = b"x-anvil-swap"
 """The header by which a request says whether it may force a swap: never, or allowed."""
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
@@ -51,11 +49,6 @@ class Target:
     """The model that a request names, and what follows from that under its configuration."""
 
     model: str
-    replicas: int
-    explains: bool
-    """Whether they are not sent on, but answered with where they would go."""
-    loads: bool
-    """Whether their model is loaded for them, if it is not."""
     unchanged_at: Backend | None
     """The backend that gets their bodies as they are, if any does."""
     preset: str = ""
@@ -64,8 +57,6 @@ class Target:
     """Whether they may force no swap: what is ready serves them, or nothing does."""
     choices: tuple[str, ...] = ()
     """The models of which any serves them, in order of preference, where their name stands for several."""
-    external: str = ""
-    """The model's only backend, if that is a server elsewhere."""
     chain: FallbackChain = ()
     """The models that they go to in turn, if the model has fallbacks."""
 
@@ -230,14 +221,10 @@ def _target(context: RequestContext, found: Named, named: str | None = None) -> 
     )
     return Target(
         model,
-        replicas=access.replicas[model],
-        explains=EXPLAIN in context.request.fields,
-        loads=naming.may_load(context.request.query),
         unchanged_at=backend if unchanged else None,
         preset=found.preset,
         never_swaps=_never_swaps(context.request) or not (found.swaps and (key is None or key.swaps)),
         choices=found.choices,
-        external=backend.name if backend and backend.url else "",
         chain=access.chain(key, model, found.choices),
     )
 

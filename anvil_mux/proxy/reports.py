@@ -53,7 +53,7 @@ UsageSince = Callable[[float], list[dict[str, Any]]]
 
 
 class Probes:
-    """Answers probes. Any thread; the handler alone writes ``draining``."""
+    """Answers probes. Any thread; ``Local.drain`` alone writes ``draining``."""
 
     def __init__(
         self,

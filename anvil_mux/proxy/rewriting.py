@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 
 from anvil_mux.errors import BadRequest
 from anvil_mux.protocol import foreign
@@ -34,15 +35,24 @@ _decode = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def rewritten(body: bytes | bytearray, strip: Collection[str], put: Mapping[str, str]) -> bytes:
-    """Return ``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON)."""
-    missing = dict(put)
+def rewritten(
+    body: bytes | bytearray,
+    strip: Collection[str],
+    put: Mapping[str, str],
+    default: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
+    """Return ``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON).
+
+    ``default``: those that it gets if it has none of that name. A member with the value null is left out.
+    """
+    missing = {name: value for name, value in {**default, **put}.items() if value != "null"}
     kept = []
     for name, written, value in _members(body):
-        if name in missing:
+        if name in put and name in missing:
             kept.append(written[:value] + missing.pop(name))
         elif name not in strip and name not in put:
             kept.append(written)
+            missing.pop(name, None)
     kept += [f"{json.dumps(name)}:{value}" for name, value in missing.items()]
     return ("{" + ",".join(kept) + "}").encode()
 

@@ -161,10 +161,7 @@ class Server:
                 return  # the listener may be closed already
             self._epoll.register(self.listener, select.EPOLLIN)
             self._loop(poll_seconds)
-            for client in [*self._idle.values(), *self._begun.values()]:
-                descriptor = client.socket.fileno()
-                last = partial(self._read, client, descriptor, time.monotonic(), last=True)
-                safely(ACCEPTOR, last, None)
+            self._for_each([*self._idle.values(), *self._begun.values()], partial(self._read, last=True))
         finally:
             self._stopped.set()
 
@@ -176,10 +173,10 @@ class Server:
             for descriptor, _ in events:
                 if descriptor == listener:
                     self._accept_safely()
-                else:
-                    self._read_safely(descriptor, now)
+                elif client := self._begun.get(descriptor) or self._idle.get(descriptor):
+                    self._for_each([client], self._read)
             if (surplus := len(self._begun) - limits.HEADS) > 0:
-                self._hand_over(self._refuse_late, _waiting_since(self._begun, now, surplus))
+                self._for_each(_waiting_since(self._begun, now, surplus), self._refuse_late)
             if now >= sweep_at:
                 sweep_at = now + min(SWEEP_SECONDS, poll_seconds)
                 safely(ACCEPTOR, partial(self._sweep, now), None)
@@ -188,16 +185,18 @@ class Server:
                 self._epoll.register(self.listener, select.EPOLLIN)
 
     def _sweep(self, now: float) -> None:
-        self._hand_over(self.end, _waiting_since(self._idle, now - limits.IDLE_SECONDS))
-        self._hand_over(self._refuse_late, _waiting_since(self._begun, now - limits.HEAD_SECONDS))
+        self._for_each(_waiting_since(self._idle, now - limits.IDLE_SECONDS), self.end)
+        self._for_each(_waiting_since(self._begun, now - limits.HEAD_SECONDS), self._refuse_late)
         self._pulse = time.monotonic()
 
-    def _hand_over(self, take: Callable[[Client], None], clients: Iterable[Client]) -> None:
+    def _for_each(self, clients: Iterable[Client], do: Callable[[Client], None]) -> None:
+        """Do something with watched connections; a mistake with one ends that one."""
         for client in clients:
             try:
-                take(client)
+                do(client)
             except Exception as error:
                 note_mistake(ACCEPTOR, error)
+                self._take_out(client)
                 self.end(client)
 
     def _accept_safely(self) -> None:
@@ -253,46 +252,34 @@ class Server:
             self.end(client)
             return
         client.since = time.monotonic()
-        descriptor = client.socket.fileno()
-        (self._begun if client.has_begun else self._idle)[descriptor] = client
-        self._arm(client, descriptor)
+        (self._begun if client.has_begun else self._idle)[client.socket.fileno()] = client
+        self._arm(client)
 
-    def _arm(self, client: Client, descriptor: int) -> None:
+    def _arm(self, client: Client) -> None:
         if client.in_epoll:
-            self._epoll.modify(descriptor, ARMED)
+            self._epoll.modify(client.socket, ARMED)
         else:
             client.in_epoll = True
-            self._epoll.register(descriptor, ARMED)
+            self._epoll.register(client.socket, ARMED)
 
-    def _read_safely(self, descriptor: int, now: float) -> None:
-        client = self._begun.get(descriptor) or self._idle.get(descriptor)
-        if client is None:
-            return
-        try:
-            self._read(client, descriptor, now)
-        except Exception as error:
-            note_mistake(ACCEPTOR, error)
-            self._take_out(descriptor)
-            self.end(client)
-
-    def _read(self, client: Client, descriptor: int, now: float, *, last: bool = False) -> None:
+    def _read(self, client: Client, *, last: bool = False) -> None:
         """Take in what has come. ``last``: it is ended unless a whole head is there."""
         try:
             whole = client.receive()
         except ClientGone:
-            self._take_out(descriptor)
-            self.end(client)
-            return
+            whole, last = False, True
         if whole or last:
-            self._take_out(descriptor)
+            self._take_out(client)
             self._serve(client) if whole else self.end(client)
             return
+        descriptor = client.socket.fileno()
         if client.has_begun and self._idle.pop(descriptor, None) is not None:
-            client.since = now
+            client.since = time.monotonic()
             self._begun[descriptor] = client
-        self._arm(client, descriptor)
+        self._arm(client)
 
-    def _take_out(self, descriptor: int) -> None:
+    def _take_out(self, client: Client) -> None:
+        descriptor = client.socket.fileno()
         self._begun.pop(descriptor, None)
         self._idle.pop(descriptor, None)
 
@@ -367,7 +354,7 @@ class Server:
         self.busy.add(client)
         try:
             keep = self.handler.serve(client, request)
-            return keep and client.discard_body() and not self.handler.probes.draining
+            return keep and client.discard_body() and not self.handler.local.probes.draining
         finally:
             client.let_go()
             self.busy.discard(client)
@@ -387,7 +374,7 @@ class Server:
 
     def refuse(self) -> None:
         """Let nobody in from now on, and tell everybody so; what runs goes on."""
-        self.handler.drain()
+        self.handler.local.drain()
         self._mux.refuse()
 
     def drain(self, grace: float) -> bool:

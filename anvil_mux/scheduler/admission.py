@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.events import Cause, Event, Severance
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.overdue import Bound, bound, too_late
 from anvil_mux.scheduler.planner import could_spill
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.refusals import not_resident, of_crashes, refusal
+from anvil_mux.scheduler.queueing import Bound, bound, not_resident, of_crashes, refusal, too_late
 from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
@@ -203,7 +202,7 @@ class Admission(GroupState):
         if queue.tickets:
             model.demand.admitted(len(queue), now - queue.first.since)
             self.complete(model, now)
-        if queue.limited:
+        if model.limited:
             for ticket in [ticket for ticket in queue if not ticket.takes_lease]:
                 queue.leave(ticket)
                 self._admit_one(model, ticket, model.ready, now)

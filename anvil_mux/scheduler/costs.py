@@ -126,14 +126,6 @@ class Costs:
         self._usual[engine, way] = seconds
         return seconds
 
-    def seconds(self, source: str, target: str, way: str, engine: str, host: str) -> float:
-        """Estimate the seconds of a swap, and nothing more: to compare hundreds of GPU groups."""
-        cost = self._known.get((host, source, target, way))
-        if cost:
-            return cost.seconds
-        evict_seconds = self._evictions.get((host, source), FIRST_EVICT_SECONDS) if source else 0.0
-        return evict_seconds + self._load(target, way, engine, host)
-
     def knows(self, target: str, way: str, host: str = "") -> bool:
         """Whether a model was ever loaded from that standby level on that host."""
         return (host, target, way) in self._loads

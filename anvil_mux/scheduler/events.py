@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from anvil_mux.scheduler.hosts import LOCAL
+LOCAL = "local"
+"""The name, for people, of the host that anvil-mux runs on."""
 
 KINDS = {
     "queued": "a request waits for its model, or for the one `backend` that has the answer it continues; "

@@ -312,7 +312,7 @@ class GroupFacts(Upkeep):
         """Take the backends of a model on the lost host out of those that may be leased."""
         ready = [slot for slot in model.ready if slot.serves]
         were_more, model.ready = len(model.ready) > len(ready), ready
-        if were_more and model.queue.limited:
+        if were_more and model.limited:
             model.queue.left = now
             self.fill_places(model, now)  # requests that needed one of these go elsewhere
 

@@ -29,12 +29,12 @@ from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.hosts import HostRecord, Pause
 from anvil_mux.scheduler.model import Model, model_settings, settings_of
 from anvil_mux.scheduler.placement import Placement, gpu_groups
-from anvil_mux.scheduler.planner import nearest, worth
+from anvil_mux.scheduler.planner import worth
 from anvil_mux.scheduler.policies import build_policy
-from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.queueing import nearest
+from anvil_mux.scheduler.slot import HostRecord, Pause, Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import Common, SharedSettings
 
@@ -55,7 +55,7 @@ class Exchanged(NamedTuple):
 
 
 class Layout:
-    """The GPU groups of one configuration. Drivers read it; only ``Scheduler`` and ``Settling`` change it."""
+    """The GPU groups of one configuration. Drivers read it; only ``Scheduler`` changes it."""
 
     def __init__(
         self,

@@ -29,16 +29,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import exp, inf
 from typing import NamedTuple
 
 from anvil_mux.config.config import EITHER, Backend, Config
 from anvil_mux.config.kinds import AUTO
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.replicas import Replicas
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.steps import Ticket
+
+MEMORY_SECONDS = 60.0
+"""Arrivals this long ago count 1/e."""
+FIRST_SECONDS = 6.0
+"""The first arrival counts as one in so many seconds."""
+QUEUES_KEPT = 0.8
+"""The weight of all earlier queues, and the share of their length, when another has ended."""
+TRUST_SECONDS = 5.0
+"""Seconds of queues after which they count as much as the rate of all arrivals."""
+TRUST_ARRIVALS = 4.0
+"""Arrivals that weigh as much as what was seen while others were answered."""
+PAUSE_ALPHA = 0.2
+SERVICE_ALPHA = 0.1
+"""Weights of the newest pause and the newest answer."""
+SHORTEST_SILENCE = 1e-3
 
 
 class ModelSettings(NamedTuple):
@@ -149,11 +164,6 @@ class ModelQueue:
         return f"<ModelQueue {[ticket.id for ticket in self.tickets]}>"
 
     @property
-    def limited(self) -> bool:
-        """Whether it may have requests although its model is resident."""
-        return self._turns is not None
-
-    @property
     def first(self) -> Ticket:
         return next(iter(self.tickets))
 
@@ -194,10 +204,116 @@ class ModelQueue:
         """Go on under a bound of at most ``most`` seconds, ``limited`` or not."""
         if self.tickets:
             self.bound = min(self.bound, most)
-        if limited != self.limited:
+        if limited != (self._turns is not None):
             self._turns = FairQueue() if limited else None
             for ticket in self.tickets:
                 self.join(ticket)
+
+
+class Demand:
+    """How often a model is asked for, and for how long: what a policy knows of the future.
+
+    Two rates matter. ``rate`` is that of all arrivals. ``growth`` is that of arrivals while others wait
+    already: it says how fast a queue grows, and is far lower where clients wait for one answer before they
+    ask again. Before there were queues, arrivals while others are answered tell the same: a lone client never
+    comes then. A model that falls silent is believed to go on at most as often as its silence allows.
+
+    What was seen is forgotten: arrivals with time, queues with each queue, answers and pauses with each of
+    them. All of it depends on the facts alone, not on when it is asked: the simulator and the program see
+    the same.
+    """
+
+    __slots__ = (
+        "_busy_seconds",
+        "_busy_since",
+        "_first",
+        "_joined",
+        "_last",
+        "_overlaps",
+        "_queue_seconds",
+        "_weight",
+        "longest",
+        "overlapping",
+        "pause_seconds",
+        "service_seconds",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._first = self._last = -inf
+        self._weight = 0.0  # arrivals, those before the last one faded to its moment
+        self._joined = self._queue_seconds = 0.0
+        self._overlaps = self._busy_seconds = 0.0  # arrivals while others were answered, and how long
+        self._busy_since = inf
+        self.longest = 0.0
+        """How many requests the longest of its queues had, of late; 0: it had none."""
+        self.overlapping = 0
+        """Requests that came since the model was last idle, while others were answered."""
+        self.pause_seconds = 0.0
+        """How long the model is resident and idle before the next request comes."""
+        self.service_seconds = 0.0
+        """How long a lease lasts; 0 before the first has ended."""
+
+    # Facts
+
+    def arrived(self, now: float) -> None:
+        if self._weight:
+            self._weight = 1.0 + self._weight * exp((self._last - now) / MEMORY_SECONDS)
+        else:
+            self._first, self._weight = now, 1.0
+        self._last = now
+
+    def returned(self, pause_seconds: float, now: float = inf) -> None:
+        """A request came after the model had been idle for so long; ``now``: when it began to answer."""
+        self.pause_seconds += PAUSE_ALPHA * (pause_seconds - self.pause_seconds)
+        self._busy_since, self.overlapping = now, 0
+
+    def admitted(self, count: int, seconds: float) -> None:
+        """A queue of ``count`` was admitted, so many seconds after the first of it came."""
+        self.longest = max(float(count), QUEUES_KEPT * self.longest)
+        self._joined = QUEUES_KEPT * self._joined + count - 1
+        self._queue_seconds = QUEUES_KEPT * self._queue_seconds + seconds
+
+    def served(self, seconds: float) -> None:
+        """A lease of so many seconds ended."""
+        if self.service_seconds:
+            seconds = self.service_seconds + SERVICE_ALPHA * (seconds - self.service_seconds)
+        self.service_seconds = seconds
+
+    def idle(self, now: float) -> None:
+        """The last request was answered."""
+        seconds = now - self._busy_since
+        if seconds >= 0.0:
+            kept = MEMORY_SECONDS / (MEMORY_SECONDS + seconds)
+            self._overlaps = (self._overlaps + self.overlapping) * kept
+            self._busy_seconds = (self._busy_seconds + seconds) * kept
+            self._busy_since = inf
+
+    # Questions
+
+    def rate(self, now: float) -> float:
+        """Arrivals per second."""
+        return self.rates(now)[0]
+
+    def growth(self, now: float, count: int = 0, seconds: float = 0.0) -> float:
+        """Arrivals per second while others wait; ``count`` wait now, the first for ``seconds``."""
+        return self.rates(now, count, seconds)[1]
+
+    def rates(self, now: float, count: int = 0, seconds: float = 0.0) -> tuple[float, float]:
+        """``rate`` and ``growth``."""
+        if not self._weight:
+            return 0.0, 0.0
+        silence = now - self._last
+        most = 1.0 / (silence if silence > SHORTEST_SILENCE else SHORTEST_SILENCE)
+        faded = self._weight * exp(-silence / MEMORY_SECONDS)
+        seen = 1.0 - exp((self._first - FIRST_SECONDS - now) / MEMORY_SECONDS)
+        rate = faded / (MEMORY_SECONDS * seen)
+        if rate > most:
+            rate = most
+        believed = (self._overlaps + TRUST_ARRIVALS) / (self._busy_seconds * rate + TRUST_ARRIVALS)
+        guess = rate * believed if believed < 1.0 else rate  # before there were queues
+        joined = self._joined + (count - 1 if count else 0) + guess * TRUST_SECONDS
+        growth = joined / (self._queue_seconds + seconds + TRUST_SECONDS)
+        return rate, growth if growth < most else most
 
 
 @dataclass(eq=False, slots=True)
@@ -219,8 +335,6 @@ class Model:
     """The backends that may be leased."""
     active: dict[Slot, None] = field(default_factory=dict)
     """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
-    limited: bool = field(init=False)
-    """Whether its queue is admitted in parts."""
     _order: dict[Slot, int] = field(default_factory=dict, repr=False)
     """The slots, each with its place among them."""
     queue_group: str = ""
@@ -229,12 +343,16 @@ class Model:
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
 
     def __post_init__(self) -> None:
-        self.limited = self.settings.limited
-        self.queue = ModelQueue(limited=self.limited)
+        self.queue = ModelQueue(limited=self.settings.limited)
 
     @property
     def priority(self) -> int:
         return self.settings.priority
+
+    @property
+    def limited(self) -> bool:
+        """Whether its queue is admitted in parts, and may have requests although it is resident."""
+        return self.settings.limited
 
     @property
     def bounded(self) -> bool:
@@ -259,7 +377,6 @@ class Model:
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
         self.settings, self.routing = settings, routing
-        self.limited = settings.limited
         self.queue.go_on(limited=settings.limited, most=settings.max_wait)
         if self.replicas:
             self.replicas.set(routing, staged=settings.staged)

@@ -18,8 +18,7 @@ from anvil_mux.config.kinds import gib
 from anvil_mux.config.machines import Gpu, gpu_name
 from anvil_mux.scheduler import eviction as whom
 from anvil_mux.scheduler.events import mistake
-from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.slot import HOLDING, STAYING, Slot
+from anvil_mux.scheduler.slot import HOLDING, STAYING, HostRecord, Slot
 
 HOST_MEMORY = "host memory"
 """The name that host memory has among GPUs where an eviction chooses who frees it."""

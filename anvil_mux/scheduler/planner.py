@@ -8,16 +8,14 @@ residents may stay, or it cools down. Plans are for queues; another replica of a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from anvil_mux.scheduler.costs import Cost, source_of
+from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER, Spill
-from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.state import G, GroupState, SwapInProgress
 
@@ -57,7 +55,7 @@ def waiting(state: GroupState) -> list[Model]:
     elif models and state.swaps:
         under_way = state.coming
         models = [model for model in models if model.name not in under_way]
-    models = [model for model in models if not (model.queue.limited and model.ready)]
+    models = [model for model in models if not (model.limited and model.ready)]
     return sorted(models, key=_age) if len(models) > 1 else models
 
 
@@ -70,7 +68,7 @@ def plan(
     state: GroupState, model: Model, busy: set[str], now: float, staying: Set[str] = frozenset()
 ) -> Plan | None:
     """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
-    best = _choose(state, state.loadable(model, now), busy, now, staying)
+    best = choose(state, state.loadable(model, now), busy, now, staying)
     if best is None:
         return None
     target, leaving = best
@@ -78,7 +76,7 @@ def plan(
     return Plan(target, leaving, evicts, state.cost(evicts, target, target.level))
 
 
-def _choose(
+def choose(
     state: GroupState, slots: Iterable[Slot], busy: set[str], now: float, staying: Set[str]
 ) -> _TargetAndVictims | None:
     """The backend of ``slots`` that is loaded at the cost of the fewest victims, and these."""
@@ -157,33 +155,7 @@ def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, 
     return bool(model.queue.tickets), slot.backend.priority, lost, slot.used
 
 
-# How long a queue will wait
-
-
-def swap_seconds(state: GroupState, model: Model, now: float) -> float:
-    """How long it will take to have ``model`` here, drain included, as far as is known."""
-    found = None if model.ready else _first_choice(state, model, now)
-    if found:
-        target, leaving = found
-        source = source_of([victim.model for victim in leaving])
-        engine, host = target.backend.engine, target.host.name
-        seconds = state.costs.seconds(source, target.model, target.level, engine, host)
-        return _drain_seconds(state, leaving) + seconds if leaving else seconds
-    slots = [slot for slot in state.own(model) if slot.host.is_awaited]
-    return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
-
-
-def _first_choice(state: GroupState, model: Model, now: float) -> _TargetAndVictims | None:
-    """The backend that would be loaded here for a queue, were none elsewhere, and its victims."""
-    slots = [slot for slot in state.own(model) if slot.host.is_awaited and slot.is_loadable(now)]
-    return _choose(state, slots, state.busy_gpus(), now, frozenset())
-
-
-def nearest(states: Sequence[G], model: Model, now: float) -> G:
-    """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
-    if len(states) == 1:
-        return states[0]
-    return min(states, key=lambda state: (wait_seconds(state, model, now), state.host.name, state.name))
+# Better places for a swap that only drains
 
 
 def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float) -> Slot | None:
@@ -313,84 +285,6 @@ def _seconds_to_drain(state: GroupState, swap: SwapInProgress, now: float) -> fl
     return left
 
 
-def wait_seconds(state: GroupState, model: Model, now: float) -> float:
-    """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
-    slots = [
-        slot
-        for slot in state.own(model)
-        if slot.host.is_awaited
-        and not slot.host.is_away
-        and (slot.state != "evicting" or _leaves_for_somebody(state, slot))
-    ]
-    if state.unseen or not slots or _is_hindered(state, slots, now):
-        return math.inf
-    before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
-    return before + swap_seconds(state, model, now)
-
-
-def _seconds_before(state: GroupState, slot: Slot) -> float:
-    """How long the swaps under way on the GPUs of a backend will take."""
-    longest = 0.0
-    for swap in state.swaps:
-        target = swap.target
-        if target is slot or slot.holds.keys().isdisjoint(swap.gpus()):
-            continue
-        seconds = _drain_seconds(state, swap.victims) + (
-            cost_of(state, swap, target).seconds if target else 0.0
-        )
-        longest = max(longest, seconds)
-    return longest
-
-
-def _leaves_for_somebody(state: GroupState, slot: Slot) -> bool:
-    """Whether a backend is being evicted in a swap.
-
-    What has been stuck, or was unloaded by hand, is not: nothing can be planned with it before that has
-    ended, as well as it may.
-    """
-    return any(slot in swap.victims for swap in state.swaps)
-
-
-def _is_hindered(state: GroupState, slots: Sequence[Slot], now: float) -> bool:
-    """Whether none of these backends of a model could be loaded."""
-    return all(slot.leaving for slot in slots) or all_obstacles(state, slots, now) is not None
-
-
-def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
-    """The same for one backend whose GPUs are in other swaps: their targets are loaded, then evicted."""
-    goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
-    others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
-    swapped = state.cost([other.model for other in others], slot, slot.load_level)
-    return _drain_seconds(state, others) + swapped.seconds
-
-
-def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
-    """The backends whose GPUs are kept for an overdue queue that must wait on.
-
-    None of them waits for a drain without a bound: its other GPUs would be idle for as long as that takes. Of
-    a model in several GPU groups it is the one whose GPUs will be free first.
-    """
-    slots = state.loadable(model, now)
-    if state.patient:
-        endless = {
-            gpu for swap in state.swaps for each in swap.victims if each.is_endless for gpu in each.holds
-        }
-        slots = [slot for slot in slots if endless.isdisjoint(slot.holds)]
-    if len(slots) < 2 or not model.is_spread:
-        return slots
-    return [min(slots, key=lambda slot: _swap_seconds_later(state, slot))]
-
-
-def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
-    """The drain of these backends: about the longest of their leases."""
-    longest = 0.0
-    for victim in leaving:
-        service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
-        longest = max(longest, min(answers, victim.backend.drain_timeout))
-    return longest
-
-
 # Another replica of a busy model
 
 
@@ -406,7 +300,7 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
 
 def could_spill(states: Iterable[G], model: Model, now: float) -> list[G]:
     """The GPU groups in which loading another backend of a busy model may be worth it."""
-    if model.is_coming or not _behind(model, now):
+    if model.is_coming or not behind(model, now):
         return []
     return [state for state in states if spill(state, model, now)]
 
@@ -415,8 +309,8 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     """The next replica of a busy model, and what the policy is shown of it."""
     if not model.ready or model.is_coming or state.is_out_of_reach:
         return None
-    behind = _behind(model, now)
-    if not behind or not state.loadable(model, now):
+    late = behind(model, now)
+    if not late or not state.loadable(model, now):
         return None
     used = {slot.name for slot in state.slots.values() if slot.holders or slot.model == model.name}
     found = plan(state, model, state.busy_gpus(), now, used | state.staying(now))
@@ -426,8 +320,8 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     return found, Spill(
         model=model.name,
         backend=found.target.name,
-        waiting=len(behind),
-        waited_seconds=sum(behind),
+        waiting=len(late),
+        waited_seconds=sum(late),
         evicts=found.evicts,
         evict_seconds=found.cost.evict_seconds,
         load_seconds=found.cost.load_seconds,
@@ -435,13 +329,14 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     )
 
 
-def _behind(model: Model, now: float) -> list[float]:
+def behind(model: Model, now: float) -> list[float]:
     """How long each request has waited that waits behind others at a replica, or for a place at any."""
-    assert model.replicas is not None
+    if model.replicas is None:
+        return []
     in_flight = model.replicas.in_flight
-    behind = [
+    found = [
         now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.behind(slot.name, now)
     ]
     if model.queue.tickets:
-        behind += [now - each.since for each in model.queue if not model.needed(each.work.owner)]
-    return behind
+        found += [now - each.since for each in model.queue if not model.needed(each.work.owner)]
+    return found

@@ -381,7 +381,7 @@ class Adaptive:
       has served. It is believed to be idle for good after twice its usual pause.
     * Which of several queues goes first is decided by the squares of their waits: see ``_most_urgent``.
 
-    ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
+    ``max_wait`` bounds all of it. Everything it goes by is measured (``Demand`` in model.py, costs.py).
     """
 
     pause: float = 0.25

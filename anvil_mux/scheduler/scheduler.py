@@ -1,9 +1,15 @@
 """All GPU groups of one configuration behind one interface: facts in, ``Effects`` out.
 
 The threaded multiplexer, the simulator and the tests drive it: they say what has happened and when, and do
-what the ``Effects`` say. One fact settles all GPU groups that it affects, in the order of their names, until
-nothing changes any more: also those that share no GPU with it but the host's memory (settling.py). Where
-backends, queues and hosts are is kept in ``Scheduler.layout`` (layout.py), which drivers may read.
+what the ``Effects`` say. Where backends, queues and hosts are is kept in ``Scheduler.layout`` (layout.py),
+which drivers may read.
+
+One fact settles all GPU groups that it affects, in the order of their names: they are asked for their next
+steps until nothing changes any more. Asked are the groups of the fact, and those with which they share
+something that has changed: the memory of a host, where it is bounded, or a model with backends in several
+groups. Of a model only those are asked that it concerns: where its queue stands, a swap is to load it, it is
+to be preloaded, too many of it are resident, or another replica may be worth a load. Steps are numbered, so
+that a report of one that is no longer under way is recognized.
 
 No lock, no clock and no I/O: the multiplexer calls it under its lock, the simulator from its loop.
 """
@@ -11,7 +17,9 @@ No lock, no clock and no I/O: the multiplexer calls it under its lock, the simul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec
+from dataclasses import replace
+from itertools import count
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from anvil_mux.config.change import compare
 from anvil_mux.config.config import Config
@@ -21,11 +29,49 @@ from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import PAUSED, Cause, Event, Leaving
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.layout import Layout, shared_settings
+from anvil_mux.scheduler.layout import BY_NAME, Exchanged, Layout, shared_settings
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.planner import could_spill, with_room
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import TRANSITIONS, Slot
-from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, RUNS, Effects, FoundBackend, Step, Ticket, TokenUsage
+from anvil_mux.scheduler.steps import (
+    NO_USAGE,
+    NOTHING,
+    RUNS,
+    Cancel,
+    Effects,
+    Evict,
+    FoundBackend,
+    Step,
+    Ticket,
+    TokenUsage,
+    Wait,
+)
+
+AFTER_MISTAKE_SECONDS = 1.0
+"""When a GPU group is asked again in which something went wrong."""
+
+
+class _Gathered(NamedTuple):
+    """The effects of a fact, while its groups are asked: see ``Effects``."""
+
+    woken: list[Ticket]
+    cut: list[Ticket]
+    steps: list[Step]
+    mistakes: list[Exception]
+
+
+class _SharedState(NamedTuple):
+    """The state that all GPU groups of one model share."""
+
+    queue_group: str
+    waits: bool
+    ready: int
+    is_coming: bool
+
+
+_UNSEEN = _SharedState("", waits=False, ready=0, is_coming=False)
+
 
 P = ParamSpec("P")
 BackendFact = Callable[Concatenate[GpuGroup, Slot, float, P], object]
@@ -50,8 +96,15 @@ class Scheduler:
     ) -> None:
         self.costs, self.footprints = costs, footprints
         self.layout = Layout(config, emit, costs, footprints, emit_leases=emit_leases)
-        self._settling = Settling(self.layout, first_step)
         self._emit = emit
+        self._moments: dict[GpuGroup, float] = {}
+        """When each group is to be asked again without a new fact. One that is missing was never asked."""
+        self._numbers = count(first_step)
+        self._under_way: dict[str, int] = {}
+        """Backend -> the number of its step that has not been reported yet."""
+        self._shared: dict[str, _SharedState] = {}
+        """Models with backends in several groups, as they were when these were last asked."""
+        self._is_closed = False
 
     # Facts from requests
 
@@ -60,7 +113,7 @@ class Scheduler:
         group = self.layout.of_model[ticket.model]
         if not group.request(ticket, now):
             return NOTHING
-        effects = self._settling.settle([group], now)
+        effects = self._settle([group], now)
         if ticket.settled and ticket in effects.woken:
             effects = effects._replace(woken=[each for each in effects.woken if each is not ticket])
         return effects
@@ -82,8 +135,8 @@ class Scheduler:
         if group is None:
             return NOTHING
         if group.release(ticket, now, usage, whole=whole):
-            return self._settling.settle([group], now)
-        return self._settling.collected(group) if group.woken or group.cut else NOTHING
+            return self._settle([group], now)
+        return self._collected(group) if group.woken or group.cut else NOTHING
 
     def keep_alive_asked(self, ticket: Ticket, seconds: float, now: float) -> Effects:
         """A leased request says for how long its backend is to stay once nobody uses it."""
@@ -100,7 +153,7 @@ class Scheduler:
             return NOTHING
         group = self.layout.of_model[ticket.model]
         group.abandoned(ticket, now, error)
-        return self._settling.settle([group], now)
+        return self._settle([group], now)
 
     def first_byte(self, ticket: Ticket, now: float) -> bool:
         """The first byte of an answer came; False: too late, the request is sent to another replica."""
@@ -136,15 +189,17 @@ class Scheduler:
         slot = self.layout.slot(step.backend)
         if slot is None or (slot.state, "evict_failed") not in TRANSITIONS:
             return NOTHING
-        self._settling.forget_steps([step.backend])
+        self._forget_steps([step.backend])
         return self._told(step.backend, now, GpuGroup.evict_failed, why)
 
     def _reported(
         self, step: Step, now: float, fact: BackendFact[P], *about: P.args, **more: P.kwargs
     ) -> Effects:
         """The group of its backend takes how a step ended, if the step is still under way."""
-        ends = self._settling.ends(step)
-        return self._told(step.backend, now, fact, *about, **more) if ends else NOTHING
+        if self._under_way.get(step.backend) != step.number:
+            return NOTHING
+        del self._under_way[step.backend]
+        return self._told(step.backend, now, fact, *about, **more)
 
     def _told(
         self, backend: str, now: float, fact: BackendFact[P], *about: P.args, **more: P.kwargs
@@ -154,7 +209,7 @@ class Scheduler:
         if group is None or group.slots[backend].host.is_cut_off:
             return NOTHING
         fact(group, group.slots[backend], now, *about, **more)
-        return self._settling.settle([group], now)
+        return self._settle([group], now)
 
     # Facts from engines and hosts
 
@@ -176,7 +231,7 @@ class Scheduler:
         if group is None or group.slots[backend].host.is_lost:
             return NOTHING
         stays = group.adopt(group.slots[backend], now, found)
-        return self._settling.settle([group], now) if stays else NOTHING
+        return self._settle([group], now) if stays else NOTHING
 
     def died(self, backend: str, now: float, why: str, log: Iterable[str] = ()) -> Effects:
         """The backend ended without being told to; ``log``: what its engine had printed last."""
@@ -214,7 +269,7 @@ class Scheduler:
         named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
         record = self.layout.hosts.get(host)
         there = [] if record is None or record.is_lost else self.layout.on_host(host)
-        return self._settling.settle([each for each in there if each.memory_seen(named, now)], now)
+        return self._settle([each for each in there if each.memory_seen(named, now)], now)
 
     # Facts about hosts
 
@@ -228,7 +283,7 @@ class Scheduler:
         groups = self._host_is(kind, host, now)
         for group in groups:
             group.changed()
-        return self._settling.settle(groups, now)
+        return self._settle(groups, now)
 
     def _host_is(self, kind: str, host: str, now: float) -> list[GpuGroup]:
         """Emit what has become of a host; its groups."""
@@ -247,9 +302,9 @@ class Scheduler:
         record.since = now
         groups = self._host_is("host_lost", host, now)
         for group in groups:
-            self._settling.forget_steps(group.slots)
+            self._forget_steps(group.slots)
             group.host_lost(now)
-        return self._settling.settle(groups, now)
+        return self._settle(groups, now)
 
     def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
         """A lost host answers again; ``found``: its backends that run or are in standby, and how.
@@ -264,9 +319,9 @@ class Scheduler:
         record.is_lost, record.is_gone = False, False
         self._host_is("host_back", host, now)
         for group, slots in held:
-            self._settling.forget_steps([slot.name for slot in slots])
+            self._forget_steps([slot.name for slot in slots])
             group.host_back(now, found, slots)
-        return self._settling.settle(groups, now)
+        return self._settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:
         """An operator declares that nothing runs on a lost host any more; it stays lost until it is back."""
@@ -277,7 +332,7 @@ class Scheduler:
         groups = self.layout.on_host(host)
         for group in groups:
             group.host_gone(now)
-        return self._settling.settle(groups, now)
+        return self._settle(groups, now)
 
     # Facts from people
 
@@ -291,7 +346,7 @@ class Scheduler:
         groups = self._host_is(kind, host, now)
         for group in groups:
             group.host_cleared(now, cleared=drained)
-        return self._settling.settle(groups, now)
+        return self._settle(groups, now)
 
     def paused(self, now: float, until: float = FOREVER) -> Effects:
         """Nothing is to stay or be loaded on any host until a moment, or until ``resumed`` is said."""
@@ -301,7 +356,7 @@ class Scheduler:
         was_on = pause.is_on
         pause.begin(now, until)
         self._emit(Event(now, "paused", "", seconds=until - now, cause=PAUSED))
-        return self._settling.settle((), now) if was_on else self._clear(now, cleared=True)
+        return self._settle((), now) if was_on else self._clear(now, cleared=True)
 
     def resumed(self, now: float) -> Effects:
         """Models may be loaded again; NOTHING if that is so already."""
@@ -316,7 +371,7 @@ class Scheduler:
         """Have all go that is on any host, or stay."""
         for group in self.layout.groups:
             group.host_cleared(now, cleared=cleared)
-        return self._settling.settle(self.layout.groups, now)
+        return self._settle(self.layout.groups, now)
 
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:
         """The model is to be unloaded; ``when_idle``: once nobody uses it, unless it is asked for before.
@@ -325,19 +380,19 @@ class Scheduler:
         """
         group, found = self.layout.find(model)
         is_now = group.unload_when_idle(found, now) if when_idle else group.unload(found, now)
-        return self._settling.settle(self.layout.groups_of[model], now) if is_now else NOTHING
+        return self._settle(self.layout.groups_of[model], now) if is_now else NOTHING
 
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
         """Whether a model, once it is resident, is kept from being evicted for others; or UnknownModel."""
         group, found = self.layout.find(model)
         group.pin(found, now, pinned=pinned)
-        return self._settling.settle(self.layout.groups_of[model], now)
+        return self._settle(self.layout.groups_of[model], now)
 
     def refused(self, error: MuxError, now: float) -> Effects:
         """Every request that waits fails with ``error``: the program ends."""
         for group in self.layout.groups:
             group.fail_all(error, now)
-        return self._settling.settle(self.layout.groups, now)
+        return self._settle(self.layout.groups, now)
 
     def severed(self, now: float) -> Effects:
         """Every request that runs is cut: the program ends."""
@@ -345,7 +400,7 @@ class Scheduler:
 
     def closed(self) -> Effects:
         """The program ends: facts are still taken, but nothing is begun any more."""
-        self._settling.close()
+        self._is_closed = True
         return NOTHING
 
     def reconfigured(self, config: Config, now: float, expected: Iterable[str] = ()) -> Effects:
@@ -361,11 +416,162 @@ class Scheduler:
         self.layout.take(settings)
         exchange = self.layout.regroup()
         self.expected(expected)
-        return self._settling.settle(self._settling.exchanged(exchange, now), now, exchange.gone)
+        return self._settle(self._exchanged(exchange, now), now, exchange.gone)
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""
         pause = self.layout.pause
         if pause.until <= now:
             return self._resume(now, Cause("pause_over", seconds=now - pause.since))
-        return self._settling.settle(self._settling.due(now), now)
+        return self._settle(self._due(now), now)
+
+    def _forget_steps(self, backends: Iterable[str]) -> None:
+        """Take no report of the steps under way on these backends."""
+        for name in backends:
+            self._under_way.pop(name, None)
+
+    def _exchanged(self, exchange: Exchanged, now: float) -> list[GpuGroup]:
+        """Go on after an exchange of groups; returns those that are to be asked."""
+        for group in [each for each in self._moments if self.layout.by_name.get(each.name) is not each]:
+            del self._moments[group]
+        for name in exchange.models:
+            self._shared.pop(name, None)
+        found = self.layout.waiting_for(exchange)
+        for group in found:
+            group.begin_anew(now)
+        return found
+
+    # From facts to effects
+
+    def _due(self, now: float) -> list[GpuGroup]:
+        """The groups that are to be asked although no fact concerns them."""
+        found = [group for group in self.layout.groups if self._moments.get(group, now) <= now]
+        for group in found:
+            group.changed()  # a cool-down may be over: queues may have a better place there
+        return found
+
+    def _settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
+        """Ask these groups what is to be done now, and all that this affects, until nothing changes.
+
+        ``gone``: groups that are not asked any more, in which tickets may have ended.
+        """
+        found = _Gathered([], [], [], [])
+        if self.layout.moved:
+            exchange = self.layout.regroup()
+            still = [group for group in groups if self.layout.by_name.get(group.name) is group]
+            gone, groups = exchange.gone, {*still, *self._exchanged(exchange, now)}
+        for group in gone:
+            _collect(group, found)
+        asked = sorted(groups, key=BY_NAME)
+        if self.layout.spread:
+            asked = self._with_siblings(asked, now)
+        while asked:
+            for group in asked:
+                try:
+                    self._ask(group, now, found)
+                except Exception as error:  # what is gathered from others is done all the same
+                    found.mistakes.append(error)
+                    _collect(group, found)
+                    self._moments[group] = now + AFTER_MISTAKE_SECONDS
+            asked = self._affected(now) if self.layout.bounded or self.layout.spread else []
+        first = min(self._moments.values(), default=FOREVER)
+        return Effects(*found, ask_at=min(first, self.layout.pause.until))
+
+    def _collected(self, group: GpuGroup) -> Effects:
+        """The tickets that ended in a group that need not be asked."""
+        found = _Gathered([], [], [], [])
+        _collect(group, found)
+        return Effects(*found)
+
+    def _affected(self, now: float) -> list[GpuGroup]:
+        """The groups that are to be asked again since others have changed what they share."""
+        found: list[GpuGroup] = []
+        for name, memory in self.layout.bounded.items():
+            if memory.is_changed:
+                there = self.layout.on_host(name)
+                found += there
+                for group in there if memory.asked() else ():
+                    group.changed()  # queues may have a better place there
+        if self.layout.spread:
+            found += [group for model in self._moved(now) for group in self._concerned(model)]
+        return sorted(dict.fromkeys(found), key=BY_NAME)
+
+    def _with_siblings(self, groups: Iterable[GpuGroup], now: float) -> list[GpuGroup]:
+        """``groups``, and those that have backends of the same models, as far as it concerns them.
+
+        It does where a queue stands, and where another replica of a busy model may be worth a load.
+        """
+        moved, layout = self._moved(now), self.layout
+        found = dict.fromkeys(groups)
+        queues = {layout.of_model[model.name] for model in layout.models.values() if model.queue.tickets}
+        for model in dict.fromkeys(each for group in groups for each in group.routed if each.is_spread):
+            found.update((group, None) for group in layout.groups_of[model.name] if group in queues)
+            found.update(dict.fromkeys(could_spill(layout.groups_of[model.name], model, now)))
+        for model in moved:
+            found.update(dict.fromkeys(self._concerned(model)))
+        return sorted(found, key=BY_NAME)
+
+    def _concerned(self, model: Model) -> Sequence[GpuGroup]:
+        """The groups that are to be asked about a model with backends in several."""
+        layout = self.layout
+        slots = [slot for slot in model.active if slot.coming or model.bounded]
+        where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
+        return where + [group for group in layout.groups_of[model.name] if group.preloads]
+
+    def _moved(self, now: float) -> list[Model]:
+        """The models with backends in several groups that are not as they were when these were last asked.
+
+        Where a queue stands is chosen here: anew when the state of one of the groups has changed. A queue for
+        which others drain may be better off where a GPU is free.
+        """
+        layout, changed = self.layout, []
+        touched: dict[str, list[GpuGroup]] = {}
+        for group in layout.touched:
+            for model in group.routed:
+                if model.is_spread:
+                    touched.setdefault(model.name, []).append(group)
+        roomy = set(with_room(layout.touched))
+        layout.touched.clear()
+        for name, groups in touched.items():
+            model, before = layout.models[name], self._shared.get(name, _UNSEEN)
+            if model.queue.tickets:
+                layout.place_queue(model, now, groups if before.waits else None)
+            waits = bool(model.queue.tickets)
+            seen = _SharedState(model.queue_group, waits, len(model.ready), model.is_coming)
+            drains = seen.waits and seen.is_coming and not roomy.isdisjoint(groups) and not model.is_loading
+            if seen != before or drains:
+                changed.append(model)
+            self._shared[name] = seen
+        return changed
+
+    def _ask(self, group: GpuGroup, now: float, found: _Gathered) -> None:
+        if group.is_outgrown:
+            exchange = self.layout.renew(group)
+            [group] = exchange.made
+            self._exchanged(exchange, now)
+        if self._is_closed:
+            _collect(group, found)
+            return
+        while not isinstance(step := group.next_step(now), Wait):
+            _collect(group, found)
+            if isinstance(step, Evict):
+                found.cut.extend(step.severed)
+            found.steps.append(self._numbered(step))
+        _collect(group, found)
+        self._moments[group] = min(step)
+
+    def _numbered(self, step: Step) -> Step:
+        """``step`` with its number: that of the load that it cancels, or one of its own."""
+        if not isinstance(step, Cancel):
+            self._under_way[step.backend] = next(self._numbers)
+        return replace(step, number=self._under_way[step.backend])
+
+
+def _collect(group: GpuGroup, found: _Gathered) -> None:
+    """Take the tickets that ended in a group, and the leases that ended there before their requests."""
+    if group.woken:
+        found.woken.extend(group.woken)
+        group.woken = []
+    if group.cut:
+        found.cut.extend(group.cut)
+        group.cut = []

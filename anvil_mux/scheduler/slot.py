@@ -11,6 +11,9 @@
 A backend that could not be stopped is ``stuck`` until a later stop succeeds; one in standby stays so. Once a
 lost host is back, each of its backends is ``gone``, that is stopped, and then adopted if it was found there,
 or ``unfit``. What follows from a new state for the rest of the GPU group is done in swaps.py.
+
+All slots of a host refer to its ``HostRecord``, which says whether it is lost, and all of these to the one
+``Pause``: while anvil-mux is paused nothing is loaded on any host, and the GPUs are free.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.kinds import span
 from anvil_mux.config.machines import gpu_name
+from anvil_mux.errors import Paused
 from anvil_mux.scheduler.events import Cause, Leaving
-from anvil_mux.scheduler.hosts import HostRecord
 
 TRANSITIONS: dict[tuple[str, str], str] = {
     ("stopped", "load"): "loading",
@@ -75,6 +79,8 @@ PINS = frozenset(("sleep",))
 LOADING = ("loading", "cancelling")
 """States of a backend whose load is under way."""
 
+IS_PAUSED = "anvil-mux is paused: its GPUs are lent to something else"
+
 COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
@@ -85,6 +91,86 @@ SOON_SECONDS = 30.0
 An engine that a request crashes ends while it reads the first prompts, which takes seconds. One that takes
 longer costs at most a load in so long, and each request no more than MOST_CRASHES of them.
 """
+
+
+@dataclass(eq=False, slots=True)
+class Pause:
+    """Whether anvil-mux is paused. The records of all hosts refer to the same one."""
+
+    is_on: bool = False
+    since: float = -math.inf
+    """When it was paused last."""
+    until: float = math.inf
+    """When it ends by itself; infinite: never."""
+    waits: bool = False
+    """Whether requests that come meanwhile wait for its end; else they are refused (`when_paused`)."""
+
+    def begin(self, now: float, until: float) -> None:
+        """Pause from now on, or until another moment than before."""
+        if not self.is_on:
+            self.is_on, self.since = True, now
+        self.until = until
+
+    def end(self) -> None:
+        """Pause no longer."""
+        self.is_on, self.until = False, math.inf
+
+    @property
+    def refuses(self) -> bool:
+        """Whether requests are refused now."""
+        return self.is_on and not self.waits
+
+    def error(self, now: float) -> Paused:
+        """The error of a request that is refused."""
+        if self.until == math.inf:
+            return Paused(f"{IS_PAUSED} until it is resumed by hand. Try again later.")
+        left = max(self.until - now, 0.0)
+        return Paused(f"{IS_PAUSED} for {span(left)} more. Try again then.", retry_after=left)
+
+
+@dataclass(eq=False, slots=True)
+class HostRecord:
+    """One host. All slots of its backends refer to the same record."""
+
+    name: str = ""
+    """"": the host that anvil-mux runs on."""
+    is_lost: bool = False
+    """Whether the host does not answer. What ran there may still run, so its GPUs go to no other backend."""
+    since: float = -math.inf
+    """When it was lost last."""
+    is_gone: bool = False
+    """Whether it is lost, and was declared gone by hand: nothing runs there any more."""
+    is_away: bool = False
+    """Whether it cannot be steered for now: nothing is begun there, and what runs goes on."""
+    is_drained: bool = False
+    """Whether it was drained by hand: nothing stays or is loaded there."""
+    pause: Pause = field(default_factory=Pause)
+    """The pause of all hosts."""
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether nothing stays or is loaded there: it was drained by hand, or anvil-mux is paused."""
+        return self.is_drained or self.pause.is_on
+
+    @property
+    def takes_loads(self) -> bool:
+        """Whether anything may be loaded there."""
+        return not (self.is_lost or self.is_drained or self.pause.is_on)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether requests may wait for a load there: it takes loads, or will when the pause is over."""
+        return not (self.is_lost or self.is_drained or self.pause.refuses)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it is not known what still runs there."""
+        return self.is_lost and not self.is_gone
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether steps may be begun there; what was declared gone needs none."""
+        return not (self.is_away or self.is_cut_off)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,7 +1,7 @@
 """The state of a GPU group: its models, slots and swaps under way, and what can be read off them.
 
 ``GroupState`` decides nothing. It is the lowest layer of ``GpuGroup`` (group.py), and all that planner,
-refusals, snapshot and status need of one: they read it, the layers above write it. ``changed()`` follows each
+queueing and status need of one: they read it, the layers above write it. ``changed()`` follows each
 change that may concern other GPU groups, which have backends of the same models.
 
 The GPUs of a swap in progress are in no other swap until it ends. One without a target only evicts.
@@ -19,11 +19,10 @@ from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints, source_of
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.eviction import Eviction
-from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model, ModelSettings, ready_slots
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.policies import FOREVER, Policy, Stay
-from anvil_mux.scheduler.slot import HOLDING, Slot
+from anvil_mux.scheduler.slot import HOLDING, HostRecord, Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
 
@@ -68,7 +67,7 @@ class Common:
     """Kind of cause -> the plug-in of which a mistake was reported."""
     touched: dict[Any, None] = field(default_factory=dict)
     """The GPU groups in which something has changed, until those that share a model with them were asked
-    (settling.py)."""
+    (scheduler.py)."""
 
 
 class Deferred(NamedTuple):

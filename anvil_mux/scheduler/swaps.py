@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.costs import source_of
-from anvil_mux.scheduler.events import BY_HAND, CLEARING, Cause, Event, Severance
+from anvil_mux.scheduler.events import BY_HAND, CLEARING, PRELOADS, Cause, Event, Severance
 from anvil_mux.scheduler.model import ready_slots
-from anvil_mux.scheduler.planner import Takeover, free_place, victims
+from anvil_mux.scheduler.planner import Takeover, behind, free_place, victims
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.standby import below, levels
@@ -138,7 +138,7 @@ class Swaps(Admission):
     def _go_on(self, swap: SwapInProgress, now: float) -> Step | None:
         """The next step of one swap."""
         target = swap.target
-        if target and not (swap.begun or swap.preload or self._is_wanted(target)):
+        if target and not (swap.begun or self._is_still_wanted(swap, target, now)):
             self.dissolve(swap, now)
             return None
         if step := self._cancel(swap, now) or self._evict_next(swap, now):
@@ -156,6 +156,12 @@ class Swaps(Admission):
 
     def _is_wanted(self, target: Slot) -> bool:
         return bool(self.models[target.model].queue.tickets)
+
+    def _is_still_wanted(self, swap: SwapInProgress, target: Slot, now: float) -> bool:
+        """Whether a swap is to begin: requests wait for its target, or at busy replicas, or none need to."""
+        if self._is_wanted(target) or swap.cause.kind in PRELOADS:
+            return True
+        return swap.preload and bool(behind(self.models[target.model], now))
 
     def _go_elsewhere(self, swap: SwapInProgress, now: float) -> Step | None:
         """Load another backend for the queue of a swap that only drains, if that serves it no later.
@@ -364,14 +370,14 @@ class Swaps(Admission):
         model.note(slot)
         self.placement.note(slot)
         leaves_ready = before == "ready"
-        if leaves_ready and model.queue.limited:
+        if leaves_ready and model.limited:
             model.queue.left = now
         if leaves_ready or slot.state == "ready":
             self.ready = ready_slots(self.slots.values())
             model.renew_ready()
         self.changed()
         self.memory.changed()
-        if leaves_ready and model.queue.limited:
+        if leaves_ready and model.limited:
             self.fill_places(model, now)  # those that needed this one wait for it no longer
             if not model.ready:
                 self.turn_away(model, now)

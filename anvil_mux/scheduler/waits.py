@@ -19,14 +19,20 @@ from anvil_mux.config.kinds import span
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.costs import NO_COST, Cost
 from anvil_mux.scheduler.events import sentence
-from anvil_mux.scheduler.hosts import PAUSED, Pause
+from anvil_mux.scheduler.group import ask, contests, snapshot
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.overdue import RunningAnswer, answers, bound, seconds_left, too_late
-from anvil_mux.scheduler.planner import cost_of, nearest, plan, waiting
+from anvil_mux.scheduler.planner import cost_of, plan, waiting
 from anvil_mux.scheduler.policies import FOREVER, Decision, Stay, SwapTo
-from anvil_mux.scheduler.refusals import refusal
-from anvil_mux.scheduler.slot import HOLDING, LOADING, Slot
-from anvil_mux.scheduler.snapshot import ask, contests, snapshot
+from anvil_mux.scheduler.queueing import (
+    RunningAnswer,
+    answers,
+    bound,
+    nearest,
+    refusal,
+    seconds_left,
+    too_late,
+)
+from anvil_mux.scheduler.slot import HOLDING, IS_PAUSED, LOADING, Pause, Slot
 from anvil_mux.scheduler.state import GroupState, drains
 
 UNLOADING = ("ollama", "llamacpp")
@@ -105,7 +111,7 @@ def _paused(pause: Pause, model: str, now: float) -> WaitEstimate:
     """Nothing is loaded before the end of the pause."""
     left = pause.until - now
     when = f"for {span(left)} more" if left < FOREVER else "until it is resumed by hand"
-    return _waits(model, f"{PAUSED} {when}; then it may be loaded", left)
+    return _waits(model, f"{IS_PAUSED} {when}; then it may be loaded", left)
 
 
 def _coming(
@@ -270,7 +276,7 @@ def _next_swap(state: GroupState, model: Model, now: float) -> Awaited:
     most = queue.bound if queue else bound(state, model, now).seconds
     overdue_at = queue.overdue_at if queue else max(now, queue.left) + most
     models = waiting(state)
-    if not queue and not model.is_coming and not (model.queue.limited and model.ready):
+    if not queue and not model.is_coming and not (model.limited and model.ready):
         models.append(model)
     busy, staying = state.busy_gpus(), state.staying(now)
     found = {each.name: plan(state, each, busy, now, staying) for each in models}

@@ -30,6 +30,7 @@ from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler
+from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.operations import Reloads
 from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
@@ -205,22 +206,27 @@ class Parts:
         except OSError as error:
             advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
-        self.handler = Handler(
-            self.config,
+        local = Local(
             self.mux,
-            self.relay,
-            self.journal,
+            self.feed,
+            capture=self.config.capture,
             metrics=self.journal.scrape,
             checks={self.config.runtime: self._runtime_problem},
             notes={"cluster": self.watches.problem, "rights": lambda: "; ".join(self.missing_rights)},
             hosts=self.watches.reports,
-            feed=self.feed,
             tail=self._log_tail,
             sight=self.watches.sight,
-            keys=opened.keys,
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
             usage=self._usage_since,
+        )
+        self.handler = Handler(
+            self.config,
+            opened.keys,
+            self.mux,
+            self.relay,
+            local,
+            records=self.journal,
             only_local_hosts=is_loopback(listener.getsockname()[0]),
         )
         self.server = Server(

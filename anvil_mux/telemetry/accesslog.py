@@ -68,6 +68,8 @@ class Served:
     method: str
     path: str
     ended: float = 0.0
+    route: str = ""
+    """The route of our own that it asked for, if it asked no engine."""
     model: str = ""
     preset: str = ""
     """The preset by which the model was asked for."""

@@ -7,7 +7,7 @@ leases, memory) is not counted along but read at the scrape (gauges.py). One thr
 ``observe``, ``took`` and ``served`` (journal.py sees to that), any thread ``render``.
 
 A metric is a row: its name, its text, the names of its labels, and its values by those of the labels.
-``Counts`` and ``Histograms`` are rows that are counted in.
+A ``CountedRow`` is one that is counted in.
 
 The phases of a swap belong to the model that goes through them: a victim's are drain, save (of its prompts),
 evict, verify (until its memory is really free) and freeze; cooldown (the policy held the swap back, and the
@@ -28,13 +28,13 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
-    GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
@@ -79,20 +79,6 @@ ENDS_OF_LOADS = {
 _BOUNDS = [floatToGoString(bound) for bound in (*BUCKETS, math.inf)]  # type: ignore[no-untyped-call]
 
 
-class Counts(defaultdict[Labels, float]):
-    """A counter: its values by those of its labels; a value with fewer has none of the last ones."""
-
-    def __init__(self, name: str, text: str, labels: str) -> None:
-        super().__init__(float)
-        self._row = name, text, labels.split()
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(*self._row[:2], labels=self._row[2])
-        for labels, value in list(self.items()):
-            family.add_metric(labels, value)
-        yield family
-
-
 class Histogram:
     """Counts by bucket. ``prometheus_client.Histogram`` is ten times as dear: it locks, and searches."""
 
@@ -106,27 +92,32 @@ class Histogram:
         self.counts[bisect_left(BUCKETS, value)] += 1
         self.sum += value
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Upper bound -> how many were at most that."""
-        total, found = 0, []
-        for bound, count in zip(_BOUNDS, self.counts, strict=True):
-            total += count
-            found.append((bound, float(total)))
-        return found
+    def sums(self) -> tuple[list[tuple[str, float]], float]:
+        """Each upper bound and how many were at most that, and the sum of all."""
+        buckets = zip(_BOUNDS, map(float, accumulate(self.counts)), strict=True)
+        return list(buckets), self.sum
 
 
-class Histograms(defaultdict[Labels, Histogram]):
-    """A metric whose values are histograms, likewise."""
+_Value = TypeVar("_Value")
 
-    def __init__(self, name: str, text: str, labels: str) -> None:
-        super().__init__(Histogram)
+
+class CountedRow(defaultdict[Labels, _Value]):
+    """A metric that is counted in: its values by those of its labels; one with fewer lacks the last of these.
+
+    ``kind``: float for counters, or Histogram.
+    """
+
+    def __init__(self, kind: Callable[[], _Value], name: str, text: str, labels: str) -> None:
+        super().__init__(kind)
         self._row = name, text, labels.split()
 
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(*self._row[:2], labels=self._row[2])
-        for labels, value in list(self.items()):
-            family.add_metric(labels, value.buckets(), value.sum)
-        yield family
+    def collect(self) -> Metric:
+        name, text, labels = self._row
+        kind: Any = HistogramMetricFamily if self.default_factory is Histogram else CounterMetricFamily
+        family = kind(name, text, labels=labels)
+        for of, value in list(self.items()):
+            family.add_metric(of, *(value.sums() if isinstance(value, Histogram) else (value,)))
+        return family  # type: ignore[no-any-return]
 
 
 class _OfRequests(NamedTuple):
@@ -188,7 +179,7 @@ class Metrics:
         self._circuits = circuits
         self._models: dict[str, str] = {}
         self._routes = _route_labels()
-        self._rows: list[Callable[[], Iterable[Metric]]] = []
+        self._rows: list[CountedRow[Any]] = []
         """The metrics that are counted, in the order in which they are told."""
         self._of_requests()
         self._of_swaps()
@@ -199,14 +190,9 @@ class Metrics:
         PlatformCollector(registry=self.registry)
         self.registry.register(self)
 
-    def _counts(self, name: str, text: str, labels: str) -> Counts:
-        made = Counts(name, text, labels)
-        self._rows.append(made.collect)
-        return made
-
-    def _histograms(self, name: str, text: str, labels: str) -> Histograms:
-        made = Histograms(name, text, labels)
-        self._rows.append(made.collect)
+    def _row(self, kind: Callable[[], _Value], name: str, text: str, labels: str) -> CountedRow[_Value]:
+        made = CountedRow(kind, name, text, labels)
+        self._rows.append(made)
         return made
 
     def _of_requests(self) -> None:
@@ -217,58 +203,65 @@ class Metrics:
         """Tokens of the kinds in ``TOKENS``, by model and preset of all that are known."""
         self._forecast_counts: dict[str, list[int]] = {}
         """Tokens of the kinds in ``FORECASTS``, by model of those with replicas."""
-        self._requests = self._counts("anvil_requests", "Requests that ended.", "model route code preset")
+        self._requests = self._row(float, "anvil_requests", "Requests that ended.", "model route code preset")
         text = "From a request's head to the last byte of its answer."
-        self._durations = self._histograms("anvil_request_duration_seconds", text, "model route preset")
+        self._durations = self._row(Histogram, "anvil_request_duration_seconds", text, "model route preset")
         text = "From a request's head to the first byte of the engine's answer."
-        self._first_bytes = self._histograms("anvil_time_to_first_byte_seconds", text, "model preset")
+        self._first_bytes = self._row(Histogram, "anvil_time_to_first_byte_seconds", text, "model preset")
         text = "Time in the queue, until the model was resident."
-        self._waits = self._histograms("anvil_queue_wait_seconds", text, "model preset")
+        self._waits = self._row(Histogram, "anvil_queue_wait_seconds", text, "model preset")
         text = "Tokens of prompts (cached or not) and of answers."
-        self._tokens = self._counts("anvil_tokens", text, "model kind preset")
+        self._tokens = self._row(float, "anvil_tokens", text, "model kind preset")
         text = "Prompt tokens that were predicted to be cached at a replica, or were, by kind of outcome."
-        self._forecasts = self._counts("anvil_cache_forecast_tokens", text, "model kind")
-        self._rows.append(self._of_keys)
+        self._forecasts = self._row(float, "anvil_cache_forecast_tokens", text, "model kind")
+        text = "Requests of an API key that a backend served."
+        self._key_requests = self._row(float, "anvil_key_requests", text, "key model")
+        text = "Tokens of prompts (cached or not) and of answers, by API key."
+        self._key_tokens = self._row(float, "anvil_key_tokens", text, "key model kind")
+        text = "GPU time of an API key; requests that a backend serves at the same time share it."
+        self._key_gpu = self._row(float, "anvil_key_gpu_seconds", text, "key model")
         text = "Requests that a fallback answered, by the error code of the model that was asked for."
-        self._fallbacks = self._counts("anvil_fallbacks", text, "model to cause")
+        self._fallbacks = self._row(float, "anvil_fallbacks", text, "model to cause")
 
     def _of_swaps(self) -> None:
         """Make what loads and swaps are counted in, and what is known of those under way."""
-        self._loads = self._counts("anvil_model_loads", "Loads, by result.", "model result")
+        self._loads = self._row(float, "anvil_model_loads", "Loads, by result.", "model result")
         text = "Duration of loads, failed ones included."
-        self._load_seconds = self._histograms("anvil_model_load_duration_seconds", text, "model result")
+        self._load_seconds = self._row(Histogram, "anvil_model_load_duration_seconds", text, "model result")
         text = (
             "Swaps (drain + evict + load), by standby level and result: ok, failed, stuck, cancelled or "
             "reprieved."
         )
-        self._swaps = self._counts("anvil_swaps", text, "from to way result")
+        self._swaps = self._row(float, "anvil_swaps", text, "from to way result")
         text = "Duration of swaps, from the first drain to the end of the load."
-        self._swap_seconds = self._histograms("anvil_swap_duration_seconds", text, "result")
+        self._swap_seconds = self._row(Histogram, "anvil_swap_duration_seconds", text, "result")
         self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
         text = "Time that the GPU spent in swaps, from the first drain to the end of the load."
-        self._gpu_swap_seconds = self._counts("anvil_gpu_swap_seconds", text, "gpu")
+        self._gpu_swap_seconds = self._row(float, "anvil_gpu_swap_seconds", text, "gpu")
         text = (
             "Duration of the phases of a swap: cooldown, drain, save, evict, verify, freeze, load, ready, "
             "restore, probe."
         )
-        self._phases = self._histograms("anvil_swap_phase_seconds", text, "model phase")
+        self._phases = self._row(Histogram, "anvil_swap_phase_seconds", text, "model phase")
         text = "Weights that were read into the page cache while requests waited for the load to begin."
-        self._read_ahead_bytes = self._counts("anvil_read_ahead_bytes", text, "model")
-        self._read_ahead_seconds = self._counts("anvil_read_ahead_seconds", "What that took.", "model")
+        self._read_ahead_bytes = self._row(float, "anvil_read_ahead_bytes", text, "model")
+        self._read_ahead_seconds = self._row(float, "anvil_read_ahead_seconds", "What that took.", "model")
         text = "Requests that were ended because their client stopped reading."
-        self._stalled = self._counts("anvil_stalled_clients", text, "model")
+        self._stalled = self._row(float, "anvil_stalled_clients", text, "model")
         text = "Requests that were severed (aborted) because a drain ended."
-        self._severed = self._counts("anvil_severed_requests", text, "model")
-        self._deferrals = self._counts(
-            "anvil_deferrals", "Swaps that were held back, by cause.", "model cause"
+        self._severed = self._row(float, "anvil_severed_requests", text, "model")
+        self._deferrals = self._row(
+            float, "anvil_deferrals", "Swaps that were held back, by cause.", "model cause"
         )
-        self._evictions = self._counts(
-            "anvil_evictions", "Models that were evicted, by cause.", "model cause"
+        self._evictions = self._row(
+            float, "anvil_evictions", "Models that were evicted, by cause.", "model cause"
         )
-        self._reloads = self._counts("anvil_reloads", "Reloads of the configuration, by result.", "result")
+        self._reloads = self._row(
+            float, "anvil_reloads", "Reloads of the configuration, by result.", "result"
+        )
         self._reloads |= {("ok",): 0, ("failed",): 0}
         text = "Backends that were demoted, by their standby level afterwards."
-        self._demotions = self._counts("anvil_demotions", text, "model way")
+        self._demotions = self._row(float, "anvil_demotions", text, "model way")
         self._gpus: dict[str, tuple[str, ...]] = {}
         """The GPUs of each backend."""
         self._swapped_until: dict[str, float] = {}
@@ -320,7 +313,7 @@ class Metrics:
         """A request ended."""
         model = self._models.get(record.model, UNKNOWN)
         self.usage.served(model, record)
-        route = self._routes.get(record.path) or _other_spelling(record.path)
+        route = record.route or self._routes.get(record.path) or _other_spelling(record.path)
         counts = self._by_route.get((model, route, record.preset)) or self._begun(model, route, record.preset)
         counts.by_status[record.status] += 1
         counts.durations.observe(record.seconds)
@@ -492,8 +485,7 @@ class Metrics:
         info = {"version": __version__, "python": platform.python_version()}
         yield InfoMetricFamily("anvil_build", "The version of anvil-mux and of its Python.", info)
         self._sum_up()
-        for collect in self._rows:
-            yield from collect()
+        yield from [row.collect() for row in self._rows]
         status = self._status()
         for rows in (
             gauges.of_costs(self._costs(), set(self._models.values())),
@@ -504,7 +496,7 @@ class Metrics:
             gauges.of_pause(status),
             gauges.of_circuits(self._circuits()),
         ):
-            yield from map(_gauge, rows)
+            yield from rows
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""
@@ -521,22 +513,12 @@ class Metrics:
         for model, tokens in list(self._forecast_counts.items()):
             for kind, count in zip(FORECASTS, tokens, strict=True):
                 self._forecasts[model, kind] = count
-
-    def _of_keys(self) -> Iterator[Metric]:
-        """The usage of each API key since the start."""
-        labels = "key model"
-        requests = Counts("anvil_key_requests", "Requests of an API key that a backend served.", labels)
-        text = "Tokens of prompts (cached or not) and of answers, by API key."
-        tokens = Counts("anvil_key_tokens", text, f"{labels} kind")
-        text = "GPU time of an API key; requests that a backend serves at the same time share it."
-        gpu = Counts("anvil_key_gpu_seconds", text, labels)
         for (key, model), used in self.usage.since_start().items():
-            requests[key, model], gpu[key, model] = used["requests"], used["gpu_seconds"]
+            self._key_requests[key, model] = used["requests"]
+            self._key_gpu[key, model] = used["gpu_seconds"]
             prompt, cached = used["prompt_tokens"], used["cached_tokens"]
-            for kind, count in zip(TOKENS, (max(prompt - cached, 0), cached, used["tokens"]), strict=True):
-                tokens[key, model, kind] = count
-        for row in (requests, tokens, gpu):
-            yield from row.collect()
+            of_kinds = max(prompt - cached, 0), cached, used["tokens"]
+            self._key_tokens |= {(key, model, kind): n for kind, n in zip(TOKENS, of_kinds, strict=True)}
 
 
 def _source(victims: list[_LeavingBackend]) -> str:
@@ -554,21 +536,12 @@ def _other_spelling(path: str) -> str:
 
 
 def _route_labels() -> dict[str, str]:
-    """Path of a request -> its route: one for all spellings."""
+    """Path of a question to an engine -> its route: one for all spellings."""
     labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
-    state = "/ /health /healthz /livez /metrics /readyz"
-    models = (
-        "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
-    )
-    theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
-    seen = "/events /logs /pause /reload /requests /requests/cancel /requests/running /resume /usage /why"
-    hosts = "/hosts /hosts/drain /hosts/gone /hosts/undrain"
-    labels |= {path: path for path in f"{state} {models} {theirs} {seen} {hosts}".split()}
     return labels | _WITH_NAMES
 
 
 _WITH_NAMES = {
-    "/v1/models/": "/v1/models",
     "/upstream/": "/upstream",
     **dict.fromkeys(("/v1/responses/", "/v/responses/", "/responses/"), "/v1/responses"),
 }
@@ -578,11 +551,3 @@ _WITH_NAMES = {
 def _labels(*labels: str) -> Labels:
     """Labels of which the last is a preset; requests that name none do not have it."""
     return labels if labels[-1] else labels[:-1]
-
-
-def _gauge(row: gauges.Gauge) -> Metric:
-    family = GaugeMetricFamily(row.name, row.text, labels=row.labels.split())
-    for labels, value in row.values.items():
-        if value is not None:
-            family.add_metric(labels, float(value))
-    return family

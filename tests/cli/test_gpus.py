@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.cli.main import main
-from anvil_mux.host import check, drm, nvml
+from anvil_mux.host import amd_intel, check, nvml
 from anvil_mux.host.reading import Gpus
 from tests.cli.demo import compose
 from tests.host.test_gpu import Nvml
@@ -23,9 +23,9 @@ def machine(tree: str, folder: Path, monkeypatch: pytest.MonkeyPatch, nvidias: G
     sys, proc = plant(tree, folder)
     monkeypatch.setattr(check, "DRIVERS", (str(sys),))
     monkeypatch.setattr(nvml, "probe", lambda **_: nvidias)
-    monkeypatch.setattr(drm, "probe", partial(drm.probe, sys, proc))
-    clients = drm.clients
-    monkeypatch.setattr(drm, "clients", lambda *_: clients(proc))
+    monkeypatch.setattr(amd_intel, "probe", partial(amd_intel.probe, sys, proc))
+    clients = amd_intel.clients
+    monkeypatch.setattr(amd_intel, "clients", lambda *_: clients(proc))
 
 
 def test_check_says_what_was_found_of_each_vendor(
@@ -51,7 +51,7 @@ def test_check_says_why_it_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(nvml, "probe", lambda **_: Gpus(why_none="NVML: no driver"))
-    monkeypatch.setattr(drm, "probe", lambda **_: Gpus(why_none="no card"))
+    monkeypatch.setattr(amd_intel, "probe", lambda **_: Gpus(why_none="no card"))
     assert main(["check", str(compose(tmp_path))]) == 0
     assert (
         "no GPU found here: NVIDIA: NVML: no driver; AMD: no card; Intel: no card" in capsys.readouterr().err

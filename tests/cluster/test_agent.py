@@ -1,12 +1,8 @@
-"""The agent of a host: who may change it, steps that outlive who began them, engines that are processes."""
+"""The agent of a host: who may change it, and steps that outlive who began them."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +14,7 @@ import pytest
 import anvil_mux
 from anvil_mux.cluster import agent as agent_module
 from anvil_mux.cluster import frames
-from anvil_mux.cluster.agent import MOST_KEPT, Agent, _lacks, engine_variables
+from anvil_mux.cluster.agent import Agent, _lacks
 from anvil_mux.cluster.frames import (
     AgentAnswer,
     AgentCall,
@@ -34,7 +30,6 @@ from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.host.seam import (
-    Awake,
     Evicted,
     Host,
     HostConfig,
@@ -42,8 +37,6 @@ from anvil_mux.host.seam import (
     Inventory,
     Loaded,
     PhaseTook,
-    ServiceEnded,
-    Unfit,
 )
 from tests.cluster.answers import returned_by, value_of
 
@@ -219,15 +212,18 @@ def test_another_one_is_refused_unless_it_takes_over_or_the_host_was_given_up(ri
         second("running")
 
 
-def test_the_same_one_may_claim_again_and_its_run_before_is_fenced(rig: Rig):
+def test_the_same_one_may_claim_again_and_its_run_before_is_fenced_and_forgotten(rig: Rig):
     first = rig.owned()
+    first.step(1, "evict", M, "stop")
     again = rig.owned(first.agent, AGAIN)
+    with pytest.raises(UnknownStep):
+        again("result", 1, 0.0)
     with pytest.raises(Fenced, match="the lab on alpha, in epoch 2"):
         first("begin", 1, "evict", (M, "stop"))
     with pytest.raises(Fenced, match="epoch 2"):
         first("claim", FIRST.name, True)
     again("claim", AGAIN.name, False)
-    assert rig.host.calls == []
+    assert rig.host.calls == ["evict"]
 
 
 @pytest.mark.parametrize("owner", [Owner(0, "z"), Owner(1, "alpha")])
@@ -331,27 +327,17 @@ def test_a_note_of_the_owner_that_cannot_be_read_is_no_invitation(
 # Steps
 
 
-def test_a_step_that_is_begun_twice_is_performed_once(rig: Rig):
+def test_a_step_that_is_begun_twice_is_performed_once_and_its_result_is_kept_for_its_owner(rig: Rig):
     mux = rig.owned()
-    mux("begin", 7, "load", (M, "stop", 3))
-    mux("begin", 7, "load", (M, "stop", 3))
+    for _ in range(2):
+        mux("begin", 7, "load", (M, "stop", 3))
     assert mux("result", 7, 0.0) == StepState(False)
     rig.host.gate.set()
     assert mux.result(7) == Loaded("http://10.0.0.2:1", "stop")
     mux("begin", 7, "load", (M, "stop", 3))
+    mux("claim", FIRST.name, False)
     assert mux.result(7) == Loaded("http://10.0.0.2:1", "stop")
     assert rig.host.calls == ["load 3"]
-
-
-def test_a_result_is_there_for_its_owner_after_it_was_away(rig: Rig):
-    mux = rig.owned()
-    mux("begin", 7, "load", (M, "stop", 3))
-    later = Caller(mux.agent, FIRST)
-    later.begun = mux.begun
-    rig.host.gate.set()
-    assert later.result(7) == Loaded("http://10.0.0.2:1", "stop")
-    later("claim", FIRST.name, False)
-    assert later.result(7) == Loaded("http://10.0.0.2:1", "stop")
 
 
 def test_the_error_of_a_step_is_told_as_it_was(rig: Rig):
@@ -422,35 +408,24 @@ def test_calls_that_wait_for_steps_leave_room_for_all_others(rig: Rig, monkeypat
     assert mux("result", 1, GUARD).was_awaited
 
 
-def test_results_are_forgotten_with_their_owner(rig: Rig):
-    first = rig.owned()
-    first.step(1, "evict", M, "stop")
-    again = rig.owned(first.agent, AGAIN)
-    with pytest.raises(UnknownStep):
-        again("result", 1, 0.0)
-
-
-def test_the_last_results_are_kept(rig: Rig):
+def test_the_last_results_are_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent_module, "MOST_KEPT", 3)
     mux = rig.owned()
-    for number in range(MOST_KEPT + 2):
+    for number in range(5):
         mux.step(number, "evict", M, "stop")
     with pytest.raises(UnknownStep):
         mux("result", 0, 0.0)
     assert mux.result(1) == Evicted("stop")
 
 
-def test_a_load_can_be_cancelled(rig: Rig):
+def test_a_load_can_be_cancelled_and_weights_are_read_ahead_by_the_names_of_backends(rig: Rig):
     mux = rig.owned()
+    mux("read_ahead", ("m.b", "other"))
+    assert rig.host.calls == ["read m.b other"]
     mux("begin", 1, "load", (M, "stop", 4))
     mux("cancel", M, 4)
     with pytest.raises(Cancelled):
         mux.result(1)
-
-
-def test_weights_are_read_ahead_by_the_names_of_backends(rig: Rig):
-    mux = rig.owned()
-    mux("read_ahead", ("m.b", "other"))
-    assert rig.host.calls == ["read m.b other"]
 
 
 # What is refused
@@ -512,21 +487,15 @@ def test_a_crafted_call_changes_nothing_and_is_answered(rig: Rig):
 # Configurations
 
 
-def test_a_host_is_made_once_and_configured_anew_after_that(rig: Rig):
+def test_a_host_is_made_once_and_configured_anew_unless_its_project_or_runtime_is_another(rig: Rig):
     mux = rig.owned()
     assert mux("running") == ["m.b"]
     mux("reconfigure", replace(CONFIG, backends=()))
     assert mux("running") == []
     assert len(rig.hosts) == 1
-
-
-@pytest.mark.parametrize("special", [{"project": "other-b"}, {"runtime": "compose"}])
-def test_another_project_or_runtime_is_another_host(rig: Rig, special: dict[str, Any]):
-    mux = rig.owned()
-    mux("reconfigure", replace(CONFIG, **special))
-    first, second = rig.hosts
-    assert first.is_closed
-    assert not second.is_closed
+    mux("reconfigure", replace(CONFIG, project="other-b"))
+    mux("reconfigure", replace(CONFIG, project="other-b", runtime="compose"))
+    assert [host.is_closed for host in rig.hosts] == [True, True, False]
 
 
 def test_what_would_refuse_a_reload_does_not_refuse_a_new_owner(rig: Rig):
@@ -556,7 +525,7 @@ def test_a_host_that_cannot_be_made_leaves_the_one_before(rig: Rig):
 # News
 
 
-def test_the_numbers_of_news_go_on_over_hosts_and_owners(rig: Rig):
+def test_the_numbers_of_news_go_on_over_hosts_and_a_new_owner_hears_nothing_of_before(rig: Rig):
     mux = rig.owned()
     rig.host.happens("one")
     rig.host.happens("two")
@@ -565,129 +534,10 @@ def test_the_numbers_of_news_go_on_over_hosts_and_owners(rig: Rig):
     mux("reconfigure", replace(CONFIG, project="other-b"))
     rig.host.happens("three")
     assert [(each.number, each.what.backend) for each in mux("news", 2, 0.0)] == [(3, "three")]
-
-
-def test_a_new_owner_hears_nothing_of_what_was_before(rig: Rig):
-    mux = rig.owned()
-    rig.host.happens("one")
     again = rig.owned(mux.agent, AGAIN)
     assert again("news", 0, 0.0) == []
-    rig.host.happens("two")
-    assert [each.what.backend for each in again("news", 0, 0.0)] == ["two"]
-
-
-# Real processes
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Iterator[Caller]:
-    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    agent = Agent("b", "127.0.0.2", environ=environ, described=Inventory(address="127.0.0.2"))
-    mux = Caller(agent, FIRST)
-    mux("claim", "", False)
-    mux("reconfigure", CONFIG)
-    yield mux
-    mux("begin", 99, "stop", (M,))
-    mux.result(99)
-    agent.close()
-
-
-def read_until(mux: Caller, kind: type) -> Any:
-    last = 0
-    while True:
-        for news in mux("news", last, GUARD):
-            last = news.number
-            if isinstance(news.what, kind):
-                return news.what
-
-
-def test_a_real_engine_is_loaded_dies_and_is_loaded_again(real: Caller, tmp_path: Path):
-    loaded = real.step(1, "load", M, "stop", 5)
-    assert loaded.url.startswith("http://127.0.0.2:")
-    assert real("running") == ["m.b"]
-    assert real("answers", M, GUARD) is True
-    assert real("ended", M) is None
-    agent = Agent("other", "127.0.0.2")
-    assert Caller(agent, FIRST)("log_tail", M) == []
-    os.kill(pid_of(tmp_path), signal.SIGKILL)
-    ended = read_until(real, ServiceEnded)
-    assert (ended.backend, ended.why, ended.load) == ("m.b", "was killed by SIGKILL", 5)
-    assert real.step(2, "load", M, "stop", 6).how == "stop"
-    assert real("log_tail", M)
-    assert real.step(3, "evict", M, "stop") == Evicted("stop")
-    assert real("running") == []
-
-
-def pid_of(folder: Path) -> int:
-    return int(json.loads((folder / "anvil-mux" / "p-b" / "m.b.json").read_text())["pid"])
-
-
-AGENT = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-from tests.cluster.test_agent import CONFIG, FIRST, M, Agent, Caller
-mux = Caller(Agent("b", "127.0.0.2"), FIRST)
-mux("claim", "", False)
-mux("reconfigure", CONFIG)
-print(mux.step(1, "load", M, "stop", 1).url, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_an_engine_outlives_its_agent_and_is_adopted_by_the_next(tmp_path: Path):
-    environ = {
-        **os.environ,
-        "XDG_STATE_HOME": str(tmp_path),
-        "RAY_AUTH_TOKEN": "secret",
-        "RAY_JOB_ID": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    program = [sys.executable, "-c", AGENT.format(root=str(ROOT))]
-    done = subprocess.run(program, env=environ, stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL
-    pid = pid_of(tmp_path)
-    inherited = Path(f"/proc/{pid}/environ").read_bytes()
-    assert b"RAY_" not in inherited
-    assert b"OMP_NUM_THREADS" not in inherited
-    agent = Agent("b", "127.0.0.2", environ=environ)
-    mux = Caller(agent, AGAIN)
-    mux("claim", "", False)
-    mux("reconfigure", CONFIG)
-    assert mux("running") == ["m.b"]
-    assert mux.step(1, "adopt", M) == Awake(done.stdout.strip())
-    os.kill(pid, signal.SIGKILL)
-    assert read_until(mux, ServiceEnded).load == 0
-    other = replace(M, service=Service(command=(*ENGINE, "--load-seconds", "0")))
-    mux("reconfigure", replace(CONFIG, backends=(other,)))
-    mux.step(2, "load", other, "stop", 1)
-    mux("reconfigure", replace(CONFIG, backends=()))
-    agent.close()
-    later = Agent("b", "127.0.0.2", environ=environ)
-    mux = Caller(later, AGAIN)
-    mux("reconfigure", replace(CONFIG, backends=()))
-    [orphan] = mux("orphans")
-    mux.step(3, "stop", orphan)
-    assert mux("orphans") == []
-    later.close()
-
-
-def test_an_engine_that_was_described_otherwise_meanwhile_is_unfit(real: Caller):
-    real.step(1, "load", M, "stop", 1)
-    other = replace(M, service=Service(command=(*ENGINE, "--tokens-per-second", "9")))
-    again = Caller(real.agent, AGAIN)
-    again("claim", "", False)
-    again("reconfigure", replace(CONFIG, backends=(other,)))
-    again("running")
-    assert again.step(1, "adopt", other) == Unfit("its command changed since it was started")
-    real.owner = AGAIN
-
-
-def test_engines_have_what_was_there_before_ray():
-    own = {"PATH": "/bin", "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0"}
-    assert engine_variables({**own, "RAY_JOB_ID": "1", "RAY_AUTH_TOKEN": "x", "SPT_NOENV": "1"}) == own
-    rays = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
-    assert engine_variables({"PATH": "/bin", **rays, "RAY_JOB_ID": "1"}) == {"PATH": "/bin"}
-    assert engine_variables(rays) == rays
+    rig.host.happens("four")
+    assert [each.what.backend for each in again("news", 0, 0.0)] == ["four"]
 
 
 def test_what_a_host_lacks_crosses_as_plain_text(monkeypatch: pytest.MonkeyPatch):

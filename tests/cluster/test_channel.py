@@ -56,18 +56,26 @@ def control(request):
         each.close()
 
 
-def test_what_the_child_prints_is_in_a_file_beside_that_of_children_before(control, tmp_path):
+def test_calls_are_answered_by_the_child_or_silent_alone(control, tmp_path, monkeypatch):
     log = tmp_path / "child.log"
     log.write_text("before\n")
     reached = control("print('a warning', file=sys.stderr, flush=True)\n" + ECHO, log=log)
-    reached.call("a", "hello", "x", 10.0)
-    assert log.read_text() == "before\na warning\n"
-
-
-def test_a_call_is_answered_by_the_child(control):
-    reached = control(ECHO)
     assert reached.call("a", "hello", "x", 10.0) == "a hello x"
+    assert log.read_text() == "before\na warning\n"
     assert reached.nodes() == [Node("a", "127.0.0.2", (("zone", "x"),))]
+    with pytest.raises(AgentSilent, match=r"no answer within 0\.01 s"):
+        reached.call("a", "hang", "", 0.01)
+    with pytest.raises(AgentSilent, match="its agent has died"):
+        reached.call("a", "fail", "", 10.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(channel.frames, "LONGEST", 100)
+        with pytest.raises(BackendError, match="a call of 51 characters is too long"):
+            reached.call("a", "ask", "x" * 51, 10.0)
+    assert reached.call("a", "ask", "1", 10.0) == "a ask 1"
+    reached.close()
+    assert reached.pid == 0
+    with pytest.raises(AgentSilent):
+        reached.call("a", "ask", "1", 1.0)
 
 
 def test_calls_of_several_threads_each_get_their_own_answer(control):
@@ -82,20 +90,6 @@ def test_calls_of_several_threads_each_get_their_own_answer(control):
     for each in threads:
         each.join()
     assert answers == {n: f"a ask {n}" for n in range(20)}
-
-
-def test_a_call_that_is_not_answered_is_silent_after_its_limit_and_others_go_on(control):
-    reached = control(ECHO)
-    reached.open()
-    with pytest.raises(AgentSilent, match=r"no answer within 0\.01 s"):
-        reached.call("a", "hang", "", 0.01)
-    assert reached.call("a", "ask", "1", 10.0) == "a ask 1"
-
-
-def test_an_agent_of_which_the_child_says_that_it_is_dead_is_silent(control):
-    reached = control(ECHO)
-    with pytest.raises(AgentSilent, match="its agent has died"):
-        reached.call("a", "fail", "", 10.0)
 
 
 def test_calls_end_at_once_when_the_child_does_and_the_next_child_is_reached(control):
@@ -119,21 +113,3 @@ def test_a_child_that_is_of_no_use_says_why_and_is_tried_again_later(control):
         with pytest.raises(AgentSilent, match="the token is wrong"):
             reached.open()
     assert reached.problem == "the token is wrong"
-
-
-def test_a_child_ends_when_nobody_calls_it_any_more(control):
-    reached = control(ECHO)
-    reached.open()
-    reached.close()
-    assert reached.pid == 0
-    with pytest.raises(AgentSilent):
-        reached.call("a", "ask", "1", 1.0)
-
-
-def test_a_call_that_is_too_long_fails_alone(control, monkeypatch):
-    monkeypatch.setattr(channel.frames, "LONGEST", 100)
-    reached = control(ECHO)
-    with pytest.raises(BackendError, match="a call of 51 characters is too long"):
-        reached.call("a", "ask", "x" * 51, 10.0)
-    monkeypatch.undo()
-    assert reached.call("a", "ask", "1", 10.0) == "a ask 1"

@@ -108,38 +108,38 @@ BACKEND = replace(
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        (None, None),
-        (list[Backend], [BACKEND]),
-        (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),), composed="{}")),
-        (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),
-        (Loaded, Loaded("http://a", "stop")),
-        (Evicted, Evicted("stop", {"0": 1}, 2, {"0": 3}, "died", ("log",))),
-        (Found, Evicted("stop", {"0": 1})),
-        (Found, Awake("http://a")),
-        (Found, Unfit("no")),
-        (StepState, StepState(True, "x")),
-        (
-            list[HostNews],
-            [
-                HostNews(1, ServiceEnded("a", "why", ("l",), 3)),
-                HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))})),
-                HostNews(3, LoadSaid("a", "reading", 0.5)),
-                HostNews(4, PhaseTook("a", "load", 0.25)),
-                HostNews(5, PromptsKept("a", 1, 2, 3)),
-                HostNews(6, WeightsRead("a", 1, 2.5)),
-            ],
-        ),
-    ],
-)
+TRUTHS = [
+    (None, None),
+    (list[Backend], [BACKEND]),
+    (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),), generated_compose="{}")),
+    (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),
+    (Loaded, Loaded("http://a", "stop")),
+    (Found, Evicted("stop", {"0": 1}, 2, {"0": 3}, "died", ("log",))),
+    (Found, Awake("http://a")),
+    (Found, Unfit("no")),
+    (StepState, StepState(True, "x")),
+    (
+        list[HostNews],
+        [
+            HostNews(1, ServiceEnded("a", "why", ("l",), 3)),
+            HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))})),
+            HostNews(3, LoadSaid("a", "reading", 0.5)),
+            HostNews(4, PhaseTook("a", "load", 0.25)),
+            HostNews(5, PromptsKept("a", 1, 2, 3)),
+            HostNews(6, WeightsRead("a", 1, 2.5)),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "value"), TRUTHS)
 def test_whatever_passes_the_seam_crosses(kind, value):
-    answer = AgentAnswer("run", value)
-    came = frames.of(kind, answered(frames.dump(answer)).value)
+    came = frames.of(kind, answered(frames.dump(AgentAnswer("run", value))).value)
     assert came == value
     if isinstance(value, HostConfig):
         assert came.backends[0].service.digest == "d"
+    if isinstance(value, Evicted):
+        assert came.freed == value.freed  # which equality leaves out
 
 
 TOO_DEEP = "[" * 10_000 + "]" * 10_000
@@ -174,9 +174,9 @@ def test_what_is_no_call_field_by_field_is_refused(data):
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        (Evicted, {"how": "stop", "residual": {"0": "1"}}),
+        (Evicted, {"level": "stop", "residual": {"0": "1"}}),
         (Evicted, {"url": "http://a"}),
-        (Found, {"url": "http://a", "how": "stop"}),
+        (Found, {"url": "http://a", "level": "stop"}),
         (Found, None),
         (list[HostNews], [{"number": 1, "what": {"sight": []}}]),
         (list[Backend], ["m"]),
@@ -221,19 +221,7 @@ def test_a_frame_that_is_too_long_or_not_whole_is_the_end():
         assert frames.read_frame(io.BytesIO(data), AnswerFrame) is None
 
 
-LIES = (None, True, -1, 2**80, 0.5, 1e300, "", "x", "\ud800", [], {}, [[]], {"url": "x"}, {"how": 1})
-TRUTHS = [
-    (list[Backend], [BACKEND]),
-    (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),))),
-    (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),
-    (Found, Evicted("stop", {"0": 1}, 2, {"0": 3}, "died", ("log",))),
-    (StepState, StepState(True, "x")),
-    (
-        list[HostNews],
-        [HostNews(1, ServiceEnded("a", "why", ("l",), 3)), HostNews(4, PhaseTook("a", "load", 0.25))],
-    ),
-    (list[HostNews], [HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))}))]),
-]
+LIES = (None, True, -1, 2**80, 0.5, 1e300, "", "x", "\ud800", [], {}, [[]], {"url": "x"}, {"level": 1})
 
 
 def with_a_lie(value, rng):
@@ -252,7 +240,7 @@ def with_a_lie(value, rng):
 @pytest.mark.parametrize("seed", seeds(10, of=200))
 def test_what_is_read_is_what_was_said_or_nothing(seed):
     rng = random.Random(seed)
-    for kind, truth in TRUTHS * 20:
+    for kind, truth in TRUTHS * 12:
         said = with_a_lie(json.loads(frames.dump(truth)), rng)
         text = json.dumps({"instance": "", "value": said, "error": None})
         try:

@@ -10,15 +10,10 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,118 +21,18 @@ import anvil_mux
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import (
     AgentCall,
-    AnswerFrame,
-    CallFrame,
     Node,
-    Owner,
-    read_frame,
-    write_frame,
 )
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.host.seam import HostConfig, Loaded
-from tests.cluster.answers import value_of
-from tests.cluster.rig import ROOT, START_TIMEOUT, Cluster, Host, read, wait_for, why_not
+from tests.cluster.driven import GUARD, OWNER, SHORT, Driven
+from tests.cluster.rig import ROOT, Cluster, Host, read, wait_for, why_not
 
 pytestmark = pytest.mark.cluster
 
-GUARD = 60.0
-SHORT = 2.0
-"""The time limit of a call that nobody answers."""
 SOON = 5.0
 """Seconds within which a wrong token is told."""
-OWNER = Owner(1, "test", "the test")
-
-
-class Driven:
-    """A driver on a host, and the answers that it gave."""
-
-    def __init__(self, host: Host, *flags: str, **environ: str | None) -> None:
-        command = [sys.executable, "-m", "anvil_mux.cluster.ray_link", host.cluster.address, *flags]
-        env = {name: value for name, value in {**host.environ(), **environ}.items() if value is not None}
-        self.log = (host.folder / "driver.log").open("ab")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
-        self.process = host.popen(command, env=env, **pipes)
-        self._number = 0
-        self._changed = threading.Condition()
-        self._answers: dict[int, tuple[bool, Any]] = {}
-        self._is_over = False
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while frame := read_frame(self.process.stdout, AnswerFrame):
-            number, ok, value = frame
-            with self._changed:
-                self._answers[number] = ok, value
-                self._changed.notify_all()
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-
-    def begin(self, host: str, method: str, text: str = "", timeout: float = GUARD) -> int:
-        self._number += 1
-        write_frame(self.process.stdin, CallFrame(self._number, host, method, text, timeout))
-        return self._number
-
-    def answer(self, number: int, within: float = GUARD) -> tuple[bool, Any]:
-        """Return an answer, which has to come in time."""
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._answers or self._is_over, within)
-            assert number in self._answers, "no answer"
-            return self._answers.pop(number)
-
-    def joined(self, within: float = GUARD) -> tuple[bool, Any]:
-        """Return the first frame."""
-        return self.answer(0, within)
-
-    def ask(self, host: str, method: str, text: str = "", timeout: float = GUARD) -> tuple[bool, Any]:
-        """Return an answer, which has to come a second after the call's time at the latest."""
-        return self.answer(self.begin(host, method, text, timeout), timeout + 1.0)
-
-    def value(self, *call: Any) -> Any:
-        ok, value = self.ask(*call)
-        assert ok, value
-        return value
-
-    def call(self, host: str, method: str, *args: object) -> Any:
-        """Return what the agent of a host answers to its owner."""
-        return value_of(method, self.value(host, "call", frames.dump(AgentCall(OWNER, method, args))))
-
-    def hello(self, host: str) -> dict[str, str]:
-        """Return the greeting of an agent, asked until it comes: it is on its way back."""
-        give_up = time.monotonic() + START_TIMEOUT
-        while True:
-            ok, value = self.ask(host, "hello", timeout=SHORT)
-            if ok:
-                said: dict[str, str] = frames.read(dict[str, str], value)
-                return said
-            assert time.monotonic() < give_up, f"{host} does not come back: {value}"
-            threading.Event().wait(0.1)  # a host that is not there is refused at once
-
-    def nodes(self) -> dict[str, Node]:
-        return {node.name: node for node in frames.read(list[Node], self.value("", "nodes"))}
-
-    def is_asked_until_it_ends(self, host: str) -> None:
-        """Ask a host, as anvil-mux would, until the driver has ended of itself."""
-        give_up = time.monotonic() + GUARD
-        with suppress(BrokenPipeError):
-            while not self._is_over:
-                assert time.monotonic() < give_up, "the driver does not end"
-                with suppress(AssertionError):  # it ended before it answered
-                    self.ask(host, "hello", timeout=SHORT)
-        assert self.ends() != 0
-
-    def ends(self) -> int:
-        """Return its exit code once it has ended of itself."""
-        return int(self.process.wait(GUARD))
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.wait(GUARD)
-        self._reader.join(GUARD)
-        self.process.stdout.close()
-        self.log.close()
+Drive = Callable[..., Driven]
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +69,6 @@ def driven(cluster: Cluster, drive: Drive) -> Driven:
     driven.hello("a")
     driven.hello("b")
     return driven
-
-
-Drive = Callable[..., Driven]
 
 
 # A cluster that is well
@@ -361,16 +253,18 @@ def test_an_open_cluster_is_refused_unless_that_is_allowed(drive: Drive):
 # Failures
 
 
-def test_an_agent_that_was_killed_comes_back_and_its_engines_were_never_gone(
-    cluster: Cluster, driven: Driven
+@pytest.mark.parametrize("fail", [Host.kill_agent, Host.kill_raylet])
+def test_what_was_killed_comes_back_and_its_engines_were_never_gone(
+    cluster: Cluster, driven: Driven, fail: Callable[[Host], None]
 ):
-    with_engine(cluster.hosts["a"], driven, cluster.hosts["a"].kill_agent)
-
-
-def test_a_raylet_that_was_killed_comes_back_and_its_engines_were_never_gone(
-    cluster: Cluster, driven: Driven
-):
-    with_engine(cluster.hosts["a"], driven, cluster.hosts["a"].kill_raylet)
+    host = cluster.hosts["a"]
+    engine = Engine(host, driven)
+    fail(host)
+    while driven.hello(host.name)["instance"] == engine.agent:
+        pass
+    assert engine.answers()
+    host.wait()
+    os.kill(engine.pid, signal.SIGKILL)
 
 
 def test_an_agent_ends_with_its_raylet_and_lets_the_next_one_have_the_host(cluster: Cluster, driven: Driven):
@@ -540,17 +434,6 @@ class Engine:
                 return bool(answer.status == 200)
 
         return self.pid in self._host.pids("demo-engine") and self._host.cluster.inside(ask)
-
-
-def with_engine(host: Host, driven: Driven, fail: Callable[[], None]) -> None:
-    """Let something fail on a host, and see that its agent is another then and its engine the same."""
-    engine = Engine(host, driven)
-    fail()
-    while driven.hello(host.name)["instance"] == engine.agent:
-        pass
-    assert engine.answers()
-    host.wait()
-    os.kill(engine.pid, signal.SIGKILL)
 
 
 MAKE_OLD_AGENT = """

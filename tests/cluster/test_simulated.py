@@ -16,7 +16,8 @@ from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import AgentCall, AnswerFrame, CallFrame, read_frame, write_frame
 from anvil_mux.host.seam import Awake, HostGpu
 from tests.cluster.answers import returned_by, value_of
-from tests.cluster.test_agent import CONFIG, FIRST, M, pid_of
+from tests.cluster.test_agent import CONFIG, FIRST, M
+from tests.cluster.test_agent_engines import pid_of
 from tests.host.test_processes import gone, running
 
 GUARD = 30.0
@@ -87,30 +88,20 @@ def owned(process: Process) -> Process:
     return process
 
 
-def test_it_greets_and_has_the_gpus_that_were_declared(start: Callable[[], Process]):
+def test_it_greets_and_has_the_gpus_that_were_declared_and_a_call_that_waits_keeps_no_other_waiting(
+    start: Callable[[], Process],
+):
     process = start()
     number = process.send("hello")
     assert process.read()[:2] == (number, True)
+    fds = Path(f"/proc/{process.process.pid}/fd")
+    assert os.readlink(fds / "1") == os.readlink(fds / "2"), "what is printed is not between the frames"
     found = process.call("inventory")
     assert found.address == "127.0.0.2"
-    assert found.gpus == (
-        HostGpu("0", "GPU-b-0", "simulated", 7),
-        HostGpu("1", "GPU-b-1", "simulated", 7),
-    )
+    assert found.gpus == tuple(HostGpu(each, f"GPU-b-{each}", "simulated", 7) for each in "01")
     number = process.send("shutdown")
     assert process.read() == (number, False, "a simulated host has no method shutdown")
-
-
-def test_what_is_printed_does_not_come_between_the_frames(start: Callable[[], Process]):
-    process = start()
-    process.send("hello")
-    process.read()
-    fds = Path(f"/proc/{process.process.pid}/fd")
-    assert os.readlink(fds / "1") == os.readlink(fds / "2")
-
-
-def test_a_call_that_waits_keeps_no_other_waiting(start: Callable[[], Process]):
-    process = owned(start())
+    owned(process)
     waiting = process.send("call", frames.dump(AgentCall(FIRST, "news", (0, GUARD))))
     number = process.send("hello")
     assert process.read()[0] == number

@@ -61,10 +61,11 @@ OWN_CASES = r"""
     evict_to: [] -> evict_to | evict_to: [stop] | standby.md#the-levels
     evict_to: [stop, sleep] -> evict_to | evict_to: [sleep, stop] | standby.md#the-levels
     evict_to: [stop, sleep] -> evict_to | evict_to: [stop] | standby.md#the-levels
-    pin: maybe -> pin | pin: true | seeing.md#pinning-a-model
+    pin: maybe -> pin | pin: true | policies.md#pinning-a-model
     load_timeout: 5 minutes -> load_timeout | load_timeout: 5m | reference.md#x-anvil-on-a-service
     max_wait: soon -> max_wait | max_wait: 30s | policies.md
-    drain_timeout: forever -> drain_timeout | drain_timeout: 30s | staying.md#let-answers-finish-drain_timeout
+    drain_timeout: forever ->
+        drain_timeout | drain_timeout: 30s | policies.md#let-answers-finish-drain_timeout
     priority: 101 -> priority | priority: 100 | reference.md#x-anvil-on-a-service
     model: 1.5 -> model | model: "1.5" | reference.md#x-anvil-on-a-service
     model: "a\"b" -> model | model: ab | reference.md#x-anvil-on-a-service
@@ -86,7 +87,7 @@ OWN_CASES = r"""
     presets: {fast: {set: {model: x}}} -> presets.fast.set |  | presets.md#presets
     loras: {sql: /loras/sql} -> loras.sql | loras: [sql] | presets.md#lora-adapters
     upstream: docs -> upstream | upstream: /docs | security.md#what-a-request-can-reach
-    prompt_cache: 5GiB -> prompt_cache |  | swaps.md#prompts-that-outlive-a-swap
+    prompt_cache: 5GiB -> prompt_cache |  | standby.md#prompts-that-outlive-a-swap
     url: api.openai.com/v1 -> url | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
     url: https://api.openai.com/v1/chat/completions ->
         url | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
@@ -98,10 +99,10 @@ OWN_CASES = r"""
     fallback: [b] -> fallback |  | elsewhere.md#fallbacks
     fallback: {models: []} ->
         fallback | fallback: {models: [other-model], after: 20s} | elsewhere.md#fallbacks
-    home_after: 5m -> home_after | home: true | staying.md#a-home-model-home
+    home_after: 5m -> home_after | home: true | policies.md#a-home-model-home
     policy: eager -> policy | x-anvil: {policy: eager} | policies.md
     polcy: eager -> polcy | x-anvil: {policy: eager} | policies.md
-    drain_timeout: {} -> drain_timeout | drain_timeout: 30s | staying.md#let-answers-finish-drain_timeout
+    drain_timeout: {} -> drain_timeout | drain_timeout: 30s | policies.md#let-answers-finish-drain_timeout
 """
 TOP_CASES = r"""
     vrm: 20GiB -> vrm | x-anvil: {vram: 20GiB} | gpus.md#what-a-model-needs
@@ -132,10 +133,10 @@ TOP_CASES = r"""
     max_queue: 0 -> max_queue | max_queue: 1 | reference.md#x-anvil-at-the-top-level
     max_body: big -> max_body | max_body: 64MiB | reference.md#x-anvil-at-the-top-level
     default_model: aa -> default_model | default_model: a | reference.md#x-anvil-at-the-top-level
-    any_of: {any: [aa]} -> any_of.any | any: [a] | staying.md#any-model-that-is-loaded-any_of
-    any_of: {a: [a]} -> any_of.a | any-a: [a] | staying.md#any-model-that-is-loaded-any_of
-    any_of: {a: [a]} -> any_of.a |  | staying.md#any-model-that-is-loaded-any_of
-    any_of: [a] -> any_of | any_of: {a-name: [a-model, another]} | staying.md#any-model-that-is-loaded-any_of
+    any_of: {any: [aa]} -> any_of.any | any: [a] | policies.md#any-model-that-is-loaded-any_of
+    any_of: {a: [a]} -> any_of.a | any-a: [a] | policies.md#any-model-that-is-loaded-any_of
+    any_of: {a: [a]} -> any_of.a |  | policies.md#any-model-that-is-loaded-any_of
+    any_of: [a] -> any_of | any_of: {a-name: [a-model, another]} | policies.md#any-model-that-is-loaded-any_of
     preload: perhaps -> preload | preload: true | reference.md#x-anvil-at-the-top-level
     tls_cert: cert.pem -> tls_cert | tls_key: FILE | security.md#tls
     cors: [app.example] -> cors | cors: [https://app.example] | security.md#who-can-reach-it
@@ -330,7 +331,7 @@ def test_a_value_that_no_file_gave_is_mended_where_it_was_given(
     [found] = caught.value.problems
     assert isinstance(found, Diagnostic)
     assert found.startswith(f"{origin}: must be seconds")
-    assert (found.write, page_of(found)) == (write, "docs/staying.md#let-answers-finish-drain_timeout")
+    assert (found.write, page_of(found)) == (write, "docs/policies.md#let-answers-finish-drain_timeout")
 
 
 def test_a_line_of_the_env_file_is_named(tmp_path: Path) -> None:

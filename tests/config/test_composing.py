@@ -41,7 +41,7 @@ from tests.config.test_hosts import (
 def test_what_is_as_compose_has_it_is_not_described_anew(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: [local, b], gpus: ['0']", "gpus: [{device_ids: ['0']}]", hosts=AB)
     assert [each.service_name for each in found.backends] == ["m", "m.b"]
-    assert list(found.composed) == ["b"]
+    assert list(found.generated_compose) == ["b"]
     alone = one(tmp_path, "gpus: ['0']", "gpus: [{device_ids: ['0']}]")
     assert found.backends[0].service.digest == alone.backends[0].service.digest
 
@@ -132,7 +132,7 @@ def test_engines_are_published_on_the_address_of_their_host(
 ) -> None:
     text = f"services: {{m: {{image: x, ports: {ports}, x-anvil: {{{own}}}}}}}"
     found = read(tmp_path, text, hosts=AB, present=TWO_HERE)
-    (host,) = found.composed
+    (host,) = found.generated_compose
     made = composed(found, host)["services"][found.backends[0].name]
     assert expected == [
         each if isinstance(each, str) else (str(each["target"]), each["host_ip"], each.get("published"))
@@ -223,8 +223,8 @@ def test_a_host_gets_its_own_file_and_backends(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: [local, b], gpus: ['0']", hosts=AB)
     there = HostConfig.of(found, "b")
     assert (there.files, [each.name for each in there.backends]) == ((), ["m.b"])
-    assert list(json.loads(there.composed)["services"]) == ["m.b"]
-    assert HostConfig.of(found).composed == ""
+    assert list(json.loads(there.generated_compose)["services"]) == ["m.b"]
+    assert HostConfig.of(found).generated_compose == ""
 
 
 def test_processes_see_the_gpus_of_their_candidate_alone(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_processes_see_the_gpus_of_their_candidate_alone(tmp_path: Path) -> None
     visible = {name: each["CUDA_VISIBLE_DEVICES"] for name, each in seen.items()}
     assert visible == {"m": "0", "m.b.0": "0", "m.b.1": "1"}
     assert all(each["A"] == "b" for each in seen.values())
-    assert found.composed == {}
+    assert found.generated_compose == {}
     assert [each.service.working_dir for each in found.backends] == [None, str(tmp_path), str(tmp_path)]
 
 
@@ -291,8 +291,8 @@ def test_whatever_is_written_each_backend_has_gpus_of_its_own_host(tmp_path: Pat
         assert set(backend.gpu_names) <= known
         if backend.host in hosts:
             assert set(backend.gpus) <= {gpu.id for gpu in hosts[backend.host].gpus}
-    assert found.composed == {} or runtime == "compose"
-    for host in found.composed:
+    assert found.generated_compose == {} or runtime == "compose"
+    for host in found.generated_compose:
         check_file(found, host)
 
 
@@ -342,7 +342,7 @@ def test_compose_reads_the_files_as_they_are_meant(tmp_path: Path) -> None:
     for config in (through, plain):
         for host, files in (("", [file]), ("b", [])):
             made = tmp_path / "composed.yaml"
-            made.write_text(config.composed[host])
+            made.write_text(config.generated_compose[host])
             argv = [word for each in (*files, made) for word in ("-f", str(each))]
             argv = ["docker", "compose", *argv, "-p", "q", "--profile", "*", "config", "--format", "json"]
             done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)

@@ -150,7 +150,7 @@ def test_the_tables_cover_the_dataclasses() -> None:
         assert len(filled) == len(set(filled)), "each field is filled by one setting"
         assert set(filled) <= set(owner.__dataclass_fields__)
         assert beside in (
-            {"backends", "files", "warnings", "origins", "said", "composed"},
+            {"backends", "files", "warnings", "origins", "said", "generated_compose"},
             {"name", "service", "inherits"},
         )
 

@@ -93,7 +93,7 @@ def test_on_a_machine_with_gpus_of_several_vendors_each_service_has_those_of_its
 
 
 def test_a_reservation_of_all_gpus_is_as_written_beside_gpus_of_other_vendors(tmp_path: Path) -> None:
-    assert one(tmp_path, "gpu_count: 1", "gpus: all", present=MIXED).composed == {}
+    assert one(tmp_path, "gpu_count: 1", "gpus: all", present=MIXED).generated_compose == {}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def places(config: Config) -> dict[str, str]:
 
 def composed(config: Config, host: str = "") -> dict[str, Any]:
     """The file for a host, with variables' signs as they are meant."""
-    found: dict[str, Any] = json.loads(config.composed[host].replace("$$", "$"))
+    found: dict[str, Any] = json.loads(config.generated_compose[host].replace("$$", "$"))
     return found
 
 
@@ -101,7 +101,7 @@ def test_a_reservation_of_one_gpu_is_the_gpu_where_there_is_but_one(tmp_path: Pa
     for given in ({}, {"present": ONE_HERE}, {"top": "gpus: ['0']"}):
         found = one(tmp_path, "", RESERVED, **given)
         assert places(found) == {"m": "/0"}
-        assert (found.composed, found.backends[0].most) == ({}, None)
+        assert (found.generated_compose, found.backends[0].most) == ({}, None)
 
 
 def test_two_models_that_reserve_one_gpu_each_may_run_side_by_side(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_without_a_cluster_the_models_are_known_and_wait(tmp_path: Path) -> None
     text = "services: {m: {x-anvil: {hosts: b, port: 1}}, n: {x-anvil: {hosts: any, gpu_count: 1, port: 1}}}"
     found = read(tmp_path, text)
     assert places(found) == {"m.b": "b/", "n.any.0": "any/0"}
-    assert found.composed == {}
+    assert found.generated_compose == {}
     (warning,) = [text for text in found.warnings if "--cluster" in text]
     assert "services.m.x-anvil.hosts: served there once serve is started with --cluster: m, n" in warning
 
@@ -293,7 +293,7 @@ def test_without_a_cluster_the_models_are_known_and_wait(tmp_path: Path) -> None
 def test_a_host_that_is_not_in_the_cluster_is_a_warning_and_has_its_backends(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: [gpu-a, gpu-c], gpu_count: 2", RESERVED, hosts={"gpu-a": machine()})
     assert places(found) == {"m.gpu-a.0-1": "gpu-a/0,1", "m.gpu-c.0-1": "gpu-c/0,1"}
-    assert list(found.composed) == ["gpu-a"]
+    assert list(found.generated_compose) == ["gpu-a"]
     assert Gpu("1", host="gpu-c") in found.gpus
     (warning,) = found.warnings
     assert "hosts: not in the cluster: gpu-c; m wait for that; did you mean gpu-a?" in warning
@@ -302,7 +302,7 @@ def test_a_host_that_is_not_in_the_cluster_is_a_warning_and_has_its_backends(tmp
 def test_a_host_of_which_no_address_is_known_is_not_there_yet(tmp_path: Path) -> None:
     found = one(tmp_path, "hosts: {zone: x}, gpu_count: 1", hosts={"b": machine(address="", zone="x")})
     assert places(found) == {"m.b.0": "b/0", "m.b.1": "b/1"}
-    assert found.composed == {}
+    assert found.generated_compose == {}
     assert any("not in the cluster: b; m wait for that" in text for text in found.warnings)
 
 

@@ -450,7 +450,7 @@ def test_a_stream_of_events_ends_with_the_rights_of_its_key(
         other = locked.client()
         other.post(b'{"model":"a"}', path=b"/models/load", extra=bearer(ROOT))
         assert client.read_until(NEWS[path])
-        locked.handler.drain()
+        locked.handler.local.drain()
         assert client.read_until(b"\r\n0\r\n\r\n")
     assert locked.events.record().status == 200
 
@@ -460,7 +460,7 @@ def test_a_stream_of_events_ends_with_the_rights_of_its_key(
 def test_who_may_not_see_the_state_is_told_a_status_and_nothing_else(
     locked: Rig, shown: bytes, query: bytes
 ) -> None:
-    locked.handler.probes.checks = {"docker": lambda: "cannot connect to /run/secret.sock"}
+    locked.handler.local.probes.checks = {"docker": lambda: "cannot connect to /run/secret.sock"}
     answer = locked.client().get(b"/readyz" + query, extra=shown)
     sees = shown in (bearer(WATCH), bearer(ROOT))
     assert answer.status == 503

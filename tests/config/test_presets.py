@@ -31,7 +31,7 @@ def test_presets_are_names_of_their_model(tmp_path: Path) -> None:
     said = "{presets: {think: {set: {top_k: 5}, strip: [seed], system: 'Think.'}, fast: {set: {a: {b: 1}}}}}"
     found = plain(tmp_path, f"services: {{qwen: {{image: x, x-anvil: {said}}}}}")
     assert found.backends[0].presets == (
-        Preset("think", ("seed",), (("top_k", "5"),), "Think."),
+        Preset("think", ("seed",), (("top_k", "5"),), system="Think."),
         Preset("fast", set=(("a", '{"b": 1}'),)),
     )
     assert found.names == {"qwen": "qwen", "think": "qwen", "fast": "qwen"}
@@ -52,7 +52,7 @@ def test_a_preset_may_serve_those_who_name_no_model(tmp_path: Path) -> None:
 
 REFUSED = """
 presets: [fast]                     -> presets: must hold names and what is set for each, such as {fast: {set:
-presets: {fast: {}}                 -> presets.fast: must hold set, strip or system; a name without them
+presets: {fast: {}}                 -> presets.fast: must hold set, default, strip or system; a name without
 presets: {fast: {sett: {a: 1}}}     -> presets.fast.sett: unknown key; did you mean set?
 presets: {fast: {set: {model: x}}}  -> presets.fast.set: model is not to be changed here
 presets: {fast: {strip: [stream]}}  -> presets.fast.strip: stream is not to be changed here
@@ -99,8 +99,13 @@ def test_other_presets_hold_at_once(tmp_path: Path) -> None:
 
 
 def test_a_preset_wins_over_its_service() -> None:
-    preset = Preset("p", strip=("a",), set=(("b", "2"),))
-    assert preset.over(("c",), (("a", "1"), ("b", "1"), ("d", "1"))) == (("c", "a"), {"b": "2", "d": "1"})
+    preset = Preset("p", strip=("a",), set=(("b", "2"),), default=(("e", "2"), ("f", "2")))
+    put, default = tuple((name, "1") for name in "abde"), tuple((name, "1") for name in "afg")
+    assert preset.over(("c",), put, default) == (
+        ("c", "a"),
+        {"b": "2", "d": "1"},
+        {"e": "2", "f": "2", "g": "1"},
+    )
 
 
 # Adapters of vLLM

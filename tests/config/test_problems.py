@@ -122,7 +122,7 @@ def test_a_page_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
         "anvil-mux: error: services.a.x-anvil.vram: no",
         "    see docs/gpus.md#what-a-model-needs",
         "anvil-mux: error: services.a.x-anvil.pin: no",
-        "    see docs/seeing.md#pinning-a-model",
+        "    see docs/policies.md#pinning-a-model",
         "anvil-mux: error: services.b.x-anvil.vram: no",
         "anvil-mux: error: services.b.x-anvil.pin: no",
     ]

@@ -30,7 +30,9 @@ def described(stack: Stack, *names: str) -> HostConfig:
     backends = [
         Backend(name, stack.models[0], engine="llamacpp", port=8080, load_timeout=GUARD) for name in names
     ]
-    return HostConfig(tuple(backends), project=stack.project, composed=json.dumps({"services": composed}))
+    return HostConfig(
+        tuple(backends), project=stack.project, generated_compose=json.dumps({"services": composed})
+    )
 
 
 @pytest.fixture
@@ -68,11 +70,15 @@ def test_one_that_is_described_otherwise_is_made_anew(stack: Stack) -> None:
     host.load(first, "stop", 1)
     [before] = stack.engine.containers(stack.project)
     host.evict(first, "stop")
-    services = json.loads(config.composed)["services"]
+    services = json.loads(config.generated_compose)["services"]
     services["m.0"]["environment"] = {"SAID": "pa$$word"}
     changed = replace(first, service=replace(first.service, digest="another"))
     host.reconfigure(
-        replace(config, backends=(changed,), composed=json.dumps({"services": services}, ensure_ascii=False))
+        replace(
+            config,
+            backends=(changed,),
+            generated_compose=json.dumps({"services": services}, ensure_ascii=False),
+        )
     )
     host.load(changed, "stop", 2)
     [after] = stack.engine.containers(stack.project)
@@ -84,9 +90,9 @@ def test_one_that_is_described_otherwise_is_made_anew(stack: Stack) -> None:
 
 def test_an_image_that_is_missing_is_told_by_its_name(stack: Stack) -> None:
     config = described(stack, "m.0")
-    services = json.loads(config.composed)["services"]
+    services = json.loads(config.generated_compose)["services"]
     services["m.0"]["image"] = "anvil-mux-test/none"
-    host = LocalHost(replace(config, composed=json.dumps({"services": services})), address=ADDRESS)
+    host = LocalHost(replace(config, generated_compose=json.dumps({"services": services})), address=ADDRESS)
     with pytest.raises(LoadError, match="image anvil-mux-test/none is not present: docker pull"):
         host.load(config.backends[0], "stop", 1)
     host.close()

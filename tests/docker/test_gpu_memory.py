@@ -11,31 +11,11 @@ import pytest
 
 from tests.docker.conftest import Stack
 from tests.docker.served import ask, eventually
-from tests.host.trees import instead, plant
+from tests.host.trees import Account, instead, plant
 from tests.running import Running, serving
 
 GIB = 1 << 30
 ON_CARD = {"x-anvil": {"gpus": ["amd1"]}}
-
-
-class Account:
-    """What processes hold of the card, as the kernel would tell."""
-
-    def __init__(self, sys: Path) -> None:
-        self._folder = sys / "class/kfd/kfd/proc"
-        self._used = sys / "class/drm/card1/device/mem_info_vram_used"
-        for each in self._folder.glob("*/*"):
-            each.unlink()
-        self.hold({})
-
-    def hold(self, held: dict[int, int]) -> None:
-        """Have these processes hold so much, and no others any."""
-        for each in self._folder.glob("*/*"):
-            each.unlink()
-        for pid, amount in held.items():
-            (self._folder / str(pid)).mkdir(exist_ok=True)
-            (self._folder / str(pid) / "vram_30381").write_text(str(amount))
-        self._used.write_text(str(sum(held.values())))
 
 
 def pid_of(stack: Stack, model: str) -> int:

@@ -54,8 +54,8 @@ def test_two_containers_take_turns_frozen(stack: Stack) -> None:
         started = [inspect(stack, model)["State"]["StartedAt"] for model in stack.models]
         for out, back in [(SECOND, FIRST), (FIRST, SECOND)] * 2:
             evicted = swapper.evict(out, "freeze")
-            assert (evicted.how, evicted.host_bytes > 0) == ("freeze", True)
-            assert swapper.load(back, "freeze").how == "freeze"
+            assert (evicted.level, evicted.host_bytes > 0) == ("freeze", True)
+            assert swapper.load(back, "freeze").level == "freeze"
             assert (status(stack, out.name), status(stack, back.name)) == ("paused", "running")
         assert [inspect(stack, model)["State"]["StartedAt"] for model in stack.models] == started
 
@@ -67,7 +67,7 @@ def test_a_container_that_is_killed_while_frozen_is_reported_and_started_anew(st
         swapper.evict(FIRST, "freeze")
         docker(stack, "kill", stack.container("model-1"))
         assert deaths.get(timeout=PATIENCE) == "model-1"
-        assert swapper.load(FIRST, "freeze").how == "stop"
+        assert swapper.load(FIRST, "freeze").level == "stop"
 
 
 def test_a_frozen_container_is_stopped_when_it_is_demoted(stack: Stack) -> None:
@@ -85,7 +85,7 @@ def test_a_container_that_is_gone_while_it_rests_is_started_anew(stack: Stack) -
         swapper.load(FIRST, "stop")
         swapper.evict(FIRST, "freeze")
         docker(stack, "rm", "--force", stack.container("model-1"))
-        assert swapper.load(FIRST, "freeze").how == "stop"
+        assert swapper.load(FIRST, "freeze").level == "stop"
 
 
 def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> None:
@@ -94,7 +94,7 @@ def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> No
         url = swapper.load(ROUTED, "stop").url
         assert engines.is_asleep(ROUTED, url) is False
         with_model = len(runtime.pids(ROUTED))
-        assert swapper.evict(ROUTED, "sleep").how == "sleep"
+        assert swapper.evict(ROUTED, "sleep").level == "sleep"
         assert engines.is_asleep(ROUTED, url) is True
         assert len(runtime.pids(ROUTED)) < with_model
         assert swapper.load(ROUTED, "sleep") == Loaded(url, "sleep")

@@ -17,7 +17,7 @@ from typing import Any
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.settling import Settling
+from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.state import SharedSettings
 from anvil_mux.scheduler.steps import Ticket
 from tests.explorer.saved import slots
@@ -101,7 +101,7 @@ class _Reader:
             if name not in _LEFT_OUT:
                 self._out.append(name)
                 self._read(value)
-        if isinstance(thing, Settling):
+        if isinstance(thing, Scheduler):
             self._read(sorted(thing._under_way))
 
     def _read_ticket(self, ticket: Ticket) -> None:

@@ -58,6 +58,11 @@ def test_a_state_that_is_put_back_goes_on_as_the_first_time():
     assert (played.log, played.history, played.form()) == first
 
 
+LEFT_DURING_A_LOAD = (
+    *(("unload", "w"), ("evicted", "w"), ("request", "w"), ("others", "0", "5"), ("loaded", "w")),
+    *(("release", "w"), ("unload", "w"), ("evicted", "w"), ("request", "w")),
+)
+"""What other programs hold is not believed while a load may be taken for them, and told again after it."""
 FOUND = [
     ("a policy with mistakes", "tests.explorer.worlds:Undecided", ()),
     ("an eviction with mistakes", "eager", (("request", "l"),)),
@@ -74,6 +79,7 @@ FOUND = [
     ("two hosts", "debounce", (("request", "x"), ("away", "h2"), ("drained", "h2"), ("time",))),
     ("two hosts", "eager", (("request", "y"), ("lost", "h1"), ("request", "m"), ("away", "h2"))),
     ("two hosts", "adaptive", (("away", "h2"), ("drained", "h2"), ("request", "x"), ("request", "y"))),
+    ("GPU left to others", "eager", LEFT_DURING_A_LOAD),
 ]
 """Histories after which once something was wrong."""
 
@@ -81,6 +87,12 @@ FOUND = [
 @pytest.mark.parametrize(("world", "policy", "facts"), FOUND, ids=range(len(FOUND)))
 def test_what_was_found_once_is_wrong_no_more(world, policy, facts):
     assert replay(WORLDS[world], policy, facts) == []
+
+
+def test_a_lease_that_time_ends_is_not_released_as_well():
+    config = replace(SMALL.config, drain_timeout=trial.LEASE_SECONDS)
+    world = replace(SMALL, config=config)
+    assert replay(world, "eager", (("request", "a"), ("request", "c"))) == []
 
 
 class EarlyScheduler(Scheduler):

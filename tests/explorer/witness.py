@@ -20,6 +20,7 @@ from anvil_mux.telemetry.situation import Situation
 from tests.explorer.worlds import Fact, SmallWorld
 
 _HOLDING = frozenset(("loading", "up", "evicting", "stuck"))
+_MOVING = frozenset(("loading", "evicting", "demoting"))
 _AFTER = {
     "loaded": "up",
     "load_failed": "stopped",
@@ -103,7 +104,10 @@ class Witness:
             "pin": {},
         }
         """The kind of a flag -> the hosts or models that have it."""
+        self._news: dict[str, int] = {}
+        """GPU -> bytes that other programs hold there, as was told last."""
         self._others: dict[str, int] = {}
+        """The same as far as it is believed: not while a backend is moved on GPUs tied to that one."""
         self._is_paused = False
         self._situation = Situation()
         self._bounds: dict[str, float] = {}
@@ -142,7 +146,8 @@ class Witness:
             for each in self.backends.values()
         ]
         flags = [list(each) for each in self._flags.values()]
-        return [held, flags, list(self.unseen), self._others, self._is_paused, len(self.cut)]
+        others = [self._news, self._others]
+        return [held, flags, list(self.unseen), others, self._is_paused, len(self.cut)]
 
     def _is(self, what: str, record: _Holding) -> bool:
         """Whether the host of a backend is lost, gone, away or drained."""
@@ -150,6 +155,26 @@ class Witness:
 
     def _is_cleared(self, record: _Holding) -> bool:
         return self._is_paused or self._is("drained", record)
+
+    def _is_left(self, record: _Holding) -> bool:
+        """Whether a GPU of a backend is left to other programs."""
+        least = self._config.yield_above
+        return least is not None and any(
+            self._others.get(gpu, 0) >= least for gpu in record.backend.gpu_names
+        )
+
+    @property
+    def news(self) -> Fact | None:
+        """What other programs hold, if that was told and could be believed only now: it is told again."""
+        if all(self._news.get(gpu, 0) == self._others.get(gpu, 0) for gpu in self._believing()):
+            return None
+        return next((("others", gpu, str(held)) for gpu, held in self._news.items()))
+
+    def _believing(self) -> list[str]:
+        """The GPUs on which, and on those tied to them, no backend is being moved."""
+        moved = [name for name, each in self.backends.items() if each.state in _MOVING]
+        moving = {gpu for name in self._tied(moved) for gpu in self.backends[name].backend.gpu_names}
+        return [gpu.name for gpu in self._config.gpus if gpu.name not in moving]
 
     def _tied(self, names: Iterable[str]) -> set[str]:
         """The backends that GPUs tie to these, and these: their GPU groups."""
@@ -200,7 +225,7 @@ class Witness:
         if "pause" in may:
             yield ("resume",) if self._is_paused else ("pause", "100")
         for gpu in self._config.gpus if "others" in may else ():
-            yield ("others", gpu.name, "0" if self._others.get(gpu.name) else "5")
+            yield ("others", gpu.name, "0" if self._news.get(gpu.name) else "5")
 
     def _host_facts(self, host: str) -> Iterator[Fact]:
         may, flags = self._world.may, self._flags
@@ -226,7 +251,7 @@ class Witness:
         found += [("undrained", host) for host in flags["drained"]]
         found += [("resume",)] if self._is_paused else []
         found += [("looked_at", name) for name in self.unseen]
-        return found + [("others", gpu, "0") for gpu, amount in self._others.items() if amount]
+        return found + [("others", gpu, "0") for gpu, amount in self._news.items() if amount]
 
     def note(self, fact: Fact, number: int, level: str) -> None:
         """Note what a fact says by itself.
@@ -242,7 +267,8 @@ class Witness:
         elif kind in ("pause", "resume"):
             self._is_paused = kind == "pause"
         elif kind == "others":
-            self._others = {what[0]: int(what[1])}
+            self._news = {what[0]: int(what[1])}
+            self._others |= {gpu: self._news.get(gpu, 0) for gpu in self._believing()}
         elif kind in ("pin", "unpin"):
             self._set("pin", what[0], kind == "pin")
         elif record:
@@ -378,6 +404,7 @@ class Witness:
             cools = now < self._cools_until(record) and step.level == "stop"
             self.claim(not cools, "8", f"{what}: it cools down")
             self.claim(not self._is_cleared(record), "10", f"{what}: its host is drained or paused")
+            self.claim(not self._is_left(record), "10", f"{what}: its GPU is left to other programs")
             record.residual = record.host_bytes = 0
         elif isinstance(step, Evict):
             self.claim(not record.leases, "3", f"{what}: its leases {[*record.leases]} are not cut")

@@ -151,6 +151,14 @@ def _worlds() -> Iterator[SmallWorld]:
         frozenset(("abandon", "others", "pin")),
         extra=(_backend("beside", "0", vram=3),),
     )
+    asleep = _backend("w", "0", vram=4, evict_to=("sleep",))
+    yield SmallWorld(
+        "GPU left to others",
+        _config(small, asleep, _backend("k", "1", model="s"), gpus=(*ten, Gpu("1", vram=10)), yield_above=5),
+        _up("s", "w"),
+        frozenset(("abandon", "others", "died", "evict_failed")),
+        residual=1,
+    )
     yield SmallWorld(
         "too large",
         _config(_backend("s", "0", vram=11), _backend("p", "0", vram=6, pin=True), large, gpus=ten),

@@ -24,13 +24,11 @@ def scene() -> Iterator[Scene]:
     made.house.close()
 
 
-def test_adapters_are_loaded_before_the_model_is_ready(scene: Scene) -> None:
+def test_adapters_are_loaded_before_the_model_is_ready_and_an_engine_that_slept_has_them_still(
+    scene: Scene,
+) -> None:
     engine = scene.resident(ADAPTED)
     assert engine.adapters == {"sql": "/adapters/sql", "law": "/adapters/law"}
-
-
-def test_an_engine_that_slept_has_its_adapters_still(scene: Scene) -> None:
-    engine = scene.resident(ADAPTED)
     scene.swapper.evict(ADAPTED, "sleep")
     scene.swapper.load(ADAPTED, "sleep")
     assert engine.asked.count(ROUTE) == 2

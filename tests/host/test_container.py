@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Service
-from anvil_mux.host.container import Container, base_url, differing_parts, how_it_ended, read_container
+from anvil_mux.host.docker_api import Container, base_url, differing_parts, how_it_ended, read_container
 
 INSPECTED = {
     "Id": "0f95e31e3d91",
@@ -123,34 +123,29 @@ RUNNING = Container(id="c1", service="a", number=1, status="running", started_at
 
 
 @pytest.mark.parametrize(
-    ("special", "url"),
+    ("special", "here", "from_elsewhere"),
     [
-        ({"ports": (("8080/tcp", "127.0.0.1", 32775),)}, "http://127.0.0.1:32775"),
-        ({"ports": (("8080/tcp", "0.0.0.0", 81), ("8080/tcp", "::", 81))}, "http://127.0.0.1:81"),
-        ({"ports": (("8080/tcp", "::", 81),)}, "http://[::1]:81"),
-        ({"ports": (("8080/tcp", "10.1.1.1", 81),)}, "http://10.1.1.1:81"),
-        ({"ports": (("8080/udp", "127.0.0.1", 81),), "ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
-        ({"ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
-        ({"network_mode": "host"}, "http://127.0.0.1:8080"),
-        ({}, None),
+        ({"ports": (("8080/tcp", "127.0.0.1", 32775),)}, "http://127.0.0.1:32775", "http://127.0.0.1:32775"),
+        ({"ports": (("8080/tcp", "10.0.0.2", 81),)}, "http://10.0.0.2:81", "http://10.0.0.2:81"),
+        (
+            {"ports": (("8080/tcp", "0.0.0.0", 81), ("8080/tcp", "::", 81))},
+            "http://127.0.0.1:81",
+            "http://10.0.0.2:81",
+        ),
+        ({"ports": (("8080/tcp", "::", 81),)}, "http://[::1]:81", "http://10.0.0.2:81"),
+        (
+            {"ports": (("8080/udp", "127.0.0.1", 81),), "ips": ("172.21.0.2",)},
+            "http://172.21.0.2:8080",
+            None,
+        ),
+        ({"ips": ("172.21.0.2",)}, "http://172.21.0.2:8080", None),
+        ({"network_mode": "host"}, "http://127.0.0.1:8080", "http://10.0.0.2:8080"),
+        ({}, None, None),
     ],
 )
-def test_where_an_engine_is_reached(special: dict[str, Any], url: str | None):
-    assert base_url(replace(RUNNING, **special), 8080) == url
-
-
-@pytest.mark.parametrize(
-    ("special", "url"),
-    [
-        ({"ports": (("8080/tcp", "10.0.0.2", 32775),)}, "http://10.0.0.2:32775"),
-        ({"ports": (("8080/tcp", "0.0.0.0", 81), ("8080/tcp", "::", 81))}, "http://10.0.0.2:81"),
-        ({"ports": (("8080/tcp", "::", 81),)}, "http://10.0.0.2:81"),
-        ({"network_mode": "host"}, "http://10.0.0.2:8080"),
-        ({"ips": ("172.21.0.2",)}, None),
-    ],
-)
-def test_where_an_engine_is_reached_from_another_machine(special: dict[str, Any], url: str | None):
-    assert base_url(replace(RUNNING, **special), 8080, "10.0.0.2") == url
+def test_where_an_engine_is_reached(special: dict[str, Any], here: str | None, from_elsewhere: str | None):
+    assert base_url(replace(RUNNING, **special), 8080) == here
+    assert base_url(replace(RUNNING, **special), 8080, "10.0.0.2") == from_elsewhere
 
 
 def test_an_address_of_ipv6_stands_in_brackets():
@@ -178,6 +173,10 @@ def test_when_it_started(told: str, moment: float):
         ({"status": "paused"}, None),
         ({"status": "exited", "exit_code": 1}, "exited with code 1"),
         ({"status": "exited", "exit_code": 137}, "was killed (code 137)"),
+        (
+            {"status": "exited", "exit_code": 137, "oom_killed": True},
+            "was killed because the machine or its memory limit ran out of memory (OOM)",
+        ),
         ({"status": "exited", "exit_code": 139}, "exited with code 139 (SIGSEGV)"),
         ({"status": "exited", "exit_code": 255}, "exited with code 255"),
         ({"status": "created"}, "has not been started"),
@@ -187,9 +186,3 @@ def test_when_it_started(told: str, moment: float):
 )
 def test_how_a_container_ended(special: dict[str, Any], how: str | None):
     assert how_it_ended(replace(RUNNING, **special)) == how
-
-
-def test_out_of_memory_is_said_plainly():
-    how = how_it_ended(replace(RUNNING, status="exited", exit_code=137, oom_killed=True))
-    assert how is not None
-    assert "out of memory (OOM)" in how

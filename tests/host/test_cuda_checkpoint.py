@@ -101,14 +101,13 @@ def checkpointer(driver: Driven, gpus: FakeGpus) -> Checkpointer:
 # Order
 
 
-def test_all_are_locked_before_any_is_checkpointed(checkpointer: Checkpointer, driver: Driven) -> None:
-    assert checkpointer.checkpoint([B, A]) == Checkpointed((A, B))
+def test_all_are_locked_before_any_is_checkpointed_and_restored_before_any_is_unlocked(
+    checkpointer: Checkpointer, driver: Driven
+) -> None:
+    standby = checkpointer.checkpoint([B, A])
+    assert standby == Checkpointed((A, B))
     assert driver.log == [("lock", A), ("lock", B), ("checkpoint", A), ("checkpoint", B)]
     assert driver.states == {A: "checkpointed", B: "checkpointed"}
-
-
-def test_all_are_restored_before_any_is_unlocked(checkpointer: Checkpointer, driver: Driven) -> None:
-    standby = checkpointer.checkpoint([A, B])
     driver.log.clear()
     checkpointer.restore(standby)
     assert driver.log == [("restore", A), ("restore", B), ("unlock", A), ("unlock", B)]
@@ -126,28 +125,24 @@ def test_a_conversation_ends_with_each_call(checkpointer: Checkpointer, driver: 
 # Again and again
 
 
-def test_what_is_standby_may_be_standby_again(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_what_is_done_may_be_asked_for_again(checkpointer: Checkpointer, driver: Driven) -> None:
+    checkpointer.restore(Checkpointed((A, B)))
+    assert driver.log == []
     standby = checkpointer.checkpoint([A, B])
     driver.log.clear()
     assert checkpointer.checkpoint([A, B]) == standby
     assert driver.log == []
 
 
-def test_what_runs_may_be_restored_again(checkpointer: Checkpointer, driver: Driven) -> None:
-    checkpointer.restore(Checkpointed((A, B)))
-    assert driver.log == []
-
-
-def test_half_a_park_is_finished(checkpointer: Checkpointer, driver: Driven) -> None:
+def test_half_a_checkpoint_and_half_a_restore_are_finished(
+    checkpointer: Checkpointer, driver: Driven
+) -> None:
     driver.states = {A: "checkpointed", B: "locked"}
     checkpointer.checkpoint([A, B])
     assert driver.log == [("checkpoint", B)]
-
-
-def test_half_a_restore_is_finished(checkpointer: Checkpointer, driver: Driven) -> None:
-    driver.states = {A: "running", B: "checkpointed"}
+    driver.states[A] = "running"
     checkpointer.restore(Checkpointed((A, B)))
-    assert driver.log == [("restore", B), ("unlock", B)]
+    assert driver.log[1:] == [("restore", B), ("unlock", B)]
 
 
 def test_what_an_earlier_anvil_mux_left_is_found(checkpointer: Checkpointer, driver: Driven) -> None:
@@ -174,42 +169,58 @@ def test_only_what_is_checkpointed_in_all_its_processes_is_standby_wholly(
 # When parking fails
 
 
-def test_a_lock_that_times_out_leaves_all_running(checkpointer: Checkpointer, driver: Driven) -> None:
-    driver.faults["lock", B] = None
-    with pytest.raises(CheckpointFailed, match=f"lock of process {B}: refused") as caught:
-        checkpointer.checkpoint([A, B])
-    assert caught.value.lost == ()
-    assert driver.log == [("lock", A), ("lock", B), ("unlock", A)]
-    assert driver.states == {A: "running", B: "running"}
+LOCKED = [("lock", A), ("lock", B)]
 
 
-def test_a_checkpoint_that_fails_on_the_second_puts_both_back(
-    checkpointer: Checkpointer, driver: Driven
+@pytest.mark.parametrize(
+    ("before", "faults", "why", "lost", "log", "after"),
+    [
+        (
+            "running",
+            {("lock", B): None},
+            f"lock of process {B}: refused",
+            (),
+            [("lock", A), ("lock", B), ("unlock", A)],
+            "running",
+        ),
+        (
+            "running",
+            {("checkpoint", B): None},
+            f"checkpoint of process {B}",
+            (),
+            [*LOCKED, ("checkpoint", A), ("checkpoint", B), ("restore", A), ("unlock", A), ("unlock", B)],
+            "running",
+        ),
+        ("running", {("checkpoint", B): "failed"}, f"lost: {B}", (B,), None, "failed"),
+        (
+            "failed",
+            {},
+            f"lock of process {B}: it is failed, not running",
+            (B,),
+            [("lock", A), ("unlock", A)],
+            "failed",
+        ),
+        ("state 9", {}, "it is state 9", (B,), [("lock", A), ("unlock", A)], "state 9"),
+        ("running", {("checkpoint", A): None, ("unlock", B): None}, f"process {A}", (B,), None, "locked"),
+    ],
+)
+def test_a_checkpoint_that_fails_puts_back_what_it_can_and_tells_what_is_lost(
+    checkpointer: Checkpointer,
+    driver: Driven,
+    before: str,
+    faults: Any,
+    why: str,
+    lost: Any,
+    log: Any,
+    after: str,
 ) -> None:
-    driver.faults["checkpoint", B] = None
-    with pytest.raises(CheckpointFailed, match=f"checkpoint of process {B}") as caught:
+    driver.states[B] = before
+    driver.faults |= faults
+    with pytest.raises(CheckpointFailed, match=why) as caught:
         checkpointer.checkpoint([A, B])
-    assert caught.value.lost == ()
-    assert driver.log[3:] == [("checkpoint", B), ("restore", A), ("unlock", A), ("unlock", B)]
-    assert driver.states == {A: "running", B: "running"}
-
-
-def test_a_process_that_failed_is_lost_and_the_others_run(checkpointer: Checkpointer, driver: Driven) -> None:
-    driver.faults["checkpoint", B] = "failed"
-    with pytest.raises(CheckpointFailed, match=f"lost: {B}") as caught:
-        checkpointer.checkpoint([A, B])
-    assert caught.value.lost == (B,)
-    assert driver.states == {A: "running", B: "failed"}
-
-
-def test_a_process_that_had_failed_before_is_lost_untouched(
-    checkpointer: Checkpointer, driver: Driven
-) -> None:
-    driver.states[B] = "failed"
-    with pytest.raises(CheckpointFailed, match=f"lock of process {B}: it is failed, not running") as caught:
-        checkpointer.checkpoint([A, B])
-    assert caught.value.lost == (B,)
-    assert driver.log == [("lock", A), ("unlock", A)]
+    assert caught.value.lost == lost
+    assert log is None or driver.log == log
+    assert driver.states == {A: "running", B: after}
 
 
 def test_a_process_that_cannot_be_put_back_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
@@ -218,13 +229,6 @@ def test_a_process_that_cannot_be_put_back_is_lost(checkpointer: Checkpointer, d
         checkpointer.checkpoint([A, B])
     assert caught.value.lost == (A,)
     assert driver.states == {A: "checkpointed", B: "running"}
-
-
-def test_a_process_that_stays_locked_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
-    driver.faults |= {("checkpoint", A): None, ("unlock", B): None}
-    with pytest.raises(CheckpointFailed) as caught:
-        checkpointer.checkpoint([A, B])
-    assert caught.value.lost == (B,)
 
 
 def test_a_process_that_gives_no_answer_is_lost_and_asked_once(
@@ -236,16 +240,6 @@ def test_a_process_that_gives_no_answer_is_lost_and_asked_once(
     assert caught.value.lost == (B,)
     assert driver.states[A] == "running"
     assert driver.asked.count(B) == 2  # by the lock, and once by the way back
-
-
-def test_a_process_in_a_state_of_later_drivers_is_not_touched(
-    checkpointer: Checkpointer, driver: Driven
-) -> None:
-    driver.states[A] = "state 9"
-    with pytest.raises(CheckpointFailed, match="it is state 9") as caught:
-        checkpointer.checkpoint([A])
-    assert caught.value.lost == (A,)
-    assert driver.log == []
 
 
 # When restoring fails
@@ -359,27 +353,13 @@ def test_a_process_that_is_gone_is_not_frozen(tmp_path: Path) -> None:
 
 def test_the_processes_with_gpu_memory_are_found(checkpointer: Checkpointer, gpus: FakeGpus) -> None:
     gpus.hold(A, 0, GIB)
+    gpus.hold(A, 1, 0)  # it may hold memory of one of its GPUs only
     gpus.hold(B, 1, GIB)
     gpus.hold(C, 0, GIB)
     assert checkpointer.find([B, 7, A]) == (A, B)
     assert gpus.asked == 1
-
-
-def test_a_process_that_is_listed_without_memory_is_none_of_them(
-    checkpointer: Checkpointer, gpus: FakeGpus
-) -> None:
-    gpus.hold(A, 0, 0)
-    gpus.hold(B, 0, GIB)
-    assert checkpointer.find([A, B]) == (B,)
-
-
-def test_a_process_may_hold_memory_of_one_of_its_gpus_only(
-    checkpointer: Checkpointer, gpus: FakeGpus
-) -> None:
-    gpus.hold(A, 0, GIB)
-    gpus.hold(A, 1, 0)
-    assert checkpointer.find([A]) == (A,)
-    assert gpus.asked == 1
+    gpus.hold(B, 1, 0)
+    assert checkpointer.find([A, B]) == (A,)
 
 
 def test_the_processes_are_looked_for_again(driver: Driven, gpus: FakeGpus) -> None:
@@ -442,18 +422,12 @@ def test_why_a_service_cannot_be_standby(
         assert re.search(reason, found)
 
 
-def test_several_gpus_are_allowed_to_those_who_insist(checkpointer: Checkpointer) -> None:
-    assert checkpointer.why_not(["0", "1"], insist=True) is None
-
-
-def test_a_missing_library_is_a_reason(checkpointer: Checkpointer, driver: Driven) -> None:
-    driver.kind = None
-    assert checkpointer.why_not(["0"]) == "the CUDA driver cannot be used: libcuda.so.1: cannot open"
-
-
-def test_the_program_needs_persistence_mode(
+def test_what_the_driver_lacks_is_a_reason(
     checkpointer: Checkpointer, driver: Driven, gpus: FakeGpus
 ) -> None:
+    assert checkpointer.why_not(["0", "1"], insist=True) is None
+    driver.kind = None
+    assert checkpointer.why_not(["0"]) == "the CUDA driver cannot be used: libcuda.so.1: cannot open"
     driver.kind = "program"
     assert checkpointer.why_not(["0"]) is None
     gpus.facts["persistence"] = False
@@ -519,21 +493,3 @@ def test_a_restore_that_hangs_is_given_up_and_that_process_is_lost(
         checkpointer.restore(standby)
     assert caught.value.lost == (B,)
     assert [cuda.state(A), cuda.state(B)] == ["running", "checkpointed"]
-
-
-def test_an_unlock_error_of_a_running_process_is_none(
-    connect: Callable[..., Checkpointer], cuda: FakeCuda
-) -> None:
-    checkpointer = connect()
-    standby = checkpointer.checkpoint([A])
-    cuda.fault(A, "unlock", "1 0")
-    checkpointer.restore(standby)
-    assert cuda.state(A) == "running"
-
-
-def test_a_failed_process_is_lost(connect: Callable[..., Checkpointer], cuda: FakeCuda) -> None:
-    cuda.fault(B, "checkpoint", "999 3")
-    with pytest.raises(CheckpointFailed) as caught:
-        connect().checkpoint([A, B])
-    assert caught.value.lost == (B,)
-    assert cuda.state(A) == "running"

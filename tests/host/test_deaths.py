@@ -13,7 +13,7 @@ from anvil_mux.host import project
 from anvil_mux.host.containers import ContainerRuntime
 from tests.host.conftest import runtime_at
 from tests.host.docker_stand_in import AWAY, PATIENCE, REPLICAS, A, B, Docker
-from tests.host.test_containers import up
+from tests.host.test_described_containers import up
 
 
 @dataclass

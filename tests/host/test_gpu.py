@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.host import drm, gpu
+from anvil_mux.host import amd_intel, gpu
 from anvil_mux.host.gpu import command, container, others
 from anvil_mux.host.nvml import buses, probe
 from anvil_mux.host.reading import Gpus, Reading
-from anvil_mux.host.seam import OtherProcess, Sensors
+from anvil_mux.host.seam import HostGpu, OtherProcess, Sensors
 from tests.fake_gpu import FakeGpus
 from tests.host.trees import plant
 
@@ -97,9 +97,15 @@ class Nvml:
 
 
 def test_a_gpu_tells_memory_and_processes():
-    first = probe(Nvml()).readings[0]
+    nvml = Nvml()
+    first = probe(nvml).readings[0]
+    assert nvml.open == 0
     assert first == Reading(
-        "0", FIRST, "RTX", 24 << 30, 20 << 30, ((41, 19 << 30), (42, None)), mps=False, persistence=True
+        HostGpu("0", FIRST, "RTX", 24 << 30),
+        20 << 30,
+        ((41, 19 << 30), (42, None)),
+        mps=False,
+        persistence=True,
     )
     assert first.free == 4 << 30
 
@@ -123,9 +129,9 @@ def test_what_the_driver_keeps_for_itself_is_no_memory_of_the_gpu() -> None:
             return super().nvmlDeviceGetMemoryInfo(handle)
 
     reading = probe(Newer()).readings[0]
-    assert (reading.total, reading.used, reading.free) == (23 << 30, 19 << 30, 4 << 30)
+    assert (reading.gpu.total, reading.used, reading.free) == (23 << 30, 19 << 30, 4 << 30)
     reading = probe(Older()).readings[0]
-    assert (reading.total, reading.used, reading.free) == (24 << 30, 20 << 30, 4 << 30)
+    assert (reading.gpu.total, reading.used, reading.free) == (24 << 30, 20 << 30, 4 << 30)
 
 
 def test_processes_that_draw_are_seen_too_and_count_once_if_they_compute_as_well() -> None:
@@ -142,7 +148,7 @@ def test_processes_that_draw_are_seen_too_and_count_once_if_they_compute_as_well
 
 def test_what_a_gpu_cannot_tell_is_unknown_and_no_error():
     second = probe(Nvml()).readings[1]
-    assert second == Reading("1", SECOND, "RTX", None, None, (), persistence=True)
+    assert second == Reading(HostGpu("1", SECOND, "RTX"), None, (), persistence=True)
     assert second.free is None
 
 
@@ -159,43 +165,37 @@ def test_a_gpu_without_memory_of_its_own_has_the_hosts() -> None:
             value = 3
 
     first, second = probe(Unified()).readings
-    assert (first.total, first.shared) == (24 << 30, 0)
-    assert second.total
-    assert second.shared == second.total
-    assert 0 < (second.used or 0) < second.total
+    assert (first.gpu.total, first.gpu.shared) == (24 << 30, 0)
+    assert second.gpu.total
+    assert second.gpu.shared == second.gpu.total
+    assert 0 < (second.used or 0) < second.gpu.total
 
 
 def test_gpus_of_all_vendors_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys, proc = plant("radeon", tmp_path)
     monkeypatch.setattr(gpu.nvml, "probe", partial(probe, Nvml()))
-    monkeypatch.setattr(gpu.drm, "probe", partial(drm.probe, sys, proc))
+    monkeypatch.setattr(gpu.amd_intel, "probe", partial(amd_intel.probe, sys, proc))
     found = gpu.look()
-    assert [each.id for each in found.readings] == ["0", "1", "amd0", "amd1"]
+    assert [each.id for each in found.listed] == ["0", "1", "amd0", "amd1"]
     assert found.driver == "570.86.15"
     assert [each.sensors.celsius for each in found.readings] == [61.0, 61.0, None, 61.0]
     names = "/dev/dri/renderD128", "/dev/dri/card2", "0000:03:00.0", "/dev/dri/renderD7"
-    assert [each and each.id for each in map(found.find, names)] == ["amd1", "amd0", "amd0", None]
-    nodes = [each.files[:1] for each in gpu.listed(found)]
+    assert [each and each.gpu.id for each in map(found.find, names)] == ["amd1", "amd0", "amd0", None]
+    nodes = [each.files[:1] for each in found.listed]
     assert nodes == [(), (), ("/dev/dri/renderD129",), ("/dev/dri/renderD128",)]
 
 
 def test_where_there_are_none_each_vendor_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.nvml, "probe", lambda **_: Gpus(why_none="no library"))
-    monkeypatch.setattr(gpu.drm, "probe", lambda **_: Gpus(why_none="no card"))
+    monkeypatch.setattr(gpu.amd_intel, "probe", lambda **_: Gpus(why_none="no card"))
     assert gpu.probe() == Gpus(why_none="no library; no card")
 
 
 def test_a_gpu_is_found_by_index_uuid_and_beginning_of_uuid():
     gpus = probe(Nvml())
     names = ["0", SECOND, "GPU-aa", "GPU-a", "2", "", "a"]
-    found = [reading and reading.id for reading in map(gpus.find, names)]
+    found = [reading and reading.gpu.id for reading in map(gpus.find, names)]
     assert found == ["0", "1", "0", None, None, None, None]
-
-
-def test_nvml_is_closed_after_every_probe():
-    nvml = Nvml()
-    probe(nvml)
-    assert nvml.open == 0
 
 
 @pytest.mark.parametrize("error", [Nvml.NVMLError("Driver Not Loaded"), OSError("libnvidia-ml.so.1: no")])
@@ -246,7 +246,7 @@ def test_a_gpu_tells_whether_it_is_cut_or_shared() -> None:
     assert dict(first.processes) == {41: 19 << 30, 42: None, 43: 2}  # each once
 
 
-def test_what_processes_hold_is_summed_per_gpu() -> None:
+def test_what_processes_hold_is_summed_per_gpu_and_an_untold_amount_is_not_taken_for_nothing() -> None:
     gpus = FakeGpus(24 << 30, 24 << 30)
     gpus.hold(41, 0, 5)
     gpus.hold(42, 0, 7)
@@ -254,20 +254,8 @@ def test_what_processes_hold_is_summed_per_gpu() -> None:
     assert gpus().used_by({41, 42}) == {"0": 12, "1": 11}
     assert gpus().used_by([41]) == {"0": 5}
     assert gpus().used_by({99}) == {}
-
-
-def test_an_untold_amount_is_not_taken_for_nothing() -> None:
-    gpus = FakeGpus(24 << 30)
     gpus.hold(41, 0, None)
-    assert gpus().used_by({41}) == {"0": None}
-
-
-def test_memory_is_free_again_once_its_holder_lets_go() -> None:
-    gpus = FakeGpus(24 << 30)
-    gpus.hold(41, 0, 20 << 30)
-    assert gpus().readings[0].free == 4 << 30
-    gpus.release(41)
-    assert gpus().readings[0].free == 24 << 30
+    assert gpus().used_by({41, 42}) == {"0": None, "1": 11}
 
 
 # Containers and other processes

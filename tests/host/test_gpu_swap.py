@@ -172,9 +172,7 @@ def test_without_a_gpu_it_says_so(stand_ins: list[str]) -> None:
     assert "PyTorch 2.9.0 sees no CUDA GPU 0" in said
 
 
-@pytest.mark.parametrize(
-    "given", [["--gib", "0"], ["--gib", "much"], ["--repeat", "0"], ["--gpu", "first"], ["--what"]]
-)
+@pytest.mark.parametrize("given", [["--gib", "0"], ["--repeat", "0", "--gpu", "first"]])
 def test_bad_arguments_are_refused(given: list[str]) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), *given], capture_output=True, text=True)
     assert done.returncode == 2

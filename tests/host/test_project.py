@@ -12,7 +12,7 @@ from anvil_mux.command import Done
 from anvil_mux.config.config import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import project
-from anvil_mux.host.docker_api import Endpoint
+from anvil_mux.host.docker_endpoint import Endpoint
 from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, Docker, replica
 from tests.host.test_processes import gone
 
@@ -20,18 +20,20 @@ PROJECT = ["docker", "compose", "--ansi", "never", "-f", "/s/compose.yaml", "-f"
 PROJECT += ["-p", "p", "--profile", "*"]
 
 
-def test_create_neither_pulls_nor_builds():
-    assert project.create_command(CONFIG, "a") == [*PROJECT, "create", "--no-build", "--pull", "never", "a"]
-
-
-def test_create_anew():
-    assert project.create_command(CONFIG, "a", "--force-recreate")[-5:] == [
-        *["--no-build", "--pull", "never", "--force-recreate", "a"]
-    ]
-
-
-def test_the_images_of_a_service_are_listed():
-    assert project.images_command(CONFIG, "a") == [*PROJECT, "config", "--images", "a"]
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (project.create_command(CONFIG, "a"), ["create", "--no-build", "--pull", "never", "a"]),
+        (
+            project.create_command(CONFIG, "a", "--force-recreate"),
+            ["create", "--no-build", "--pull", "never", "--force-recreate", "a"],
+        ),
+        (project.images_command(CONFIG, "a"), ["config", "--images", "a"]),
+        (project.hash_command(CONFIG, "a"), ["config", "--hash", "a"]),
+    ],
+)
+def test_what_compose_is_asked_and_that_it_neither_pulls_nor_builds(command: list[str], words: list[str]):
+    assert command == [*PROJECT, *words]
 
 
 def test_commands_speak_to_the_engine_that_we_have_found():
@@ -51,10 +53,6 @@ def test_commands_speak_to_the_engine_that_we_have_found():
 )
 def test_what_a_failed_command_said_last(done: Done, line: str):
     assert done.last_line == line
-
-
-def test_the_hash_of_a_service_is_told():
-    assert project.hash_command(CONFIG, "a") == [*PROJECT, "config", "--hash", "a"]
 
 
 # The program that runs commands

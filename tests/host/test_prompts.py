@@ -172,7 +172,11 @@ def only_file(engine: Engine) -> Path:
     return file
 
 
-def test_each_prompt_is_back_in_its_slot(engine: Engine, backend: Backend, cache: Cache) -> None:
+@pytest.mark.parametrize("tells_slots", [True, False])
+def test_each_prompt_is_back_in_its_slot(
+    engine: Engine, backend: Backend, cache: Cache, tells_slots: bool
+) -> None:
+    engine.tells_slots = tells_slots  # else all are saved
     assert swapped(cache, backend, engine, "alpha", "beta") == ["alpha", "beta"]
     assert cache.told == [("a", []), ("a", [5, 4]), ("a", [5, 4])]
     assert oct(engine.folder.stat().st_mode & 0o777) == "0o700"
@@ -189,13 +193,6 @@ def test_what_was_not_used_since_is_not_written_again(engine: Engine, backend: B
     cache.save(backend, engine.url)
     assert engine.asked("save") == ["/slots/1?action=save"]
     assert load(cache, backend, engine) == ["alpha", "gamma ray"]
-
-
-def test_an_engine_that_does_not_tell_of_its_slots_has_all_saved(
-    engine: Engine, backend: Backend, cache: Cache
-) -> None:
-    engine.tells_slots = False
-    assert swapped(cache, backend, engine, "alpha", "beta") == ["alpha", "beta"]
 
 
 def change_model(engine: Engine, backend: Backend) -> Backend:
@@ -307,20 +304,16 @@ def test_a_link_in_place_of_its_folder_leads_nowhere(
     assert theirs.read_text() == "of somebody else"
 
 
-def test_a_prompt_that_the_engine_refuses_is_removed(engine: Engine, backend: Backend, cache: Cache) -> None:
+def test_a_prompt_that_the_engine_refuses_is_removed_and_one_that_is_restored_in_part_erased(
+    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     swapped(cache, backend, engine, "alpha", "beta")
     engine.refuses["/slots/0?action=restore"] = 400
     assert load(cache, backend, engine) == ["", "beta"]
     assert files(engine) == ["a.1.prompt"]
-
-
-def test_a_prompt_that_is_restored_in_part_is_erased(
-    engine: Engine, backend: Backend, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swapped(cache, backend, engine, "alpha")
     monkeypatch.setattr(engine, "restore", lambda slot, file: (200, {"n_restored": 3}))
     assert load(cache, backend, engine) == ["", ""]
-    assert (engine.asked("erase"), files(engine)) == (["/slots/0?action=erase"], [])
+    assert (engine.asked("erase"), files(engine)) == (["/slots/1?action=erase"], [])
 
 
 def test_a_prompt_of_which_no_length_is_said_is_not_kept(
@@ -343,9 +336,9 @@ def test_what_the_engine_ended_over_is_not_tried_again(
     def end(slot: int, file: Path) -> Any:
         raise ConnectionAbortedError
 
-    monkeypatch.setattr(engine, "restore", end)
-    load(cache, backend, engine)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "restore", end)
+        load(cache, backend, engine)
     assert load(cache, backend, engine) == ["", ""]
     assert files(engine) == []
 
@@ -424,25 +417,20 @@ def test_the_longest_prompts_are_kept_first(engine: Engine, backend: Backend, ca
     assert files(engine) == ["a.1.prompt"]
 
 
-def test_what_was_used_longest_ago_makes_room(engine: Engine, backend: Backend, cache: Cache) -> None:
+def test_what_was_used_longest_ago_makes_room_and_what_can_never_fit_is_not_written(
+    engine: Engine, backend: Backend, cache: Cache
+) -> None:
     little = replace(backend, prompt_cache=10)
     swapped(cache, little, engine, "alpha", "beta")
-    engine.ask(1, "gamma")
-    cache.save(little, engine.url)
-    assert files(engine) == ["a.0.prompt", "a.1.prompt"]
-    load(cache, little, engine)
-    engine.ask(1, "gamma ray")
-    cache.save(little, engine.url)
-    assert load(cache, little, engine) == ["", "gamma ray"]
-
-
-def test_what_can_never_fit_is_not_written(engine: Engine, backend: Backend, cache: Cache) -> None:
-    little = replace(backend, prompt_cache=10)
-    swapped(cache, little, engine, "alpha")
-    engine.ask(1, "much too long for it")
-    cache.save(little, engine.url)
-    assert engine.asked("save") == []
-    assert load(cache, little, engine) == ["alpha", ""]
+    for prompt, saves, kept in (
+        ("gamma", 1, ["alpha", "gamma"]),
+        ("gamma ray", 1, ["", "gamma ray"]),
+        ("much too long for it", 0, ["", ""]),
+    ):
+        engine.ask(1, prompt)
+        cache.save(little, engine.url)
+        assert len(engine.asked("save")) == saves
+        assert load(cache, little, engine) == kept
 
 
 # Within a swap

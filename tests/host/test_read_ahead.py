@@ -149,20 +149,21 @@ def test_nothing_is_read_while_an_engine_loads_and_it_goes_on_afterwards(
     assert (rig.cached, rig.told) == ({"b1": PIECES}, [("b", 1), ("b", PIECES - 1)])
 
 
-def test_no_more_is_read_than_there_is_room_for_with_what_was_read_before(rig: Rig) -> None:
+def test_no_more_is_read_than_there_is_room_for_with_what_was_read_before(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.left = SIZE + PIECE
     rig.ahead.order([B, A])
     rig.clock.run()
     assert rig.cached == {"b1": PIECES, "a1": 1}
     rig.ahead.order([A])  # b was loaded, and its pages count as mapped, or may go
     assert rig.clock.run() == 0
-
-
-def test_room_that_is_lost_while_it_reads_ends_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.left = PLENTY
     monkeypatch.setattr(FakeFile, "before", staticmethod(lambda name, piece: setattr(rig, "left", 0)))
-    rig.ahead.order([A, B])
+    rig.ahead.order([])
+    rig.ahead.order([A])
     rig.clock.run()
-    assert rig.cached == {"a1": 1}
+    assert rig.cached == {"b1": PIECES, "a1": 2}
 
 
 def test_one_that_waits_again_is_looked_at_again(rig: Rig) -> None:
@@ -218,13 +219,12 @@ def test_all_of_a_file_is_missing_until_it_was_brought_in(file: Path) -> None:
         assert cached.size == 2 * PIECE + 4096
 
 
-def test_a_file_without_content_lacks_nothing(tmp_path: Path) -> None:
+def test_a_file_without_content_lacks_nothing_and_a_pipe_in_its_place_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "empty").touch()
     with CachedFile(tmp_path / "empty") as cached:
         assert cached.missing() == []
-
-
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is no regular file"):
         CachedFile(tmp_path / "pipe")

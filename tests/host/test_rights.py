@@ -185,7 +185,7 @@ def test_a_checkpoint_that_fails_tells_what_was_missing(
     runtime = Notes()
     runtime.fails["pause"] = BackendError("not permitted")
     swapper = Swapper(runtime, lacks=lambda backend: ["the right to do so"])
-    assert swapper.evict(ENGINE, how).how == "stop"
+    assert swapper.evict(ENGINE, how).level == "stop"
     assert f"({how}) and is stopped instead: " in caplog.text
     assert caplog.records[0].getMessage().endswith(said)
     assert ("right" in caplog.text) is bool(said)
@@ -199,8 +199,7 @@ def test_a_checkpoint_that_fails_tells_what_was_missing(
     ],
 )
 def test_the_owner_of_a_service_is_foretold(user: str, owner: tuple[int, int] | None) -> None:
-    told = owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"})
-    assert told == owner
+    assert owner_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"}) == owner
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

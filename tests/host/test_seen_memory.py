@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tests.cli.demo import compose, engine_pid, is_alive
-from tests.host.trees import instead, plant
+from tests.host.trees import Account, instead, plant
 from tests.running import serving
 
 GIB = 1 << 30
@@ -138,9 +138,7 @@ def test_a_gpu_is_left_to_another_program_and_the_model_comes_back_after_it(tmp_
 
 def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
     sys, _ = plant("radeon", tmp_path / "tree")
-    kfd, used = sys / "class/kfd/kfd/proc", sys / "class/drm/card1/device/mem_info_vram_used"
-    for each in kfd.glob("*"):
-        each.rename(tmp_path / each.name)
+    account = Account(sys)
     file = compose(tmp_path)
     config = yaml.safe_load(file.read_text())
     for service in config["services"].values():
@@ -154,15 +152,12 @@ def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
 
         assert mux.chat("a")[0] == 200
         engine = engine_pid(tmp_path, "a")
-        for pid, amount in ((os.getpid(), GIB), (engine, 9 * GIB)):
-            (kfd / str(pid)).mkdir()
-            (kfd / str(pid) / "vram_30381").write_text(str(amount))
+        account.hold({os.getpid(): GIB, engine: 9 * GIB})
         eventually(lambda: gpu()["users"] == {"a": 9 * GIB})
         assert [(each["pid"], each["bytes"]) for each in gpu()["others"]] == [(os.getpid(), GIB)]
         assert gpu()["sensors"] == {"utilization": 0.87, "celsius": 61, "watts": 213}
         assert mux.request("POST", "/models/unload", {"model": "a"})[0] == 200
         eventually(lambda: not is_alive(engine))
-        (kfd / str(engine)).rename(tmp_path / "ended")
-        used.write_text(str(GIB))
+        account.hold({os.getpid(): GIB})
         measured = 'anvil_backend_memory_bytes{backend="a",gpu="amd1"} 9.663676416e+09'
         eventually(lambda: measured in mux.request("GET", "/metrics")[2])

@@ -45,23 +45,19 @@ def awake(make: Make, kind: str, *faults: str) -> SleepyEngine:
 
 
 @pytest.mark.parametrize("kind", SLEEPERS)
-def test_a_sleeping_engine_holds_its_context_alone_and_takes_all_back(make: Make, kind: str) -> None:
-    engine = awake(make, kind)
+def test_a_sleeping_engine_holds_its_context_alone_says_so_unless_it_is_sglang_and_takes_all_back(
+    make: Make, kind: str
+) -> None:
+    engine, tells = awake(make, kind), kind != "sglang"
     assert engine._ledger.used() == 18 * GIB + CONTEXT
+    assert engines.is_asleep(backend(kind), engine.url) is (False if tells else None)
     engines.sleep(backend(kind), engine.url, 1)
     assert engine._ledger.used() == CONTEXT
+    assert engines.is_asleep(backend(kind), engine.url) is (True if tells else None)
     engines.wake(backend(kind), engine.url, 1)
     assert engine._ledger.used() == 18 * GIB + CONTEXT
     assert engine.how is None
     engines.probe(backend(kind), engine.url)
-
-
-@pytest.mark.parametrize("kind", SLEEPERS)
-def test_only_sglang_cannot_say_whether_it_sleeps(make: Make, kind: str) -> None:
-    engine = awake(make, kind)
-    assert engines.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else False)
-    engines.sleep(backend(kind), engine.url, 1)
-    assert engines.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else True)
 
 
 @pytest.mark.parametrize("kind", sorted(ENGINES.keys() - {*SLEEPERS}))
@@ -92,15 +88,10 @@ def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make: Make) -
 # vLLM
 
 
-def test_vllm_is_told_its_level_in_the_query(make: Make) -> None:
-    engine = make("vllm")
-    engines.sleep(backend("vllm"), engine.url, 2)
-    assert "POST /sleep?level=2&mode=abort" in engine.asked
-
-
 def test_vllm_wakes_from_level_two_by_weights_then_reload_then_cache(make: Make) -> None:
     engine = make("vllm")
     engines.sleep(backend("vllm"), engine.url, 2)
+    assert "POST /sleep?level=2&mode=abort" in engine.asked
     assert engine.garbage
     engine.asked.clear()
     engines.wake(backend("vllm"), engine.url, 2)
@@ -177,10 +168,21 @@ def test_a_probe_that_is_not_answered_is_given_up(make: Make, monkeypatch: pytes
         engines.probe(backend("vllm"), engine.url)
 
 
-def test_an_error_is_no_token_whatever_its_status(make: Make) -> None:
-    engine = make("vllm", "answers an error")
-    with pytest.raises(BackendError, match=r"answers 200: .*illegal memory access"):
-        engines.probe(backend("vllm"), engine.url)
+@pytest.mark.parametrize(
+    ("kind", "faults", "model", "why"),
+    [
+        ("vllm", ["answers an error"], "m", r"answers 200: .*illegal memory access"),
+        ("vllm", [], "other", r"answers 404: .*no such model"),
+        ("sglang", ["hears speech"], "m", "answers 404"),  # and it cannot say whether it sleeps
+    ],
+)
+def test_a_refusal_is_no_token_whatever_its_status(
+    make: Make, kind: str, faults: list[str], model: str, why: str
+) -> None:
+    engine = make(kind, *faults)
+    engine.model = model
+    with pytest.raises(BackendError, match=why):
+        engines.probe(backend(kind), engine.url)
 
 
 def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make: Make) -> None:
@@ -189,19 +191,6 @@ def test_who_has_no_route_for_a_token_is_believed_when_it_is_well(make: Make) ->
     engines.wake(backend("vllm"), engine.url, 1)
     engines.probe(backend("vllm"), engine.url)
     assert engine.asked[-1] == "GET /health"
-
-
-def test_who_has_no_route_for_a_token_and_cannot_say_whether_it_sleeps_is_not_believed(make: Make) -> None:
-    engine = make("sglang", "hears speech")
-    with pytest.raises(BackendError, match="answers 404"):
-        engines.probe(backend("sglang"), engine.url)
-
-
-def test_who_does_not_know_the_model_is_not_believed(make: Make) -> None:
-    engine = make("vllm")
-    engine.model = "other"
-    with pytest.raises(BackendError, match=r"answers 404: .*no such model"):
-        engines.probe(backend("vllm"), engine.url)
 
 
 def test_an_engine_that_cannot_be_asked_for_want_of_files_is_not_one_that_refuses(

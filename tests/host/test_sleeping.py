@@ -6,9 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
-import pytest
 import requests
 import yaml
 
@@ -19,27 +17,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 GUARD = 30.0
 
 
-def compose(folder: Path, **services: dict[str, Any]) -> Path:
-    """A file with models on GPU 0 that rest by sleeping; ``services`` changes what stands there."""
-    made = {}
-    for name in ("a", "b"):
-        flags = [
-            "--model",
-            name,
-            "--load-seconds",
-            "0.1",
-            "--tokens-per-second",
-            "2000",
-            "--wake-seconds",
-            "0",
-        ]
-        made[name] = {
+def compose(folder: Path, **models: tuple[str, str]) -> Path:
+    """A file with models, each on a GPU and with a standby level."""
+    flags = ["--load-seconds", "0.1", "--tokens-per-second", "2000", "--wake-seconds", "0"]
+    made = {
+        name: {
             "working_dir": str(ROOT),
-            "command": ["bin/demo-engine", "--enable-sleep-mode", *flags],
+            "command": ["bin/demo-engine", "--enable-sleep-mode", "--model", name, *flags],
             "environment": {"VLLM_SERVER_DEV_MODE": "1"},
-            "x-anvil": {"engine": "vllm", "gpus": ["0"], "evict_to": ["sleep", "stop"]},
-            **services.get(name, {}),
+            "x-anvil": {"engine": "vllm", "gpus": [gpu], "evict_to": [level, "stop"]},
         }
+        for name, (gpu, level) in models.items()
+    }
     top = {"runtime": "process", "project": "sleepers", "policy": "eager"}
     file = folder / "compose.yaml"
     file.write_text(yaml.safe_dump({"x-anvil": top, "services": made}))
@@ -65,130 +54,69 @@ def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_two_models_on_one_gpu_take_turns_by_sleeping(tmp_path: Path) -> None:
-    with serving(compose(tmp_path), state=tmp_path) as mux:
+def test_two_models_on_one_gpu_take_turns_by_sleeping_and_one_that_is_killed_is_started_anew(
+    tmp_path: Path,
+) -> None:
+    with serving(compose(tmp_path, a=("0", "sleep"), b=("0", "sleep")), state=tmp_path) as mux:
         assert says(mux, "a").startswith("This is a.")
         assert says(mux, "b").startswith("This is b.")
         engines = pid(tmp_path, "a"), pid(tmp_path, "b")
-        for name, other in ["ab", "ba"] * 5:
+        for name, other in ["ab", "ba"] * 3:
             assert says(mux, name).startswith(f"This is {name}.")
             assert states(mux) == {name: "ready", other: "standby"}
         assert (pid(tmp_path, "a"), pid(tmp_path, "b")) == engines
-    loads = [line for line in mux.output if ": loading (" in line]
-    assert len(loads) == 12, mux.output
-    assert any("standby (sleep)" in line for line in mux.output), mux.output
-
-
-def test_weights_that_were_dropped_are_read_again_before_anybody_is_served(tmp_path: Path) -> None:
-    deep = {"x-anvil": {"engine": "vllm", "gpus": ["0"], "evict_to": ["sleep-2"]}}
-    with serving(compose(tmp_path, a=deep), state=tmp_path) as mux:
-        for name in "abab":
-            assert says(mux, name).startswith(f"This is {name}.")
-    log = (state_folder("sleepers", {"XDG_STATE_HOME": str(tmp_path)}) / "a.log").read_text()
-    assert "POST /sleep?level=2" in log
-    assert log.index("tags=weights") < log.index("/collective_rpc") < log.index("tags=kv_cache")
-
-
-def test_an_engine_that_is_killed_while_standby_is_started_anew(tmp_path: Path) -> None:
-    with serving(compose(tmp_path), state=tmp_path) as mux:
-        says(mux, "a")
-        says(mux, "b")
-        assert states(mux)["a"] == "standby"
         os.kill(pid(tmp_path, "a"), signal.SIGKILL)
         assert seen(lambda: states(mux)["a"], lambda state: state != "standby") == "stopped"
         assert says(mux, "a").startswith("This is a.")
+    loads = [line for line in mux.output if ": loading (" in line]
+    assert len(loads) == 9, mux.output
+    assert any("standby (sleep)" in line for line in mux.output), mux.output
 
 
-def test_an_engine_without_its_sleep_routes_is_stopped_instead(tmp_path: Path) -> None:
-    flags = ["--enable-sleep-mode", "--model", "a", "--load-seconds", "0.1"]
-    command = ["env", "VLLM_SERVER_DEV_MODE=0", "bin/demo-engine", *flags]  # which the check cannot see
-    with serving(compose(tmp_path, a={"command": command}), state=tmp_path) as mux:
-        says(mux, "a")
-        says(mux, "b")
-        assert states(mux) == {"a": "stopped", "b": "ready"}
-        assert says(mux, "a").startswith("This is a.")
-    assert any("a could not be put into standby (sleep) and is stopped" in line for line in mux.output), (
-        mux.output
-    )
+def test_a_kill_costs_neither_the_resident_nor_who_is_in_standby_a_cold_start(tmp_path: Path) -> None:
+    levels = {"s": "sleep", "d": "sleep-2", "f": "freeze"}
+    models = {
+        f"{name}{n}": (str(gpu), level) for gpu, (name, level) in enumerate(levels.items()) for n in "12"
+    }
+    file = compose(tmp_path, **models)
+    first = serve(file, "--on-exit", "keep", state=tmp_path)
+    try:
+        for name in models:
+            says(first, name)
+    finally:
+        first.stop(signal.SIGKILL)
+    engines = {name: pid(tmp_path, name) for name in models}
+    with serving(file, state=tmp_path) as mux:
+        assert states(mux) == {name: "ready" if name[1] == "2" else "standby" for name in models}
+        assert [name for name in models if process_state(engines[name]) == "T"] == ["f1"]
+        for name in [*models, *models]:
+            assert says(mux, name).startswith(f"This is {name}.")
+        assert {name: pid(tmp_path, name) for name in models} == engines
+    folder = state_folder("sleepers", {"XDG_STATE_HOME": str(tmp_path)})
+    assert [name for name in levels if "/collective_rpc" in (folder / f"{name}1.log").read_text()] == ["d"]
+    asked = (folder / "d1.log").read_text()
+    assert "POST /sleep?level=2" in asked
+    assert asked.index("tags=weights") < asked.index("/collective_rpc") < asked.index("tags=kv_cache")
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("way", ["sleep", "sleep-2"])
-def test_a_restart_costs_neither_the_resident_nor_the_sleeper_a_cold_start(
-    tmp_path: Path, way: str, end: signal.Signals
+def test_who_is_found_asleep_without_a_note_has_its_weights_read_again_and_who_is_found_frozen_goes_on(
+    tmp_path: Path,
 ) -> None:
-    about = {"x-anvil": {"engine": "vllm", "gpus": ["0"], "evict_to": [way]}}
-    file = compose(tmp_path, a=about, b=about)
+    file = compose(tmp_path, a=("0", "sleep"), b=("1", "sleep"))
     first = serve(file, "--on-exit", "keep", state=tmp_path)
     try:
         says(first, "a")
         says(first, "b")
-    finally:
-        first.stop(end)
-    engines = pid(tmp_path, "a"), pid(tmp_path, "b")
-    with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "standby", "b": "ready"}
-        for name in "abab":
-            assert says(mux, name).startswith(f"This is {name}.")
-        assert (pid(tmp_path, "a"), pid(tmp_path, "b")) == engines
-    asked = (state_folder("sleepers", {"XDG_STATE_HOME": str(tmp_path)}) / "a.log").read_text()
-    assert ("/collective_rpc" in asked) is (way == "sleep-2")
-
-
-def test_of_a_sleeper_of_whom_nothing_is_noted_the_weights_are_read_again(tmp_path: Path) -> None:
-    file = compose(tmp_path)
-    first = serve(file, "--on-exit", "keep", state=tmp_path)
-    try:
-        says(first, "a")
     finally:
         first.stop()
     folder = state_folder("sleepers", {"XDG_STATE_HOME": str(tmp_path)})
     url = json.loads((folder / "a.json").read_text())["url"]
     requests.post(f"{url}/sleep?level=2", timeout=GUARD).raise_for_status()
-    with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "standby", "b": "stopped"}
-        assert says(mux, "a").startswith("This is a.")
-    assert "/collective_rpc" in (folder / "a.log").read_text()
-
-
-def test_two_models_without_gpu_memory_take_turns_frozen(tmp_path: Path) -> None:
-    frozen = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze"]}}
-    with serving(compose(tmp_path, a=frozen, b=frozen), state=tmp_path) as mux:
-        for name in "ababab":
-            assert says(mux, name).startswith(f"This is {name}.")
-        frozen_pid = pid(tmp_path, "a")
-        assert seen(lambda: process_state(frozen_pid), lambda state: state == "T") == "T"
-
-
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_restart_finds_the_frozen_as_they_were(tmp_path: Path, end: signal.Signals) -> None:
-    frozen = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze"]}}
-    file = compose(tmp_path, a=frozen, b=frozen)
-    first = serve(file, "--on-exit", "keep", state=tmp_path)
-    try:
-        says(first, "a")
-        says(first, "b")
-    finally:
-        first.stop(end)
     engines = pid(tmp_path, "a"), pid(tmp_path, "b")
+    os.kill(engines[1], signal.SIGSTOP)
     with serving(file, state=tmp_path) as mux:
         assert states(mux) == {"a": "standby", "b": "ready"}
-        assert Path(f"/proc/{engines[0]}/stat").read_text().split()[2] == "T"
-        for name in "abab":
+        for name in "ab":
             assert says(mux, name).startswith(f"This is {name}.")
         assert (pid(tmp_path, "a"), pid(tmp_path, "b")) == engines
-
-
-def test_a_frozen_engine_that_does_not_rest_so_is_let_go_on_and_kept(tmp_path: Path) -> None:
-    file = compose(tmp_path)
-    first = serve(file, "--on-exit", "keep", state=tmp_path)
-    try:
-        says(first, "a")
-    finally:
-        first.stop()
-    kept = pid(tmp_path, "a")
-    os.kill(kept, signal.SIGSTOP)
-    with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "ready", "b": "stopped"}
-        assert says(mux, "a").startswith("This is a.")
-        assert pid(tmp_path, "a") == kept
+    assert "/collective_rpc" in (folder / "a.log").read_text()

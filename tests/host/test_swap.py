@@ -138,46 +138,42 @@ def test_a_service_that_loses_its_port_twice_has_failed():
     assert runtime.calls == ["start", "start", "log_tail", "stop"]
 
 
-def test_a_start_that_fails_is_a_load_error_after_the_clean_up():
+@pytest.mark.parametrize(
+    ("fails", "why", "log", "calls"),
+    [
+        ({"start": BackendError("dockerd said no")}, "^dockerd said no", True, ["start", "log_tail", "stop"]),
+        ({"start": RuntimeError("odd")}, "^RuntimeError: odd", True, ["start", "log_tail", "stop"]),
+        (
+            {"start": LoadError("no image"), "log_tail": BackendError("no log")},
+            "^no image$",
+            False,
+            ["start", "log_tail", "stop"],
+        ),
+        # There is nothing to clean up.
+        ({"start": NotBegun("no dockerd"), "stop": BackendError("no")}, "^no dockerd$", False, ["start"]),
+    ],
+)
+def test_a_start_that_fails_is_a_load_error_after_the_clean_up(
+    fails: dict[str, Exception], why: str, log: bool, calls: list[str]
+):
     runtime = Notes()
-    runtime.fails["start"] = BackendError("dockerd said no")
-    with pytest.raises(LoadError, match="dockerd said no"):
+    runtime.fails = fails
+    with pytest.raises(LoadError, match=why) as caught:
         Swapper(runtime).load(BACKEND, "stop")
-    assert runtime.calls == ["start", "log_tail", "stop"]
+    assert caught.value.log == (("first", "last") if log else ())
+    assert runtime.calls == calls
 
 
-def test_after_a_start_that_did_nothing_there_is_nothing_to_clean_up():
-    runtime = Notes()
-    runtime.fails = {"start": NotBegun("no dockerd"), "stop": BackendError("no dockerd")}
-    with pytest.raises(LoadError, match=r"^no dockerd$"):
-        Swapper(runtime).load(BACKEND, "stop")
-    assert runtime.calls == ["start"]
-
-
-def test_even_a_foreign_exception_is_cleaned_up_after():
-    runtime = Notes()
-    runtime.fails["start"] = RuntimeError("odd")
-    with pytest.raises(LoadError, match="RuntimeError: odd"):
-        Swapper(runtime).load(BACKEND, "stop")
-    assert runtime.calls[-1] == "stop"
-
-
-def test_a_clean_up_that_fails_says_that_the_gpus_may_be_held():
+@pytest.mark.parametrize(("is_cancelled", "why"), [(False, "no image"), (True, "was cancelled")])
+def test_a_clean_up_that_fails_says_that_the_gpus_may_be_held(is_cancelled: bool, why: str):
     runtime = Notes()
     no = BackendError("cannot be stopped")
     runtime.fails = {"start": LoadError("no image"), "stop": no, "kill": no}
-    with pytest.raises(
-        BackendError, match=r"no image; and then it could not be stopped: .*cannot be stopped"
-    ):
-        Swapper(runtime).load(BACKEND, "stop")
-
-
-def test_a_log_that_cannot_be_had_does_not_hide_the_failure():
-    runtime = Notes()
-    runtime.fails = {"start": LoadError("no image"), "log_tail": BackendError("no log")}
-    with pytest.raises(LoadError) as caught:
-        Swapper(runtime).load(BACKEND, "stop")
-    assert (caught.value.message, caught.value.log) == ("no image", ())
+    swapper = Swapper(runtime)
+    if is_cancelled:
+        swapper.cancel(BACKEND, 7)
+    with pytest.raises(BackendError, match=f"{why}; and then it could not be stopped: .*cannot be stopped"):
+        swapper.load(BACKEND, "stop", 7)
 
 
 def test_a_load_that_is_cancelled_while_its_engine_is_not_ready_is_cleaned_up_and_no_failure():
@@ -198,9 +194,10 @@ def test_a_load_that_is_cancelled_while_its_engine_is_not_ready_is_cleaned_up_an
 
 def test_the_cancel_of_one_load_is_none_of_another_whichever_number_is_greater(healthy: Stub):
     swapper = Swapper(Notes(healthy.url))
-    swapper.cancel(BACKEND, 7)
+    swapper.load(BACKEND, "stop", 7)
+    swapper.cancel(BACKEND, 7)  # too late
     for number in (6, 8):
-        assert swapper.load(BACKEND, "stop", number).how == "stop"
+        assert swapper.load(BACKEND, "stop", number) == Loaded(healthy.url, "stop")
 
 
 class CancelledMeanwhile(Notes):
@@ -213,25 +210,17 @@ class CancelledMeanwhile(Notes):
         return super().start(backend)
 
 
-def test_a_start_under_way_may_finish_before_its_load_is_cancelled():
-    runtime = CancelledMeanwhile()
-    runtime.swapper = Swapper(runtime)
+def test_a_start_under_way_may_finish_and_an_engine_that_is_ready_when_its_load_is_cancelled_is_loaded(
+    healthy: Stub,
+):
+    gone = CancelledMeanwhile()
+    gone.swapper = Swapper(gone)
     with pytest.raises(Cancelled):
-        runtime.swapper.load(BACKEND, "stop", 7)
-    assert runtime.calls == ["start", "stop"]
-
-
-def test_an_engine_that_is_ready_when_its_load_is_cancelled_is_loaded(healthy: Stub):
-    runtime = CancelledMeanwhile(healthy.url)
-    runtime.swapper = Swapper(runtime)
-    assert runtime.swapper.load(BACKEND, "stop", 7) == Loaded(healthy.url, "stop")
-
-
-def test_a_cancel_that_comes_too_late_is_not_meant_for_the_next_load(healthy: Stub):
-    swapper = Swapper(Notes(healthy.url))
-    swapper.load(BACKEND, "stop", 7)
-    swapper.cancel(BACKEND, 7)
-    assert swapper.load(BACKEND, "stop", 8) == Loaded(healthy.url, "stop")
+        gone.swapper.load(BACKEND, "stop", 7)
+    assert gone.calls == ["start", "stop"]
+    ready = CancelledMeanwhile(healthy.url)
+    ready.swapper = Swapper(ready)
+    assert ready.swapper.load(BACKEND, "stop", 7) == Loaded(healthy.url, "stop")
 
 
 def test_what_does_not_wake_is_not_started_anew_if_its_load_was_cancelled():
@@ -241,21 +230,6 @@ def test_what_does_not_wake_is_not_started_anew_if_its_load_was_cancelled():
     with pytest.raises(Cancelled):
         swapper.load(BACKEND, "freeze", 7)
     assert runtime.calls == ["stop", "stop"]
-
-
-def test_a_clean_up_that_fails_after_a_cancel_says_that_the_gpus_may_be_held():
-    runtime, no = Notes(), BackendError("cannot be stopped")
-    runtime.fails = {"stop": no, "kill": no}
-    swapper = Swapper(runtime)
-    swapper.cancel(BACKEND, 7)
-    with pytest.raises(BackendError, match="was cancelled; and then it could not be stopped"):
-        swapper.load(BACKEND, "stop", 7)
-
-
-def test_an_eviction_stops_the_service():
-    runtime = Notes()
-    assert Swapper(runtime).evict(BACKEND, "stop") == Evicted("stop")
-    assert runtime.calls == ["stop"]
 
 
 @pytest.mark.parametrize("end", [Swapper.evict, Swapper.stop])
@@ -315,12 +289,13 @@ def test_an_engine_that_ends_while_it_is_told_to_rest_is_not_blamed_for_that(
 
 
 @pytest.mark.parametrize("error", [BackendError("stuck"), OSError("stuck")])
-def test_an_eviction_that_fails_is_a_backend_error(error: Exception):
+def test_an_eviction_stops_the_service_and_one_that_fails_is_a_backend_error(error: Exception):
     runtime = Notes()
+    assert Swapper(runtime).evict(BACKEND, "stop") == Evicted("stop")
     runtime.fails = {"stop": error, "kill": error}
     with pytest.raises(BackendError, match="stuck"):
         Swapper(runtime).evict(BACKEND, "stop")
-    assert runtime.calls == ["stop", "kill"]
+    assert runtime.calls == ["stop", "stop", "kill"]
 
 
 def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():

@@ -67,13 +67,11 @@ def test_the_folder_of_a_model_has_what_its_index_lists(tmp_path: Path) -> None:
     assert found(tmp_path, serve) == ["llm/model-2.safetensors"]
 
 
-def test_weights_that_are_there_twice_are_read_once(tmp_path: Path) -> None:
-    put(tmp_path, "llm/config.json", "llm/consolidated.safetensors", "llm/model.safetensors")
+def test_weights_that_are_there_twice_are_read_once_and_a_folder_of_many_models_is_no_model(
+    tmp_path: Path,
+) -> None:
+    put(tmp_path, "llm/config.json", "llm/consolidated.safetensors", "llm/model.safetensors", "a.gguf")
     assert found(tmp_path, ["--model=/m/llm"]) == ["llm/model.safetensors"]
-
-
-def test_a_folder_of_many_models_is_no_model(tmp_path: Path) -> None:
-    put(tmp_path, "a.gguf", "b.gguf")
     assert found(tmp_path, ["llama-server", "--models-dir", "/m"]) == []
 
 

@@ -20,7 +20,7 @@ COMMANDS = [
     line
     for block in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)
     for line in block.splitlines()
-    if line.startswith("anvil-mux ")
+    if line.startswith("anvil-mux replay ")
 ]
 ELSEWHERE = "http://127.0.0.1:8080"
 QUICK = ["--limit", "3", "--speed", "1000", "--warm-up", "0", "--tokens-per-second", "1", "--json"]

@@ -23,6 +23,7 @@ from anvil_mux.errors import BackendError
 from anvil_mux.host import check, gpu, nvml
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host.seam import HostGpu
 from anvil_mux.lab import swaps
 from tests.running import serving
 
@@ -208,7 +209,7 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
         engines = [json.loads(each.read_text()) for each in tmp_path.glob("anvil-mux/*/*.json")]
         here = tuple((each["pid"], held(each)) for each in engines)
         used = sum(amount for _, amount in here)
-        return Gpus((Reading("0", "GPU-0", "fake", 24 * GIB, used, here),))
+        return Gpus((Reading(HostGpu("0", "GPU-0", "fake", 24 * GIB), used, here),))
 
     monkeypatch.setattr(gpu, "probe", probe)
     monkeypatch.setattr(nvml, "buses", lambda: {"0": 16e9})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anvil_mux.config.config import Config
 from tests.lab.test_simulate import one
-from tests.multiplexer.test_multiplexer import Stage
+from tests.multiplexer.stage import Stage
 
 THREE = Config(policy="eager", backends=tuple(one(name, "0") for name in "abc"))
 

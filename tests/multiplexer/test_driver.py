@@ -10,6 +10,7 @@ from anvil_mux.clock import Clock, mistakes
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.multiplexer.driver import Job, SchedulerDriver
 from tests.baton import BatonClock
+from tests.multiplexer.stage import SEEDS
 
 GUARD = 20.0
 
@@ -59,7 +60,7 @@ def play(main, seed=0):
     return crew.did
 
 
-@pytest.mark.parametrize("seed", range(5))
+@SEEDS
 def test_jobs_are_performed_at_once_each_in_a_thread_of_its_own(seed):
     def main(crew):
         crew.clock.sleep(1.0)
@@ -70,7 +71,7 @@ def test_jobs_are_performed_at_once_each_in_a_thread_of_its_own(seed):
     assert sorted(did) == [(0.0, "time passed"), (1.0, "a"), (1.0, "b"), (6.0, "a done"), (6.0, "b done")]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@SEEDS
 def test_time_passes_at_the_moment_that_was_set_last(seed):
     def main(crew):
         crew.clock.sleep(1.0)

@@ -12,11 +12,10 @@ from anvil_mux.errors import GpuMemoryShort, HostUnavailable
 from anvil_mux.scheduler.status import HostState, KeptPrompts
 from anvil_mux.telemetry import healthz
 from tests.lab.test_simulate import one
-from tests.multiplexer.test_multiplexer import Stage
+from tests.multiplexer.stage import SEEDS, Stage
 
 M = one("m0", "0", model="m"), one("m1", "0", model="m", host="h1")
 FLEET = Config(policy="eager", backends=(*M, one("c", "1", host="h1")))
-SEEDS = pytest.mark.parametrize("seed", range(5))
 
 
 @SEEDS

@@ -221,14 +221,17 @@ def check_response(data: bytes, draw: random.Random) -> None:
 
 def check_chunks(data: bytes, draw: random.Random) -> None:
     def whole() -> tuple[bytes, bool, bytes]:
-        decoder = http1.ChunkDecoder(None, BadRequest)
-        return decoder.feed(data), decoder.done, decoder.rest
+        content: list[bytes] = []
+        end = http1.ChunkCounter(BadRequest).feed(data, content)
+        return b"".join(content), end is not None, b"" if end is None else data[end:]
 
     def cut() -> tuple[bytes, bool, bytes]:
-        decoder, content, left = http1.ChunkDecoder(None, BadRequest), b"", pieces(draw, data)
-        while left and not decoder.done:
-            content += decoder.feed(left.pop(0))
-        return content, decoder.done, decoder.rest + b"".join(left)
+        counter, content, left = http1.ChunkCounter(BadRequest), list[bytes](), pieces(draw, data)
+        while left:
+            piece = left.pop(0)
+            if (end := counter.feed(piece, content)) is not None:
+                return b"".join(content), True, piece[end:] + b"".join(left)
+        return b"".join(content), False, b""
 
     one, other = attempt(whole, BadRequest), attempt(cut, BadRequest)
     if one is not None or other is not None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 
 import h11
 import pytest
 
-from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
+from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol import http1
-from anvil_mux.protocol.lasthead import LastHead
 
 HOST = b"Host: a\r\n"
 
@@ -362,64 +359,6 @@ def test_what_is_taken_h11_takes_too_and_reads_alike():
     assert refused > 500
 
 
-def _outcome(read: Callable[..., http1.Request | http1.Response], *head: object) -> tuple[object, ...]:
-    """What a head was read as, or how it was refused."""
-    try:
-        message = read(*head)
-    except MuxError as error:
-        return type(error), error.status, error.message
-    return tuple(message)
-
-
-@pytest.mark.parametrize(
-    ("first", "read"),
-    [
-        (b"POST / HTTP/1.1", http1.parse_request),
-        (b"HTTP/1.1 200 OK", partial(http1.parse_response, method="POST")),
-    ],
-)
-def test_the_last_head_of_a_connection_is_read_like_a_fresh_one(first, read):
-    rng = random.Random(4)
-    others = [b"X: 1", b"Transfer-Encoding: chunked", b"Connection: close", b"X-Request-ID: 7"]
-    good, bad = [b"5", b"77", b"05", b"1" * 15], [b"", b"1" * 16, b"-1", b"+5", b"5 ", b"5, 5", b"\xb2"]
-    again = 0
-    for _ in range(300):
-        last = LastHead()
-        lines, at = [b"Host: h", *rng.choices(others, [9, 1, 1, 1], k=2)], rng.randrange(4)
-        for _ in range(20):
-            lines[0] = rng.choices([b"Host: h", b"Host: i"], [9, 1])[0]
-            length = b"Content-Length: " + rng.choice(good if rng.random() < 0.8 else bad)
-            given = [length] if rng.random() < 0.9 else []
-            head = b"\r\n".join([first, *lines[:at], *given, *lines[at:], b"", b""])
-            message = last.again(head + b"{}\r\n\r\n")
-            expected = _outcome(read, head)
-            if message is not None:
-                again += 1
-                assert (last.end, _outcome(lambda m=message: m)) == (len(head), expected)
-            elif not isinstance(expected[0], type):
-                message = read(head)
-                last.remember(head, message)
-                assert _outcome(lambda m=message: m) == expected
-    assert again > 1000
-
-
-def test_a_remembered_head_is_not_shared_between_connections():
-    head = b"POST /shared HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
-    first, second = LastHead[http1.Request](), LastHead[http1.Request]()
-    for last in (first, second):
-        last.remember(head % 1, http1.parse_request(head % 1))
-    kept = first.again(head % 2)
-    assert second.again(head % 3).length == 3
-    assert (kept.length, http1.parse_request(head % 4).length) == (2, 4)
-    assert first.again(head[:-4] % 5) is None
-
-
-def test_the_head_of_an_answer_to_head_is_not_taken_for_that_of_another():
-    head, last = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", LastHead[http1.Response]()
-    last.remember(head, http1.parse_response(head, "HEAD"))
-    assert last.again(head) is None
-
-
 def test_a_blank_line_before_a_head_hides_no_length():
     http1.parse_request(b"\r\nPOST / HTTP/1.1\r\nHost: h\r\n\r\n")
     with pytest.raises(BadRequest):
@@ -593,102 +532,3 @@ def test_our_own_answers():
     assert http1.stream_head([(b"X", b"1")], chunked=True).endswith(
         b"X: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-
-
-def _pieces(rng: random.Random, data: bytes) -> list[bytes]:
-    cuts = sorted(rng.sample(range(len(data) + 1), min(len(data), rng.randrange(12))))
-    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
-
-
-def _chunked(rng: random.Random) -> tuple[bytes, bytes]:
-    payloads = [rng.randbytes(rng.choice([1, 2, 15, 16, 17, 300])) for _ in range(rng.randrange(5))]
-    sent = b""
-    for payload in payloads:
-        size = rng.choice([b"%x", b"%X", b"000%x"]) % len(payload)
-        sent += size + rng.choice([b"", b";a=b", b" ;a"]) + b"\r\n" + payload + b"\r\n"
-    trailer = rng.choice([b"", b"X-Sum: 1\r\n", b"A: b\r\nC: d\r\n"])
-    return b"".join(payloads), sent + rng.choice([b"0", b"000", b"0;x"]) + b"\r\n" + trailer + b"\r\n"
-
-
-def test_the_end_of_a_chunked_body_is_found_in_any_split():
-    rng = random.Random(3)
-    for _ in range(3000):
-        payload, sent = _chunked(rng)
-        counter, decoder = http1.ChunkCounter(), http1.ChunkDecoder()
-        ends: list[int] = []
-        seen, decoded = 0, b""
-        for piece in _pieces(rng, sent + b"next"):
-            if ends:
-                break
-            end = counter.feed(piece)
-            decoded += decoder.feed(piece)
-            if end is not None:
-                ends.append(seen + end)
-                assert decoder.rest == piece[end:]
-            seen += len(piece)
-        assert ends == [len(sent)]
-        assert counter.done
-        assert decoder.done
-        assert decoded == payload
-
-
-def _feed_all(counter: http1.ChunkCounter, sent: bytes, step: int) -> None:
-    for start in range(0, len(sent), step):
-        counter.feed(sent[start : start + step])
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"+4\r\nabcd\r\n",
-        b"-4\r\nabcd\r\n",
-        b"0x4\r\nabcd\r\n",
-        b"4_0\r\n",
-        b" 4\r\nabcd\r\n",
-        b"4 \r\nabcd\r\n",
-        b"4\nabcd\r\n",
-        b"g\r\n",
-        b"\r\n",
-        b"1234567890abcdef\r\n",
-        b"4;" + b"a" * 400,
-        b"4;a\0\r\n",
-        b"4\r\nabcde\r\n",
-        b"4\r\nabcdXX0\r\n\r\n",
-        b"4\r\nabcd0\r\n\r\n",
-        b"4\r\nabcd\n0\r\n\r\n",
-        b"4;a\nabcd\r\n",
-        b"0\n",
-        b"0\r\n\n",
-        b"0\r\nX: y\n",
-        b"0\r\nX A: b\r\n\r\n",
-        b"0\r\nX-A: " + b"b" * 9000,
-    ],
-    ids=lambda sent: repr(sent)[:30],
-)
-def test_bad_chunks_are_refused_whole_and_byte_by_byte(sent):
-    for step in (len(sent), 1):
-        counter = http1.ChunkCounter(BadRequest)
-        with pytest.raises(BadRequest):
-            _feed_all(counter, sent, step)
-
-
-@pytest.mark.parametrize("sent", [b"4\r\nabcdX", b"4\r\nabcd\n", b"4\r\nabcd\rX", b"1\r\n{}"])
-@pytest.mark.parametrize("before", [1, 2, 4])
-def test_a_byte_that_is_wrong_is_refused_when_it_comes_and_never_passed_on(sent, before):
-    counter = http1.ChunkCounter(BadRequest)
-    counter.feed(sent[:-before])
-    with pytest.raises(BadRequest):
-        counter.feed(sent[-before:])
-
-
-def test_a_decoder_stops_at_its_limit():
-    decoder = http1.ChunkDecoder(limit=5, error=BadRequest)
-    assert decoder.feed(http1.chunk(b"12345")) == b"12345"
-    with pytest.raises(TooLarge):
-        decoder.feed(http1.chunk(b"6"))
-
-
-def test_what_is_chunked_can_be_decoded():
-    decoder = http1.ChunkDecoder()
-    assert decoder.feed(http1.chunk(b"a" * 300) + http1.chunk(b"") + http1.LAST_CHUNK) == b"a" * 300
-    assert decoder.done

@@ -354,8 +354,7 @@ def test_connections_are_kept_on_both_sides(rig: Rig) -> None:
     rig.engine.answer = speak
     client = rig.client()
     for _ in range(3):
-        client.post(json.dumps({"model": "a", "messages": [USER]}).encode(), path=b"/api/chat")
-        assert client.read().clean
+        assert client.ask(json.dumps({"model": "a", "messages": [USER]}).encode(), path=b"/api/chat").clean
     assert len(rig.engine.connections) == 1
 
 
@@ -448,11 +447,11 @@ def test_asking_nothing_loads_and_keeping_alive_for_nothing_unloads(rig: Rig) ->
     loaded = json.loads(ask(rig, "/api/generate", model="a").read().body)
     assert (loaded["response"], loaded["done"], loaded["done_reason"]) == ("", True, "load")
     rig.events.wait("ready")
-    assert [each["name"] for each in json.loads(rig.client().get(b"/api/ps").body)["models"]] == ["a"]
+    assert [each["name"] for each in rig.client().json(b"/api/ps")["models"]] == ["a"]
     said = json.loads(ask(rig, "/api/chat", model="a", messages=[], keep_alive=0).read().body)
     assert said["done_reason"] == "unload"
     rig.events.wait("stopped")
-    assert json.loads(rig.client().get(b"/api/ps").body) == {"models": []}
+    assert rig.client().json(b"/api/ps") == {"models": []}
     assert rig.engine.asked.empty()
 
 
@@ -480,7 +479,7 @@ def test_what_an_engine_has_no_part_for_is_not_asked_again(rig: Rig) -> None:
 
 def expires(rig: Rig) -> float:
     """In how many seconds the one resident model is to be unloaded, as /api/ps says."""
-    (model,) = json.loads(rig.client().get(b"/api/ps").body)["models"]
+    (model,) = rig.client().json(b"/api/ps")["models"]
     at = datetime.strptime(model["expires_at"], "%Y-%m-%dT%H:%M:%S.%f%z")
     return at.timestamp() - time.time()
 
@@ -535,8 +534,8 @@ def test_unloading_loads_nothing(rig: Rig) -> None:
 
 def test_the_models_are_told_from_memory(rig: Rig) -> None:
     client = rig.client()
-    assert [each["model"] for each in json.loads(client.get(b"/api/tags").body)["models"]] == ["a", "org/b"]
-    assert json.loads(client.get(b"/api/version").body) == {"version": ollama.VERSION}
+    assert [each["model"] for each in client.json(b"/api/tags")["models"]] == ["a", "org/b"]
+    assert client.json(b"/api/version") == {"version": ollama.VERSION}
     client.post(b'{"name":"alias:latest"}', path=b"/api/show")
     shown = json.loads(client.read().body)
     assert shown["model_info"]["general.basename"] == "a"

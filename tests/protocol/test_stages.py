@@ -228,8 +228,7 @@ def test_when_the_second_stage_dies_nothing_of_the_first_goes_to_who_is_left(rig
 
 def test_a_request_that_cannot_be_read_frees_both_leases(rig: Rig) -> None:
     client = rig.client()
-    client.post(b'{"model": "m", "n": 1, "n": 2}')
-    assert client.read().status == 400
+    assert client.ask(b'{"model": "m", "n": 1, "n": 2}').status == 400
     rig.events.wait("released", 2)
     assert rig.mux.overview.status().leases == 0
 

@@ -46,8 +46,7 @@ def served_by_a(rig: Rig, body: bytes) -> bool:
 
 def refused(rig: Rig, body: bytes, extra: bytes = b"") -> tuple[int, dict[str, Any], Answer]:
     client = rig.client()
-    client.post(body, extra=extra)
-    answer = client.read()
+    answer = client.ask(body, extra=extra)
     return answer.status, json.loads(answer.body)["error"], answer
 
 
@@ -107,18 +106,18 @@ def test_who_names_no_model_may_get_any(make_rig: Callable[..., Rig]) -> None:
 
 def test_it_is_in_the_lists(any_rig: Rig) -> None:
     client = any_rig.client()
-    listed = json.loads(client.get(b"/v1/models").body)["data"]
+    listed = client.json(b"/v1/models")["data"]
     assert [(each["id"], each["status"]["value"]) for each in listed][-1] == ("chat", "unloaded")
     answered(any_rig, b'{"model":"a"}')
-    assert json.loads(client.get(b"/v1/models/chat").body)["status"]["value"] == "loaded"
-    assert "chat" in [each["id"] for each in json.loads(client.get(b"/api/v0/models").body)["data"]]
-    assert "chat" in [each["name"] for each in json.loads(client.get(b"/api/tags").body)["models"]]
-    state = json.loads(client.get(b"/healthz").body)["any_of"]
+    assert client.json(b"/v1/models/chat")["status"]["value"] == "loaded"
+    assert "chat" in [each["id"] for each in client.json(b"/api/v0/models")["data"]]
+    assert "chat" in [each["name"] for each in client.json(b"/api/tags")["models"]]
+    state = client.json(b"/healthz")["any_of"]
     assert state == {"chat": {"models": ["org/b", "a"], "swap": "allowed", "serves": "a"}}
 
 
 def test_why_says_what_it_stands_for(any_rig: Rig) -> None:
-    told = json.loads(any_rig.client().get(b"/why?model=chat").body)
+    told = any_rig.client().json(b"/why?model=chat")
     assert told["sentence"].startswith("chat stands for org/b or a. A request for org/b waits about")
     assert (told["model"], told["any_of"]) == ("org/b", ["org/b", "a"])
 
@@ -140,7 +139,7 @@ def test_a_key_gets_those_that_it_may_use(make_rig: Callable[..., Rig]) -> None:
 
     def named(key: bytes) -> tuple[list[str], int]:
         client, head = rig.client(), b"Authorization: Bearer %b\r\n" % key
-        listed = json.loads(client.get(b"/v1/models", extra=head).body)["data"]
+        listed = client.json(b"/v1/models", extra=head)["data"]
         client.post(b'{"model":"chat","stop":1}', extra=head)
         engine = {b"key-of-b": rig.other, b"key-of-chat": rig.other}.get(key)
         if engine:
@@ -205,7 +204,7 @@ def test_one_that_waits_for_a_place_fails_once_its_model_makes_room(make_rig: Ca
     rig.events.wait("queued", count=2)
     third.post(b'{"model":"org/b"}')
     answer = second.read()
-    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (503, "nothing_resident")
+    assert (answer.status, answer.code) == (503, "nothing_resident")
     running.send(JSON_OK)
     assert first.read().status == 200
     rig.other.next().send(JSON_OK)
@@ -256,20 +255,19 @@ def test_the_first_name_whose_model_is_resident_says_under_which_preset(preset_r
 
 def test_it_is_told_by_the_names_of_the_presets(preset_rig: Rig) -> None:
     client, head = preset_rig.client(), b"Authorization: Bearer key-of-law1\r\n"
-    listed = json.loads(client.get(b"/v1/models", extra=head).body)["data"]
+    listed = client.json(b"/v1/models", extra=head)["data"]
     assert [each["id"] for each in listed] == ["law", "chat"]
     client.post(b'{"model":"chat"}', extra=head + NEVER)
     assert json.loads(client.read().body)["error"]["message"].startswith("law is not loaded")
     client.post(b'{"model":"chatt"}', extra=head)
     assert json.loads(client.read().body)["error"]["message"].endswith("Known models: chat, law.")
-    told = preset_rig.handler.probes.state()["any_of"]
+    told = preset_rig.handler.local.probes.state()["any_of"]
     assert told == {"chat": {"models": ["think", "law", "fast"], "swap": "allowed", "serves": "think"}}
 
 
 def test_ollamas_clients_are_told_of_it_like_of_a_model(preset_rig: Rig) -> None:
     client = preset_rig.client()
-    client.post(CHAT, path=b"/api/show", extra=b"Authorization: Bearer key-of-all1\r\n")
-    assert client.read().status == 200
+    assert client.ask(CHAT, path=b"/api/show", extra=b"Authorization: Bearer key-of-all1\r\n").status == 200
 
 
 # While paused

@@ -72,9 +72,7 @@ def test_a_stream_is_kept_without_its_framing(make_rig: Make) -> None:
     rig = make_rig(capture=1)
     events = [b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"]
     whole = b"".join(map(chunk, events)) + LAST
-    client = rig.client()
-    client.post(b'{"model":"a","stream":true}', path=b"/v1/chat/completions")
-    asked = rig.engine.next()
+    client, asked = rig.asked(b'{"model":"a","stream":true}', path=b"/v1/chat/completions")
     asked.send(SSE_HEAD + whole[:9])
     client.read_until(whole[:9])
     asked.send(whole[9:])

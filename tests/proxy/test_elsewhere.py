@@ -89,8 +89,7 @@ def world(make_rig: Callable[..., Rig]) -> Callable[..., World]:
 
 
 def ask(client: RawClient, model: str, **more: bytes) -> bytes:
-    client.post(b'{"model":"%b"}' % model.encode(), **more)
-    return client.read().head
+    return client.ask(b'{"model":"%b"}' % model.encode(), **more).head
 
 
 # Its head, and its key
@@ -106,10 +105,8 @@ def test_no_key_of_a_client_reaches_it_and_ours_does(world: Callable[..., World]
 
     found.rig.other.answer = answer
     client = found.client()
-    client.post(b'{"model":"gpt"}', b"/v1/chat/completions?key=k-of-a-client&x=1", EXTRA)
-    assert client.read().status == 200
-    client.post(b'{"model":"gpt","messages":[{"role":"user","content":"Hi"}]}', b"/api/chat", EXTRA)
-    client.read()
+    assert client.ask(b'{"model":"gpt"}', b"/v1/chat/completions?key=k-of-a-client&x=1", EXTRA).status == 200
+    client.ask(b'{"model":"gpt","messages":[{"role":"user","content":"Hi"}]}', b"/api/chat", EXTRA)
     for head in heads:
         assert OF_A_CLIENT not in head
         assert b"org" not in head
@@ -188,8 +185,7 @@ def test_one_that_refuses_our_key(world: Callable[..., World]) -> None:
     found = world(gpt={"api_key_env": "CLOUD_KEY"})
     found.rig.other.answer = lambda _: status(401)
     client = found.client()
-    client.post(b'{"model":"gpt"}')
-    answer = client.read()
+    answer = client.ask(b'{"model":"gpt"}')
     assert answer.status == 502
     assert b"refuses the API key in CLOUD_KEY" in answer.body
 
@@ -280,8 +276,7 @@ def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world: Callab
     found.rig.mechanism.gate.clear()
     found.rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
     client = found.client()
-    client.post(b'{"model":"a","stream":true}')
-    answer = client.read()
+    answer = client.ask(b'{"model":"a","stream":true}')
     assert answer.clean
     assert b": anvil-mux gpt answers instead of a (fell_back)" in answer.body
     assert answer.body.endswith(b"data: {}\n\n")
@@ -321,8 +316,10 @@ def test_a_stream_that_does_not_begin_in_time_falls_back(world: Callable[..., Wo
     found.rig.other.answer = None
     found.rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
     client = found.client()
-    client.post(b'{"model":"gpt","stream":true}')
-    assert client.read().header(b"X-Anvil-Fallback") == b"a; gpt backend_unavailable"
+    assert (
+        client.ask(b'{"model":"gpt","stream":true}').header(b"X-Anvil-Fallback")
+        == b"a; gpt backend_unavailable"
+    )
     assert found.rig.other.next().was_left()
 
 
@@ -438,8 +435,7 @@ def test_a_fallback_forces_no_swap_either(world: Callable[..., World]) -> None:
     found = world(gpt={"fallback": ("a",)}, any_of={"chat": AnyOf(("gpt",), swaps=False)})
     found.rig.mux.circuits.asked("gpt", "cannot be reached")
     client = found.client()
-    client.post(b'{"model":"chat"}')
-    answer = client.read()
+    answer = client.ask(b'{"model":"chat"}')
     assert answer.status == 503
     assert b"a is not loaded, and this request does not allow a swap" in answer.body
     assert found.rig.events.of("loading") == []
@@ -492,13 +488,11 @@ def test_tls_is_verified(world: Callable[..., World], tmp_path: Path, *, trusted
         rig.mux.facts.reconfigure(config, {})
         rig.handler.reconfigure(config, load(None, {}))
         client = found.client()
-        client.post(b'{"model":"gpt"}')
-        answer = client.read()
+        answer = client.ask(b'{"model":"gpt"}')
         if trusted:
             assert answer.status == 200
             found.rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
-            client.post(b'{"model":"gpt","stream":true}')
-            assert client.read().body == b"data: {}\n\n"
+            assert client.ask(b'{"model":"gpt","stream":true}').body == b"data: {}\n\n"
         else:
             assert answer.status == 502
             assert b"its certificate was refused" in answer.body

@@ -32,8 +32,8 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
     client = rig.client()
 
     def offered() -> tuple[object, object, object]:
-        listed = json.loads(client.get(b"/v1/models").body)["data"][0]["status"]["value"]
-        health = json.loads(client.get(b"/healthz").body)
+        listed = client.json(b"/v1/models")["data"][0]["status"]["value"]
+        health = client.json(b"/healthz")
         return listed, health["resident"], health["hosts"]["h1"]["lost"]
 
     assert offered() == ("loaded", "m", False)
@@ -47,8 +47,7 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
     assert refused.header(b"retry-after")
     rig.mux.facts.host_back("h1", {"a": rig.engine.url})
     assert offered() == ("loaded", "m", False)
-    client.post(ASK)
-    assert client.read().status == 200
+    assert client.ask(ASK).status == 200
 
 
 def test_where_there_is_one_host_none_is_named(rig: Rig) -> None:
@@ -68,7 +67,7 @@ def test_those_who_look_on_are_told_of_the_backends_that_matter(make_rig: Make) 
     assert told["models"]["m"]["candidates"] == {"backends": 6, "hosts": 3}
     assert told["models"]["m"]["backends"].keys() == {"m.h2.1"}
     assert [event["host"] for event in told["events"]] == ["h2"]
-    assert len(json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]) == 6
+    assert len(rig.client().json(b"/healthz")["models"]["m"]["backends"]) == 6
 
 
 def test_of_a_few_backends_on_one_host_all_are_told(make_rig: Make) -> None:
@@ -84,19 +83,19 @@ def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None
     rig.mux.facts.host_lost("h1")
     rig.mux.tell(rig.mux.scheduler.host_drained, "h2", drained=True)
     rig.mux.tell(rig.mux.scheduler.host_away, "h3", away=True)
-    told = {each.pop("host"): each for each in json.loads(rig.client().get(b"/why?model=m").body)["hosts"]}
+    told = {each.pop("host"): each for each in rig.client().json(b"/why?model=m")["hosts"]}
     assert told["local"] == {"states": {"stopped": 2}, "left_out": None}
     assert told["h1"]["states"] == {"ready": 1, "stopped": 1}
     assert told["h1"]["left_out"].startswith("lost for ")
     assert told["h2"]["left_out"] == "drained by hand"
     assert told["h3"]["left_out"] == "away: its agent does not answer; its engines go on serving"
-    stages = json.loads(rig.client().get(b"/why?model=m").body)["stages"]
+    stages = rig.client().json(b"/why?model=m")["stages"]
     removed = {row["backend"]: row["removed_by"] for row in stages["neutral"]}
     assert (removed["m.h1.0"], removed["m.h2.0"]) == ("host_lost", "stopped")
 
 
 def test_why_names_no_host_where_there_is_one(rig: Rig) -> None:
-    assert "hosts" not in json.loads(rig.client().get(b"/why?model=a").body)
+    assert "hosts" not in rig.client().json(b"/why?model=a")
 
 
 # Requests that a lost host had

@@ -72,8 +72,7 @@ def test_requests_pass(rig: Rig, through_nginx: Callable[[], RawClient]) -> None
     rig.engine.answer = lambda _: JSON_OK
     client = through_nginx()
     for _ in range(3):
-        client.post(b'{"model":"a"}')
-        assert client.read().body == b"{}"
+        assert client.ask(b'{"model":"a"}').body == b"{}"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +119,7 @@ def test_a_form_that_is_refused_while_it_comes_swallows_nobody_elses_request(
         b"Content-Type: multipart/form-data; boundary=XX\r\nContent-Length: %d\r\n\r\n%b" % (len(form), form)
     )
     assert attacker.read().status == 400
-    victim.post(b'{"model":"a"}')
-    assert victim.read().status == 200
+    assert victim.ask(b'{"model":"a"}').status == 200
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,9 @@ def one_port() -> Iterator[OnePort]:
 
 
 def ask(client: RawClient, model: str) -> bytes:
-    client.post(b'{"model":"%b"}' % model.encode(), extra=b"Authorization: Bearer %b\r\n" % OURS.encode())
-    answer = client.read()
+    answer = client.ask(
+        b'{"model":"%b"}' % model.encode(), extra=b"Authorization: Bearer %b\r\n" % OURS.encode()
+    )
     assert answer.status == 200
     return answer.body
 

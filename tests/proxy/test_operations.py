@@ -12,10 +12,8 @@ from anvil_mux.errors import LoadError
 from anvil_mux.protocol import naming
 from anvil_mux.proxy import operations
 from anvil_mux.telemetry import feed
-from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig
+from tests.fake_engine import ASK_A, GUARD, JSON_OK, RawClient, Rig
 from tests.running import seen
-
-ASK_A = b'{"model":"a"}'
 
 
 def followed(connection: RawClient) -> dict[str, object]:
@@ -38,7 +36,7 @@ def status(model: str, value: str, **more: object) -> dict[str, object]:
 
 
 def badge(rig: Rig, model: str) -> dict[str, object]:
-    listed = json.loads(rig.client().get(b"/models").body)["data"]
+    listed = rig.client().json(b"/models")["data"]
     return next(each["status"] for each in listed if each["id"] == model)  # type: ignore[no-any-return]
 
 
@@ -48,8 +46,7 @@ def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
     monkeypatch.setattr(operations, "MOMENT_SECONDS", 0.0)
     rig.mechanism.gate.clear()
     connection = rig.client()
-    connection.post(b'{"model":"alias"}', path=b"/models/load")
-    assert connection.read().body == b'{"success":true}'
+    assert connection.ask(b'{"model":"alias"}', path=b"/models/load").body == b'{"success":true}'
     rig.events.wait("loading")
     assert badge(rig, "a") == {"value": "loading"}
     connection.leave()
@@ -63,22 +60,18 @@ def test_loads_of_a_model_by_clients_that_left_wait_as_one(rig: Rig, monkeypatch
     rig.mechanism.gate.clear()
     for _ in range(20):
         connection = rig.client()
-        connection.post(ASK_A, path=b"/models/load")
-        assert connection.read().body == b'{"success":true}'
+        assert connection.ask(ASK_A, path=b"/models/load").body == b'{"success":true}'
         connection.leave()
     rig.events.wait("loading")
     assert rig.mux.overview.status().waiting == 1
     rig.mechanism.gate.set()
     rig.events.wait("ready")
     connection = rig.client()
-    connection.post(ASK_A, path=b"/models/load?wait=true")
-    assert connection.read().body == b'{"success":true}'
+    assert connection.ask(ASK_A, path=b"/models/load?wait=true").body == b'{"success":true}'
 
 
 def test_load_may_be_waited_for(rig: Rig) -> None:
-    connection = rig.client()
-    connection.post(ASK_A, path=b"/models/load?wait=true")
-    assert connection.read().body == b'{"success":true}'
+    assert rig.client().ask(ASK_A, path=b"/models/load?wait=true").body == b'{"success":true}'
     assert rig.events.of("ready")
 
 
@@ -86,9 +79,7 @@ def test_load_may_be_waited_for(rig: Rig) -> None:
 def test_a_load_that_fails_at_once_says_why(rig: Rig, monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
     monkeypatch.setattr(operations, "MOMENT_SECONDS", GUARD)
     rig.mechanism.failure = LoadError("no such file")
-    connection = rig.client()
-    connection.post(ASK_A, path=path)
-    answer = connection.read()
+    answer = rig.client().ask(ASK_A, path=path)
     assert answer.status == 503
     assert b"no such file" in answer.body
     assert badge(rig, "a") == {"value": "unloaded", "failed": True}
@@ -96,10 +87,8 @@ def test_a_load_that_fails_at_once_says_why(rig: Rig, monkeypatch: pytest.Monkey
 
 def test_ejecting_puts_the_model_out(rig: Rig) -> None:
     connection = rig.client()
-    connection.post(ASK_A, path=b"/models/load?wait=true")
-    connection.read()
-    connection.post(ASK_A, path=b"/models/unload")
-    assert connection.read().body == b'{"success":true}'
+    connection.ask(ASK_A, path=b"/models/load?wait=true")
+    assert connection.ask(ASK_A, path=b"/models/unload").body == b'{"success":true}'
     rig.events.wait("stopped")
     assert badge(rig, "a") == {"value": "unloaded"}
     connection.post(ASK_A, path=b"/models/unload")
@@ -111,8 +100,7 @@ def test_ejecting_what_is_being_loaded_cancels_that_and_tells_who_waits(rig: Rig
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
     rig.events.wait("loading")
-    connection.post(ASK_A, path=b"/models/unload")
-    assert connection.read().body == b'{"success":true}'
+    assert connection.ask(ASK_A, path=b"/models/unload").body == b'{"success":true}'
     answer = waiting.read()
     error = json.loads(answer.body)["error"]
     assert (answer.status, error["code"]) == (503, "cancelled")
@@ -163,9 +151,8 @@ def test_a_request_loads_its_model_unless_it_says_otherwise(query: str, loads: b
 def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
     connection = rig.client()
     for what, pinned in ((b"pin", True), (b"unpin", False)):
-        connection.post(ASK_A, path=b"/models/" + what)
-        assert connection.read().body == b'{"success":true}'
-        models = json.loads(rig.client().get(b"/healthz").body)["models"]
+        assert connection.ask(ASK_A, path=b"/models/" + what).body == b'{"success":true}'
+        models = rig.client().json(b"/healthz")["models"]
         assert {name: model["pinned"] for name, model in models.items()} == {"a": pinned, "org/b": False}
 
 

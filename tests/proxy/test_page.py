@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
 ]
 ODD = "org/<b>odd</b>"
-READY = "document.getElementById('health').textContent === 'all is well'"
+HEALTH = "document.getElementById('health').textContent"
+READY = f"{HEALTH} === 'all is well'"
 
 
 @pytest.fixture(scope="module")
@@ -98,29 +99,34 @@ def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux: Running, page: C
 # Several hosts
 
 
-@pytest.fixture
-def opened(browser: Chromium) -> Iterator[Callable[[Rig], Chromium]]:
-    """Opens the page of a rig, on which every question is answered with yes; it must do nothing wrong."""
+Opened = Callable[..., tuple[Rig, Chromium]]
 
-    def open_page(rig: Rig) -> Chromium:
+
+@pytest.fixture
+def opened(make_rig: Callable[..., Rig], browser: Chromium) -> Iterator[Opened]:
+    """Opens the page of a rig that has adopted some backends.
+
+    Every question is answered with yes there; it must do nothing wrong.
+    """
+
+    def open_page(*adopted: str, **settings: object) -> tuple[Rig, Chromium]:
+        rig = make_rig(**settings)
+        rig.mux.facts.adopt(dict.fromkeys(adopted, rig.engine.url))
         browser.leave()
         browser.size(1280, 900)
         browser.open("http://{}:{}/".format(*rig.address))
         browser.wait("document.readyState === 'complete' && !!state")
         browser.ask("window.questions = [], window.confirm = text => questions.push(text) > 0, null")
-        return browser
+        return rig, browser
 
     yield open_page
     assert browser.problems == []
 
 
-def test_servers_elsewhere_and_fallbacks(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
+def test_servers_elsewhere_and_fallbacks(opened: Opened) -> None:
     near = Backend("a", "a", gpus=("0",), fallback=("gpt",), fallback_after=20.0)
-    rig = make_rig(backends=(near, Backend("gpt", "gpt", url="https://cloud.example/v1")))
+    rig, page = opened(backends=(near, Backend("gpt", "gpt", url="https://cloud.example/v1")))
     rig.mux.facts.adopt({"gpt": "https://cloud.example/v1"})
-    page = opened(rig)
     assert page.ask(f"{row('a')}.children[0].innerText").endswith("fallback: gpt after 20 s")
     page.wait(f"{row('gpt')}.children[1].innerText === 'elsewhere'")
     assert page.ask(f"{row('gpt')}.children[2].innerText") == "cloud.example"
@@ -152,15 +158,12 @@ def press_of(page: Chromium, name: str, label: str) -> None:
     page.ask(f"{host(name)}.querySelector({json.dumps(f'button[aria-label={json.dumps(label)}]')}).click()")
 
 
-def test_gpus_stand_under_their_host_with_its_state(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
+def test_gpus_stand_under_their_host_with_its_state(opened: Opened) -> None:
     there, replica = Backend("a", "a", ("0",), host="h1"), Backend("m1", "m", ("1",), host="h1")
-    rig = make_rig(backends=(there, replica, Backend("m0", "m", ("0",)), Backend("c", "c", host="h2")))
-    rig.mux.facts.adopt({"a": rig.engine.url})
-    page = opened(rig)
+    rig, page = opened(
+        "a", backends=(there, replica, Backend("m0", "m", ("0",)), Backend("c", "c", host="h2"))
+    )
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
-    health, chip = "document.getElementById('health').textContent", "querySelector('.chip').textContent"
     assert page.ask("[...document.querySelectorAll('#hosts h3')].map(each => each.textContent)") == [
         "local",
         "h1",
@@ -173,26 +176,23 @@ def test_gpus_stand_under_their_host_with_its_state(
     assert page.ask(f"{row('m')}.children[2].textContent") == "on any of 2 hosts"
     assert page.ask(f"{row('c')}.children[2].textContent") == "h2"
     rig.mux.tell(rig.mux.scheduler.host_away, "h2", away=True)
-    page.wait(f"{health} === 'the host h2 is away'")
-    assert page.ask(f"{host('h2')}.{chip}") == "away"
+    page.wait(f"{HEALTH} === 'the host h2 is away'")
+    assert page.ask(f"{host('h2')}.querySelector('.chip').textContent") == "away"
     rig.mux.facts.host_lost("h1")
-    page.wait(f"{health} === 'the host h1 is lost, the host h2 is away'")
-    assert page.ask(f"{host('h1')}.{chip}").startswith("lost for ")
+    page.wait(f"{HEALTH} === 'the host h1 is lost, the host h2 is away'")
+    assert page.ask(f"{host('h1')}.querySelector('.chip').textContent").startswith("lost for ")
     assert page.ask(cards("h1")) == ["GPU 0\nout of service\na", "GPU 1\nout of service"]
     assert page.ask(state_of("a")) == "ready, host lost"
     assert page.ask(f"{row('a')}.children[2].textContent") == "h1/0"
     assert page.ask(state_of("m")) == "stopped"
     rig.mux.tell(rig.mux.scheduler.host_away, "h2", away=False)
     rig.mux.facts.host_back("h1", {"a": rig.engine.url})
-    page.wait(f"{READY} && {state_of('a')} === 'ready' && {host('h1')}.{chip} === 'here'")
+    page.wait(f"{READY} && {state_of('a')} === 'ready'")
+    page.wait(f"{host('h1')}.querySelector('.chip').textContent === 'here'")
 
 
-def test_a_host_is_drained_and_declared_gone_by_its_buttons(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
-    rig = make_rig(backends=(Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",))))
-    rig.mux.facts.adopt({"a": rig.engine.url})
-    page = opened(rig)
+def test_a_host_is_drained_and_declared_gone_by_its_buttons(opened: Opened) -> None:
+    rig, page = opened("a", backends=(Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",))))
     page.wait(f"{state_of('a')} === 'ready'")
     labels = f"[...{host('h1')}.querySelectorAll('button:not([hidden])')].map(each => each.ariaLabel)"
     assert page.ask(labels) == ["Drain the host h1"]
@@ -214,12 +214,8 @@ def test_a_host_is_drained_and_declared_gone_by_its_buttons(
     assert page.ask(f"{host('local')}.querySelectorAll('button:not([hidden])').length") == 0
 
 
-def test_before_a_host_is_drained_on_which_requests_run_it_is_asked(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
-    rig = make_rig(backends=(Backend("a", "a", ("0",), host="h1"),))
-    rig.mux.facts.adopt({"a": rig.engine.url})
-    page = opened(rig)
+def test_before_a_host_is_drained_on_which_requests_run_it_is_asked(opened: Opened) -> None:
+    rig, page = opened("a", backends=(Backend("a", "a", ("0",), host="h1"),))
     page.wait(f"{state_of('a')} === 'ready'")
     with rig.mux.lease("a"):
         page.wait(f"{row('a')}.children[3].textContent === '1'")
@@ -228,9 +224,7 @@ def test_before_a_host_is_drained_on_which_requests_run_it_is_asked(
         page.wait(f"{host('h1')}.querySelector('.chip').textContent === 'drained'")
 
 
-def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
+def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(opened: Opened) -> None:
     names = [f"h{number:02}" for number in range(50)]
     models = [
         Backend(f"{model}.{name}.{gpu}", model, (gpu,), host=name)
@@ -238,10 +232,9 @@ def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(
         for name in names
         for gpu in "01234567"
     ]
-    rig = make_rig(backends=models)
-    rig.mux.facts.adopt({"a.h03.1": rig.engine.url, "a.h07.0": rig.engine.url, "b.h20.4": rig.engine.url})
+    rig, page = opened("a.h03.1", "a.h07.0", "b.h20.4", backends=models)
     rig.mux.facts.host_lost("h20")
-    page = opened(rig)
+    page.wait(f"{HEALTH} === 'the host h20 is lost'")
     place = [page.ask(f"{row(model)}.children[2].textContent") for model in "abc"]
     assert place == ["h03/1, h07/0", "on any of 50 hosts", "on any of 50 hosts"]
     assert page.ask(f"{row('a')}.textContent.includes('a.h03.1: ready, a.h07.0: ready')")
@@ -259,12 +252,9 @@ def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(
     page.wait(f"{row('b')}.textContent.includes('Left out: h20 (lost for ')")
 
 
-def test_what_was_loaded_on_a_lost_host_is_not_drawn_as_resident(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
-    rig = make_rig(backends=(Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",), host="h2")))
-    rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.engine.url})
-    page = opened(rig)
+def test_what_was_loaded_on_a_lost_host_is_not_drawn_as_resident(opened: Opened) -> None:
+    backends = Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",), host="h2")
+    _, page = opened("a", "b", backends=backends)
     drawn = "state && Object.fromEntries(Object.entries(bars(0, 100)).map(([name, {bars}]) => [name, bars]))"
     lost = {"kind": "host_lost", "host": "h1"}
     told: list[dict[str, Any]] = [
@@ -479,8 +469,9 @@ def test_prompts_on_disk_are_told(page: Chromium) -> None:
     assert not page.ask(f"{row('slow')}.innerText.includes('prompts')")
 
 
-def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser: Chromium) -> None:
-    health = "document.getElementById('health').textContent"
+def test_reloads_are_told_and_that_nobody_answers_until_somebody_does(
+    tmp_path: Path, browser: Chromium
+) -> None:
     file = compose(tmp_path, "a")
     with serving(file, state=tmp_path) as running:
         browser.open(f"http://127.0.0.1:{running.port}/")
@@ -488,7 +479,7 @@ def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser
         written = file.read_text()
         file.write_text("services: [")
         running.process.send_signal(signal.SIGHUP)
-        browser.wait(f"{health}.startsWith('last reload refused: {file}')")
+        browser.wait(f"{HEALTH}.startsWith('last reload refused: {file}')")
         compose(tmp_path, "a", "new")
         assert file.read_text() != written
         running.process.send_signal(signal.SIGHUP)
@@ -496,15 +487,8 @@ def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser
         told = "[...document.querySelectorAll('#swaps li')].map(each => each.textContent).join()"
         browser.wait(f"{told}.includes('anvil-mux: configuration reloaded: added new')")
         browser.wait("document.getElementById('version').textContent.includes(', reloaded at ')")
-
-
-def test_it_says_when_nobody_answers_and_comes_back_by_itself(tmp_path: Path, browser: Chromium) -> None:
-    file = compose(tmp_path)
-    with serving(file, state=tmp_path) as running:
         port = running.port
-        browser.open(f"http://127.0.0.1:{port}/")
-        browser.wait(f"document.readyState === 'complete' && {READY}")
-    browser.wait("document.getElementById('health').textContent === 'no answer; trying again'")
+    browser.wait(f"{HEALTH} === 'no answer; trying again'")
     with serving(file, "--port", str(port), state=tmp_path):
         browser.wait(READY)
 
@@ -512,15 +496,8 @@ def test_it_says_when_nobody_answers_and_comes_back_by_itself(tmp_path: Path, br
 # People
 
 
-HEALTH = "document.getElementById('health').textContent"
-
-
-def test_a_pause_begins_and_ends_by_its_button(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
-    rig = make_rig()
-    rig.mux.facts.adopt({"a": rig.engine.url})
-    page = opened(rig)
+def test_a_pause_begins_and_ends_by_its_button(opened: Opened) -> None:
+    rig, page = opened("a")
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
     button = "document.getElementById('pause')"
     page.ask("document.getElementById('lasts').value = '2h', null")
@@ -536,12 +513,8 @@ def test_a_pause_begins_and_ends_by_its_button(
     page.wait(f"{READY} && {button}.textContent === 'Pause'")
 
 
-def test_before_a_pause_severs_requests_it_is_asked(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
-    rig = make_rig()
-    rig.mux.facts.adopt({"a": rig.engine.url})
-    page = opened(rig)
+def test_before_a_pause_severs_requests_it_is_asked(opened: Opened) -> None:
+    rig, page = opened("a")
     page.wait(f"{state_of('a')} === 'ready'")
     with rig.mux.lease("a"):
         page.wait(f"{row('a')}.children[3].textContent === '1'")
@@ -565,12 +538,8 @@ def test_a_model_is_tried_as_it_comes_and_all_at_once(mux: Running, page: Chromi
     assert page.ask(f"{answer}.textContent") == streamed
 
 
-def test_a_name_for_several_models_is_shown_and_can_be_tried(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
-    rig = make_rig(any_of={"chat": AnyOf(("org/b", "a"))})
-    rig.mux.facts.adopt({"a": rig.engine.url})
-    page = opened(rig)
+def test_a_name_for_several_models_is_shown_and_can_be_tried(opened: Opened) -> None:
+    rig, page = opened("a", any_of={"chat": AnyOf(("org/b", "a"))})
     page.wait("document.getElementById('choices').textContent === 'chat: any of org/b, a; now a'")
     page.ask("document.getElementById('try-text').value = 'x', null")
     page.ask("document.getElementById('try-model').value = 'chat', null")
@@ -580,12 +549,10 @@ def test_a_name_for_several_models_is_shown_and_can_be_tried(
     asked.send(JSON_OK)
 
 
-def test_what_is_wrong_with_a_try_is_said(
-    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
-) -> None:
-    rig = make_rig()
+def test_what_is_wrong_with_a_try_is_said(opened: Opened) -> None:
+    rig, page = opened()
     rig.mux.facts.paused(None)
-    page = opened(rig)
+    page.wait(f"{HEALTH}.startsWith('paused')")
     page.ask("document.getElementById('try-text').value = 'x', null")
     page.ask("document.getElementById('try-send').click()")
     page.wait("document.getElementById('try-told').textContent.startsWith('anvil-mux is paused')")

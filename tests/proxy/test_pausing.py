@@ -19,8 +19,7 @@ Make = Callable[..., Rig]
 
 def post(rig: Rig, path: bytes, body: bytes = b"{}") -> tuple[int, Any]:
     client = rig.client()
-    client.post(body, path=path)
-    answer = client.read()
+    answer = client.ask(body, path=path)
     return answer.status, json.loads(answer.body)
 
 
@@ -36,13 +35,13 @@ def test_it_frees_the_gpus_and_ends_with_resume(rig: Rig) -> None:
     rig.events.wait("stopped")
     status, told = post(rig, b"/v1/chat/completions", b'{"model":"a"}')
     assert (status, told["error"]["code"]) == (503, "paused")
-    state = json.loads(rig.client().get(b"/healthz").body)
+    state = rig.client().json(b"/healthz")
     assert state["status"] == "ok"
     assert state["paused"].items() >= {"until": None, "requests": "refused"}.items()
     assert post(rig, b"/resume") == (200, {"success": True, "paused": True, "kept": True})
     assert post(rig, b"/resume")[1]["paused"] is False
     assert post(rig, b"/v1/chat/completions", b'{"model":"a"}')[0] == 200
-    assert json.loads(rig.client().get(b"/healthz").body)["paused"] is None
+    assert rig.client().json(b"/healthz")["paused"] is None
 
 
 def test_a_client_that_is_refused_is_told_when_to_ask_again(rig: Rig) -> None:
@@ -107,7 +106,7 @@ def test_where_requests_wait_they_are_answered_after_it(make_rig: Make) -> None:
     client = rig.client()
     client.post(b'{"model":"a"}', path=b"/v1/chat/completions")
     rig.events.wait("queued")
-    assert json.loads(rig.client().get(b"/healthz").body)["paused"]["requests"] == "wait"
+    assert rig.client().json(b"/healthz")["paused"]["requests"] == "wait"
     rig.mux.facts.resumed()
     assert client.read().status == 200
 

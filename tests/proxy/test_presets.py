@@ -101,8 +101,7 @@ def test_an_adapter_is_chosen_for_anthropics_clients_too_though_llama_server_wou
 @pytest.mark.parametrize("path", [b"/v1/embeddings", b"/api/embed", b"/v1/rerank", b"/embedding"])
 def test_an_adapter_that_would_not_be_applied_is_refused(rig: Rig, path: bytes) -> None:
     client = rig.client()
-    client.post(b'{"model":"law","input":"x"}', path)
-    answer = client.read()
+    answer = client.ask(b'{"model":"law","input":"x"}', path)
     assert answer.status == 501
     assert b"cannot apply the LoRA adapter law at " in answer.body
     assert rig.other.asked.empty()
@@ -145,9 +144,9 @@ def test_every_api_says_the_system_message_in_its_own_way(
 
 
 def test_the_bytes_of_a_conversation_stay_as_they_were(rig: Rig) -> None:
-    client = rig.client()
-    client.post(b'{"messages" : [ {"role":"user", "content":"\\u00e9 \\/", "n":1.00}],"model":"qwen-think"}')
-    got = rig.engine.next()
+    client, got = rig.asked(
+        b'{"messages" : [ {"role":"user", "content":"\\u00e9 \\/", "n":1.00}],"model":"qwen-think"}'
+    )
     got.send(JSON_OK)
     client.read()
     assert b' {"role":"user", "content":"\\u00e9 \\/", "n":1.00}]' in got.body
@@ -165,9 +164,7 @@ def test_the_bytes_of_a_conversation_stay_as_they_were(rig: Rig) -> None:
 def test_presets_are_ollamas_too(
     rig: Rig, path: str, said: dict[str, Any], messages: list[Any] | None
 ) -> None:
-    client = rig.client()
-    client.post(json.dumps({"model": "qwen-think:latest", **said}).encode(), path.encode())
-    got = rig.engine.next()
+    client, got = rig.asked(json.dumps({"model": "qwen-think:latest", **said}).encode(), path.encode())
     found = json.loads(got.body)
     got.send(*DONE)
     client.read()
@@ -190,9 +187,7 @@ def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_pres
 
 def test_a_form_names_an_adapter(rig: Rig) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nsql\r\n--x--\r\n'
-    client = rig.client()
-    client.post(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
-    got = rig.engine.next()
+    client, got = rig.asked(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
     got.send(JSON_OK)
     client.read()
     assert got.body == form
@@ -214,8 +209,7 @@ def test_both_stages_of_a_request_get_the_preset(make_rig: Callable[..., Rig]) -
     client = rig.client()
     for _ in range(2):  # the second one finds both stages loaded
         bodies.clear()
-        client.post(b'{"model":"qwen-think","messages":[{"role":"user","content":"Hi"}]}')
-        assert client.read().status == 200
+        assert client.ask(b'{"model":"qwen-think","messages":[{"role":"user","content":"Hi"}]}').status == 200
         rig.events.wait("ready", 2)
     assert [said["model"] for said in bodies] == ["p", "d"]
     for said in bodies:
@@ -226,7 +220,7 @@ def test_both_stages_of_a_request_get_the_preset(make_rig: Callable[..., Rig]) -
 
 
 def names(client: RawClient, path: bytes, extra: bytes = b"") -> list[str]:
-    found = json.loads(client.get(path, extra=extra).body)
+    found = client.json(path, extra=extra)
     return [each.get("id") or each["name"] for each in found.get("data") or found["models"]]
 
 
@@ -239,9 +233,9 @@ def test_presets_are_listed(rig: Rig, path: bytes) -> None:
 
 
 def test_a_preset_in_the_list_names_its_model(rig: Rig) -> None:
-    found = json.loads(rig.client().get(b"/v1/models/qwen-fast").body)
+    found = rig.client().json(b"/v1/models/qwen-fast")
     assert (found["id"], found["parent"], found["aliases"]) == ("qwen-fast", "qwen", [])
-    assert "parent" not in json.loads(rig.client().get(b"/v1/models/qwen").body)
+    assert "parent" not in rig.client().json(b"/v1/models/qwen")
     answer = rig.client().get(b"/v1/models/qwen-slow")
     assert answer.status == 404
     assert b"qwen-fast" in answer.body
@@ -251,7 +245,7 @@ def test_the_log_and_the_state_name_the_preset(rig: Rig) -> None:
     asked(rig, "qwen-fast")
     record = rig.events.record()
     assert (record.model, record.preset) == ("qwen", "qwen-fast")
-    state = json.loads(rig.client().get(b"/healthz").body)["models"]
+    state = rig.client().json(b"/healthz")["models"]
     assert [model["presets"] for model in state.values()] == [["qwen-think", "qwen-fast", "sql"], ["law"]]
 
 
@@ -285,11 +279,10 @@ def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig
         got.send(JSON_OK)
         client.read()
         assert json.loads(got.body)["temperature"] == int(temperature)
-    client.post(b'{"model":"qwen-fast"}')
-    assert client.read().status == 404
+    assert client.ask(b'{"model":"qwen-fast"}').status == 404
     assert len(rig.events.of("loading")) == 1
 
 
 def test_why_says_whose_preset_it_is(rig: Rig) -> None:
-    told = json.loads(rig.client().get(b"/why?model=qwen-fast").body)
+    told = rig.client().json(b"/why?model=qwen-fast")
     assert told["sentence"].startswith("qwen-fast is a preset of qwen. A request for qwen waits about")

@@ -26,7 +26,7 @@ from tests.fake_engine import chunk as framed
         (b'{"a":1, "b":2,\n"c":3}', ["b"], {}, b'{"a":1,"c":3}'),
         (b'{"a":1,"b":2}', [], {"b": "3"}, b'{"a":1,"b":3}'),
         (b'{"a":1}', [], {"b": '{"x":[]}'}, b'{"a":1,"b":{"x":[]}}'),
-        (b"{}", ["a"], {"b": "null"}, b'{"b":null}'),
+        (b'{"a":1,"b":2}', ["a"], {"b": "null", "c": "null"}, b"{}"),
         (b"\xef\xbb\xbf { } ", [], {}, b"{}"),
         (b'{"a":1,"\\u0061":2,"b":"x"}', ["a"], {}, b'{"b":"x"}'),
         (b'{"a":1,"a":2}', [], {"a": "0"}, b'{"a":0}'),
@@ -39,6 +39,20 @@ def test_only_what_is_named_changes(
 ) -> None:
     kept = body.replace(b', "', b',"').replace(b"{ ", b"{") if expected is None else expected
     assert rewritten(body, strip, put) == kept
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"a":1}', b'{"a":1,"b":2}'),
+        (b'{"b":null,"a":1}', b'{"b":null,"a":1}'),
+        (b'{"c":1}', b'{"b":2}'),
+        (b"{}", b'{"b":2}'),
+    ],
+)
+def test_a_default_is_added_where_the_client_sent_nothing(body: bytes, expected: bytes) -> None:
+    default = {"a": "null", "b": "2", "d": "4"}
+    assert rewritten(body, ["c"], {"d": "null"}, default) == expected
 
 
 def test_the_rewritten_body_means_what_it_should_whatever_the_body_holds() -> None:
@@ -109,7 +123,8 @@ def test_what_cannot_be_rewritten_is_said(tmp_path: Path, said: str, problem: st
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    changed = Backend("a", "a", ("0",), strip=("temperature",), set=(("top_k", "5"),), served_model="inside")
+    fields = {"strip": ("temperature",), "set": (("top_k", "5"),), "default": (("min_p", "1"),)}
+    changed = Backend("a", "a", ("0",), served_model="inside", **fields)  # type: ignore[arg-type]
     made = Rig(backends=(changed, Backend("b", "b", ("0",))), gpus=(Gpu("0"),))
     yield made
     made.close()
@@ -128,8 +143,11 @@ def asked(rig: Rig, body: bytes, path: bytes = b"/v1/chat/completions", model: s
 def test_an_engine_gets_its_requests_rewritten_and_under_its_own_name(rig: Rig) -> None:
     body = b'{"model":"a","temperature":0.1,"messages":[{"role":"user","content":"\\u00e9"}]}'
     got = asked(rig, body)
-    assert got == b'{"model":"inside","messages":[{"role":"user","content":"\\u00e9"}],"top_k":5}'
-    assert asked(rig, b'{"temperature":1}', b"/v1/engines/a/completions") == b'{"model":"inside","top_k":5}'
+    assert got == b'{"model":"inside","messages":[{"role":"user","content":"\\u00e9"}],"min_p":1,"top_k":5}'
+    assert (
+        asked(rig, b'{"temperature":1}', b"/v1/engines/a/completions")
+        == b'{"model":"inside","min_p":1,"top_k":5}'
+    )
 
 
 def test_a_model_that_does_not_ask_for_it_gets_every_byte_as_it_was(rig: Rig) -> None:
@@ -140,7 +158,7 @@ def test_a_model_that_does_not_ask_for_it_gets_every_byte_as_it_was(rig: Rig) ->
 def test_one_connection_may_name_one_model_after_the_other(rig: Rig) -> None:
     client = rig.client()
     for name, engine, body in 2 * [
-        ("a", rig.engine, b'{"model":"inside","top_k":5}'),
+        ("a", rig.engine, b'{"model":"inside","min_p":1,"top_k":5}'),
         ("b", rig.other, b'{"model":"b"}'),
     ]:
         client.post(b'{"model":"%b"}' % name.encode())
@@ -153,7 +171,7 @@ def test_one_connection_may_name_one_model_after_the_other(rig: Rig) -> None:
 def test_a_large_body_is_rewritten_too(rig: Rig) -> None:
     image = b'"' + b"A" * 600_000 + b'"'
     got = asked(rig, b'{"image":%b, "temperature":1, "model":"a"}' % image)
-    assert got == b'{"image":%b,"model":"inside","top_k":5}' % image
+    assert got == b'{"image":%b,"model":"inside","min_p":1,"top_k":5}' % image
 
 
 def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
@@ -164,16 +182,14 @@ def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
     got = rig.engine.next()
     said = json.loads(got.body)
     assert "temperature" not in said
-    assert (said["model"], said["top_k"]) == ("inside", 5)
+    assert (said["model"], said["top_k"], said["min_p"]) == ("inside", 5, 1)
     got.send(SSE_HEAD, framed(b"data: [DONE]\n\n"), b"0\r\n\r\n")
     client.read()
 
 
 def test_a_form_is_not_rewritten(rig: Rig) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
-    client = rig.client()
-    client.post(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
-    got = rig.engine.next()
+    client, got = rig.asked(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
     got.send(JSON_OK)
     client.read()
     assert got.body == form.replace(b"\r\na\r\n", b"\r\ninside\r\n")

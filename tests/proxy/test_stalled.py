@@ -35,9 +35,9 @@ def answered(asked: Asked, *pieces: bytes) -> None:
 
 def stream(rig: Rig, path: bytes = b"/v1/chat/completions") -> RawClient:
     """A stream by the pump, or one that is translated where the path asks for that."""
-    stalled = rig.client()
-    stalled.post(b'{"model":"a","stream":true,"messages":[{"role":"user","content":"hi"}]}', path=path)
-    asked = rig.engine.next()
+    stalled, asked = rig.asked(
+        b'{"model":"a","stream":true,"messages":[{"role":"user","content":"hi"}]}', path=path
+    )
     event = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * 65536)
     threading.Thread(target=answered, args=(asked, SSE_HEAD, *[chunk(event)] * 300), daemon=True).start()
     return stalled
@@ -83,8 +83,7 @@ def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it
     rig.other.answer = lambda _: JSON_OK
     begin(rig)
     other = rig.client()
-    other.post(b'{"model":"org/b"}')
-    assert other.read().status == 200
+    assert other.ask(b'{"model":"org/b"}').status == 200
     assert not rig.events.of("severed")
     records = [
         rig.events.record(number) for number in (1, 2)
@@ -108,8 +107,7 @@ def test_a_slow_reader_of_an_answer_that_the_engine_has_given_holds_up_no_swap(
     rig.other.answer = lambda _: JSON_OK
     slow = begin(rig)
     other = rig.client()
-    other.post(b'{"model":"org/b"}')
-    assert other.read().status == 200
+    assert other.ask(b'{"model":"org/b"}').status == 200
     assert not rig.events.of("severed")
     answer = slow.read()
     assert (answer.status, answer.clean) == (200, True)

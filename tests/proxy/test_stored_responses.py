@@ -81,9 +81,7 @@ def test_it_waits_while_that_replica_has_as_many_requests_as_it_takes() -> None:
 
 
 def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig: Rig) -> None:
-    client = rig.client()
-    client.post(b'{"model":"m","input":"hi","stream":true}', b"/v1/responses")
-    asked = rig.engine.next()
+    client, asked = rig.asked(b'{"model":"m","input":"hi","stream":true}', b"/v1/responses")
     asked.send(SSE_HEAD, chunk(b": waits\n"), chunk(CREATED[:30]))
     asked.send(chunk(CREATED[30:]))
     client.read_until(b"resp_s1")

@@ -73,8 +73,7 @@ def test_requests_are_answered_one_after_another(rig: Rig, connect: Callable[[],
     rig.engine.answer = lambda _: JSON_OK
     client = connect()
     for _ in range(3):
-        client.post(b'{"model":"a"}')
-        assert client.read().body == b"{}"
+        assert client.ask(b'{"model":"a"}').body == b"{}"
     assert client.get(b"/livez").body == b"ok\n"
     assert rig.events.record().client == "127.0.0.1"
 

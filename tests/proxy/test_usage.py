@@ -28,13 +28,14 @@ def ask(mux: Running, key: str, model: str = "a") -> int:
     return mux.request("POST", "/v1/chat/completions", body, headers=headers)[0]
 
 
-def test_it_is_told_by_key_and_model_and_outlives_the_program(
+def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
     tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = compose(tmp_path, "a", "b")
     environ = {**os.environ, "ANVIL_API_KEYS": KEYS}
     monkeypatch.setenv("ANVIL_API_KEY", "key-of-bob")
-    with serving(file, state=state, environ=environ) as mux:
+    flags = ("--policy", "eager", "--log-format", "json")
+    with serving(file, *flags, state=state, environ=environ) as mux:
         for key, model in (("alice", "a"), ("bob", "a"), ("alice", "a"), ("nobody", "b")):
             assert ask(mux, f"key-of-{key}", model) == 200
         metrics = seen(
@@ -43,8 +44,11 @@ def test_it_is_told_by_key_and_model_and_outlives_the_program(
         )
         assert 'anvil_key_requests_total{key="alice",model="a"} 2.0' in metrics
         assert mux.request("GET", "/usage", headers={"X-Api-Key": "key-of-alice"})[0] == 403
-        mux.tells(r"alice")
-    with serving(file, state=state, environ=environ) as mux:
+        line = json.loads(mux.tells(r'^\{.*"path":"/v1/chat/completions".*$')[0])
+        assert line["key"] == "alice"
+        assert line["gpu_s"] >= 0
+        assert not any("key-of-alice" in each for each in mux.output)
+    with serving(file, *flags, state=state, environ=environ) as mux:
         url = f"http://127.0.0.1:{mux.port}"
         assert ask(mux, "key-of-alice", "a") == 200
         told = seen(
@@ -76,8 +80,7 @@ def test_it_is_told_by_key_and_model_and_outlives_the_program(
 def test_where_no_key_is_asked_for_it_is_counted_by_model(rig: Rig) -> None:
     rig.engine.answer = lambda _: JSON_OK
     client = rig.client()
-    client.post(b'{"model":"a"}', path=b"/v1/chat/completions")
-    assert client.read().status == 200
+    assert client.ask(b'{"model":"a"}', path=b"/v1/chat/completions").status == 200
     record = rig.events.record()
     assert record.key == ""
     assert record.gpu_seconds > 0
@@ -90,17 +93,6 @@ def test_a_request_on_two_gpus_uses_both_and_one_on_none_uses_none(make_rig: Cal
         pass
     assert lease.gpu_seconds == 2 * lease.ticket.share > 0
     assert other.gpu_seconds == 0
-
-
-def test_a_key_is_named_in_the_access_log_and_never_shown(tmp_path: Path, state: Path) -> None:
-    environ = {**os.environ, "ANVIL_API_KEYS": KEYS}
-    file = compose(tmp_path, "a")
-    with serving(file, "--log-format", "json", state=state, environ=environ) as mux:
-        assert ask(mux, "key-of-alice") == 200
-        line = json.loads(mux.tells(r'^\{.*"path":"/v1/chat/completions".*$')[0])
-        assert line["key"] == "alice"
-        assert line["gpu_s"] >= 0
-        assert not any("key-of-alice" in each for each in mux.output)
 
 
 def test_a_key_has_the_name_that_it_was_given() -> None:

@@ -17,7 +17,6 @@ from anvil_mux.host.seam import Seen, Sensors
 from anvil_mux.proxy import page
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.telemetry.feed import EVENTS
-from anvil_mux.telemetry.metrics import _route_labels
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk
 from tests.telemetry.test_metrics import record
 
@@ -86,13 +85,13 @@ def test_the_state_is_rendered_once_for_all_who_look_within_a_moment(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page, "PAUSE_SECONDS", 2 * GUARD)
-    rendered, state = [], rig.handler.probes.state
+    rendered, state = [], rig.handler.local.probes.state
 
     def counted(*, brief: bool = False) -> dict[str, Any]:
         rendered.append(brief)
         return state(brief=brief)
 
-    monkeypatch.setattr(rig.handler.probes, "state", counted)
+    monkeypatch.setattr(rig.handler.local.probes, "state", counted)
     watchers = [Watcher(rig.client()) for _ in range(5)]
     assert [watcher.next()[0] for watcher in watchers] == ["snapshot"] * 5
     assert len(rendered) == 1
@@ -120,9 +119,7 @@ def test_the_state_is_told_only_when_it_has_changed(rig: Rig, monkeypatch: pytes
     watcher = Watcher(rig.client())
     assert watcher.message().startswith("event: snapshot")
     assert [watcher.message() for _ in range(3)] == [": nothing new"] * 3
-    client = rig.client()
-    client.post(ASK_A)
-    asked = rig.engine.next()
+    _, asked = rig.asked(ASK_A)
     busy = watcher.until("state", lambda state: state["leases"] == 1)
     assert busy["models"]["a"]["state"] == "ready"
     asked.send(JSON_OK)
@@ -133,7 +130,7 @@ def test_what_gpus_measure_is_told_now_and_then(rig: Rig, monkeypatch: pytest.Mo
     monkeypatch.setattr(page, "BEAT_SECONDS", 0.0)
     watcher = Watcher(rig.client())
     assert watcher.message().startswith("event: snapshot")
-    rig.handler.probes.sight = lambda: {"0": Seen(sensors=Sensors(celsius=61.0))}
+    rig.handler.local.probes.sight = lambda: {"0": Seen(sensors=Sensors(celsius=61.0))}
     assert [watcher.message() for _ in range(3)] == [": nothing new"] * 3
     monkeypatch.setattr(page, "SENSORS_SECONDS", 0.0)
     hot = watcher.until("state")
@@ -199,7 +196,7 @@ def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look
     watcher.read_until(b"data: ")
     for path in (b"/models/sse", b"/events"):
         refused = rig.client().get(path, extra=one)
-        assert (refused.status, json.loads(refused.body)["error"]["code"]) == (429, "too_many_requests")
+        assert (refused.status, refused.code) == (429, "too_many_requests")
     second = rig.client()
     second.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (second.host, other))
     second.read_until(b"event: snapshot")
@@ -233,35 +230,27 @@ def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
     _, seen = watcher.next()
     assert [(line["model"], line["ticket"]) for line in seen["queued"]][1] == ("a", ticket)
     boss = rig.client()
-    boss.post(b'{"ticket":%d}' % ticket, b"/requests/cancel")
-    assert boss.read().status == 200
+    assert boss.ask(b'{"ticket":%d}' % ticket, b"/requests/cancel").status == 200
     refused = other.read()
-    assert (refused.status, json.loads(refused.body)["error"]["code"]) == (503, "cancelled")
+    assert (refused.status, refused.code) == (503, "cancelled")
     assert refused.header(b"x-should-retry") == b"false"
     rig.mechanism.gate.set()
     rig.engine.next().send(JSON_OK)
     assert waiting.read().status == 200
-    boss.post(b'{"ticket":%d}' % ticket, b"/requests/cancel")
-    assert boss.read().status == 404
+    assert boss.ask(b'{"ticket":%d}' % ticket, b"/requests/cancel").status == 404
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"ticket":"1"}', b'{"ticket":true}', b"nonsense"])
 def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None:
     client = rig.client()
-    client.post(body, b"/requests/cancel")
-    assert client.read().status == 400
-
-
-def test_every_route_of_ours_has_a_label_in_the_metrics(rig: Rig) -> None:
-    assert rig.handler.local.routes.keys() <= _route_labels().keys()
+    assert client.ask(body, b"/requests/cancel").status == 400
 
 
 def test_no_other_web_site_may_act_here(rig: Rig) -> None:
     models = (b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin")
     for path in (b"/requests/cancel", *models, b"/hosts/drain", b"/hosts/gone"):
         client = rig.client()
-        client.post(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n")
-        assert client.read().status == 403
+        assert client.ask(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n").status == 403
 
 
 def test_the_engines_log_is_told(rig: Rig) -> None:
@@ -299,7 +288,7 @@ def test_browsers_get_the_page_which_may_ask_nobody_else(rig: Rig) -> None:
 
 
 def test_why_says_what_a_request_would_wait_for(rig: Rig) -> None:
-    answer = json.loads(rig.client().get(b"/why?model=alias").body)
+    answer = rig.client().json(b"/why?model=alias")
     assert (answer["model"], answer["verdict"], answer["seconds"]) == ("a", "waits", 10.0)
     assert answer["sentence"].startswith(
         "alias is another name for a. A request for a waits about 10 s: there is room"
@@ -310,20 +299,17 @@ def test_why_says_what_a_request_would_wait_for(rig: Rig) -> None:
 
 def test_other_methods_are_told_what_is_allowed(rig: Rig) -> None:
     client = rig.client()
-    client.post(b"{}", b"/events")
-    answer = client.read()
+    answer = client.ask(b"{}", b"/events")
     assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")
 
 
 def running(rig: Rig) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(rig.client().get(b"/requests/running").body)["requests"]
+    found: list[dict[str, Any]] = rig.client().json(b"/requests/running")["requests"]
     return found
 
 
 def test_requests_that_run_or_wait_are_listed(rig: Rig) -> None:
-    first = rig.client()
-    first.post(ASK_A, extra=b"X-Request-ID: the-first\r\n")
-    asked = rig.engine.next()
+    first, asked = rig.asked(ASK_A, extra=b"X-Request-ID: the-first\r\n")
     [shown] = running(rig)
     assert (shown["id"], shown["model"], shown["backend"], shown["state"]) == (
         "the-first",
@@ -347,8 +333,7 @@ def test_a_request_that_runs_is_cancelled_by_its_id_and_its_engine_hears_of_it(r
     client, boss = rig.client(), rig.client()
     client.post(ASK_A, extra=b"X-Request-ID: unwanted\r\n")
     asked = rig.engine.next()
-    boss.post(b'{"id":"unwanted"}', b"/requests/cancel")
-    assert boss.read().status == 200
+    assert boss.ask(b'{"id":"unwanted"}', b"/requests/cancel").status == 200
     refused = client.read()
     error = json.loads(refused.body)["error"]
     assert (refused.status, error["code"]) == (503, "cancelled")
@@ -356,8 +341,7 @@ def test_a_request_that_runs_is_cancelled_by_its_id_and_its_engine_hears_of_it(r
     assert asked.was_left()
     rig.events.wait("released")
     assert running(rig) == []
-    boss.post(b'{"id":"unwanted"}', b"/requests/cancel")
-    assert boss.read().status == 404
+    assert boss.ask(b'{"id":"unwanted"}', b"/requests/cancel").status == 404
 
 
 def test_a_stream_that_is_cancelled_ends_with_an_error_and_no_other_replica_goes_on(rig: Rig) -> None:
@@ -369,7 +353,6 @@ def test_a_stream_that_is_cancelled_ends_with_an_error_and_no_other_replica_goes
         b"d\r\ndata: {}\n\n  \n\r\n"
     )
     client.read_until(b"data: {}")
-    boss.post(b'{"id":"unwanted"}', b"/requests/cancel")
-    assert boss.read().status == 200
+    assert boss.ask(b'{"id":"unwanted"}', b"/requests/cancel").status == 200
     assert b'"code":"cancelled"' in client.rest()
     assert asked.was_left()

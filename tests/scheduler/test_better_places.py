@@ -13,7 +13,7 @@ from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Cause
 from tests.lab.facts import HostBack, HostLost, Unloading
-from tests.scheduler.test_group import Driver, backend
+from tests.scheduler.driver import Driver, backend
 
 REPLICAS = backend("m0", "0", model="m"), backend("m1", "1", model="m")
 TIE = backend("tie", "0", "1")

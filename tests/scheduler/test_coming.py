@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.scheduler.policies import build_policy
 from anvil_mux.scheduler.waits import coming_load
-from tests.scheduler.test_group import Driver, backend
+from tests.scheduler.driver import Driver, backend
 
 A, B, C = backend("a"), backend("b"), backend("c")
 HOLDS = build_policy("debounce", {"quiet": 100.0, "max_hold": 1000.0})

@@ -106,7 +106,7 @@ def test_a_model_never_loaded_is_believed_to_load_like_others_with_its_engine():
         costs.learn("", target, "stop", 0.0, seconds, engine="vllm")
     costs.learn("", "a", "sleep", 0.0, 3.0, "h", engine="vllm")
     assert estimated(costs, "a", "new", engine="vllm") == (FIRST_EVICT_SECONDS, 30.0, 0)
-    assert costs.seconds("", "new", "stop", "vllm", "elsewhere") == 30.0
+    assert costs.estimate("", "new", "stop", "vllm", "elsewhere").seconds == 30.0
     assert estimated(costs, "", "new", "sleep", "vllm") == (0.0, 3.0, 0)
     assert estimated(costs, "", "new", engine="sglang") == (0.0, 60.0, 0)
     assert estimated(costs, "", "new", "sleep-2", "vllm") == (0.0, FIRST_RETURN_SECONDS["sleep-2"], 0)

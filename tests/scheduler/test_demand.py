@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from anvil_mux.scheduler.demand import MEMORY_SECONDS, PAUSE_ALPHA, SERVICE_ALPHA, Demand
+from anvil_mux.scheduler.model import MEMORY_SECONDS, PAUSE_ALPHA, SERVICE_ALPHA, Demand
 
 
 def asked(*moments):

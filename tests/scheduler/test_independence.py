@@ -9,7 +9,7 @@ from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.policies import POLICIES, Snapshot, Stay, SwapTo
-from tests.scheduler.test_group import Driver, backend
+from tests.scheduler.driver import Driver, backend
 
 X, A, Y, B = (Backend(name, name, (gpu,)) for name, gpu in zip("xayb", "0011", strict=True))
 NEVER_ASKED_FOR = Backend("wide", "wide", ("0", "1"))

@@ -10,9 +10,9 @@ from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.model import model_settings
-from anvil_mux.scheduler.overdue import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.planner import FIRST_SERVICE_SECONDS
-from tests.scheduler.test_group import A, Driver, Never, backend
+from anvil_mux.scheduler.queueing import CHOICE_SECONDS, LEAST_SECONDS
+from tests.scheduler.driver import A, Driver, Never, backend
 
 NAMES = [f"m{n}" for n in range(8)]
 LOADS = {name: 10.0 + n for n, name in enumerate(NAMES)}

@@ -9,7 +9,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.steps import NOTHING, Evict, FoundBackend
 from anvil_mux.scheduler.waits import wait_estimate
-from tests.scheduler.test_hosts import Fleet, on
+from tests.scheduler.fleet import Fleet, on
 
 A = on("", "a", pin=True)
 S = on("", "s", "1", evict_to=("sleep",))

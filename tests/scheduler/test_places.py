@@ -14,8 +14,8 @@ from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import Stay, SwapTo
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.waits import wait_estimate
-from tests.multiplexer.test_multiplexer import Stage
-from tests.scheduler.test_group import Driver, backend
+from tests.multiplexer.stage import Stage
+from tests.scheduler.driver import Driver, backend
 
 ONE = backend("a", concurrency=1)
 TWO = backend("a", concurrency=2)

@@ -86,7 +86,6 @@ def test_a_queue_that_goes_on_keeps_who_waits_and_is_overdue_no_later():
     longer.go_on(limited=True, most=60.0)
     shorter.go_on(limited=False, most=5.0)
     assert (longer.overdue_at, shorter.overdue_at) == (31.0, 6.0)
-    assert (longer.limited, shorter.limited) == (True, False)
     assert numbers(longer) == numbers(shorter) == [1, 2]
     assert [longer.take(anybody).id for _ in range(2)] == [1, 2]
 

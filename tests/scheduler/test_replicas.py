@@ -468,7 +468,7 @@ def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_not_begun
     with serving(three(tmp_path), state=state) as mux, ThreadPoolExecutor(30) as pool:
         seen: set[str] = set()
         until(lambda: seen.add(served_by(mux.chat("m", max_tokens=1)[1])) or len(seen) == 3)
-        asked = [pool.submit(mux.chat, "m", max_tokens=40) for _ in range(30)]
+        asked = [pool.submit(mux.chat, "m", max_tokens=20) for _ in range(30)]
         until(lambda: mux.get("/healthz")["models"]["m"]["leases"] == 30)
         about = json.loads((state / "anvil-mux" / "three" / "r1.json").read_text())
         os.kill(about["pid"], signal.SIGKILL)

@@ -5,7 +5,7 @@ import pytest
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.steps import FoundBackend, Load
-from tests.scheduler.test_hosts import Fleet, on
+from tests.scheduler.fleet import Fleet, on
 
 
 def anywhere(model="m", hosts=("a", "b", "c"), **fields):

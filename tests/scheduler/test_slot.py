@@ -7,7 +7,7 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.slot import SOON_SECONDS, TRANSITIONS, Slot, cool_down
-from tests.scheduler.test_hosts import Fleet, on
+from tests.scheduler.fleet import Fleet, on
 
 STATES = {state for state, _ in TRANSITIONS} | set(TRANSITIONS.values())
 HAPPENINGS = {what for _, what in TRANSITIONS}

@@ -11,7 +11,7 @@ from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
 from anvil_mux.scheduler.waits import LogProgress, WaitEstimate, progress, span, wait_estimate
 from tests.explorer.trial import Trial
 from tests.explorer.worlds import WORLDS
-from tests.scheduler.test_group import DEBOUNCE, TEN, A, B, C, Driver, backend
+from tests.scheduler.driver import DEBOUNCE, TEN, A, B, C, Driver, backend
 
 
 def ask(driver: Driver, model: str, at: float, said: LogProgress | None = None) -> WaitEstimate:

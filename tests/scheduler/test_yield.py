@@ -6,7 +6,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.steps import FoundBackend
-from tests.scheduler.test_hosts import Fleet, on
+from tests.scheduler.fleet import Fleet, on
 
 A = on("", "a", vram=8)
 B = on("", "b", vram=8)

@@ -105,7 +105,7 @@ def test_a_client_cannot_forge_a_line_of_the_access_log(desk: Desk) -> None:
 
 def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
     journal = desk.open()
-    journal.add(record(path="/healthz", model="", backend="", is_quiet=True))
+    journal.add(record(path="/healthz", model="", backend="", route="/healthz", is_quiet=True))
     journal.add(record(path="/healthz", model="", backend="", is_quiet=True, status=503))
     journal.flush()
     (line,) = desk.lines()

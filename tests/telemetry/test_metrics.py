@@ -509,7 +509,8 @@ def test_labels_never_come_from_clients() -> None:
     seen.served(record(model="x" * 100, path="/etc/passwd", backend="", status=404))
     assert value(seen, "anvil_requests_total", model="b", route="/v1/chat/completions", code="200") == 1
     assert value(seen, "anvil_requests_total", model="unknown", route="other", code="404") == 1
-    for path in ("/v1/models/x", "/v1/responses/resp_1/cancel", "/upstream/x/metrics"):
+    seen.served(record(path="/v1/models/x", route="/v1/models"))
+    for path in ("/v1/responses/resp_1/cancel", "/upstream/x/metrics"):
         seen.served(record(path=path))
     routes = {method.path for methods in api.ROUTES.values() for method in methods.values()}
     for path in api.ROUTES:

@@ -50,7 +50,7 @@ class Scene:
             "a", "m", ("0",), engine="vllm", load_timeout=GUARD, evict_to=("sleep",), service=service
         )
         config = Config(backends=(self.backend,), project="vllm")
-        self.runtime = ProcessRuntime(config, state=folder / "state")
+        self.runtime = ProcessRuntime(config, environ={**os.environ, "XDG_STATE_HOME": str(folder / "state")})
         self.swapper = Swapper(self.runtime)
         self.url = self.swapper.load(self.backend).url
 
@@ -66,7 +66,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 def test_it_sleeps_and_wakes_and_is_never_started_again(scene: Scene) -> None:
     for _ in range(3):
         evicted = scene.swapper.evict(scene.backend, "sleep")
-        assert (evicted.how, evicted.residual, evicted.host_bytes > 0) == ("sleep", {"0": 0}, True)
+        assert (evicted.level, evicted.residual, evicted.host_bytes > 0) == ("sleep", {"0": 0}, True)
         assert engines.is_asleep(scene.backend, scene.url) is True
         assert scene.swapper.load(scene.backend, "sleep") == Loaded(scene.url, "sleep")
         assert engines.is_asleep(scene.backend, scene.url) is False
@@ -81,7 +81,7 @@ def test_it_is_healthy_while_it_sleeps_and_answers_nobody(
     with pytest.raises(BackendError, match="was not answered in time"):
         engines.probe(scene.backend, scene.url)
     monkeypatch.undo()
-    assert scene.swapper.load(scene.backend, "sleep").how == "sleep"
+    assert scene.swapper.load(scene.backend, "sleep").level == "sleep"
 
 
 def test_it_cannot_be_woken_when_it_is_awake(scene: Scene) -> None:
@@ -92,8 +92,8 @@ def test_it_cannot_be_woken_when_it_is_awake(scene: Scene) -> None:
 def test_a_wake_that_fails_in_the_engine_is_a_cold_start_within_the_load(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert scene.swapper.evict(scene.backend, "sleep-2").how == "sleep-2"
+    assert scene.swapper.evict(scene.backend, "sleep-2").level == "sleep-2"
     loaded = scene.swapper.load(scene.backend, "sleep-2")
-    assert loaded.how == "stop"
+    assert loaded.level == "stop"
     assert "POST /collective_rpc answers 500" in caplog.text
     engines.probe(scene.backend, loaded.url)

@@ -54,6 +54,7 @@ FOUND = [
     Case((Line((Ask(answer=Answer(kind="events", framing="close", cut=990)),)),)),
     Case((Line((Ask(fields=("Connection: close",), pad=400000, answer=Answer(pad=300000)), Ask()), True),)),
     Case((Line((Ask(answer=Answer(kind="none", pieces=7, wrong="a chunk longer than it says")),)),)),
+    Case((Line((Ask(reads=1, answer=Answer(kind="events", framing="chunked", cut=991)),)),)),
 ]
 """Cases that once showed a mistake."""
 

@@ -9,9 +9,9 @@ HERE = Path(__file__).parent
 INSTEAD = """
 import os
 from pathlib import Path
-from anvil_mux.host import drm
+from anvil_mux.host import amd_intel
 
-drm.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
+amd_intel.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
 """
 
 
@@ -41,3 +41,29 @@ def plant(name: str, folder: Path) -> tuple[Path, Path]:
         else:
             file.write_text("".join(line + "\n" for line in lines))
     return folder / "sys", folder / "proc"
+
+
+class Account:
+    """What processes hold of the card ``amd1`` of the tree ``radeon``, as the kernel tells it.
+
+    The account of a process goes in the moment in which the process does, since the way to its figures leads
+    through the process's own folder in /proc.
+    """
+
+    def __init__(self, sys: Path) -> None:
+        self._processes = sys / "class/kfd/kfd/proc"
+        self._used = sys / "class/drm/card1/device/mem_info_vram_used"
+        self._amounts = sys / "amounts"
+        self._amounts.mkdir()
+        self.hold({})
+
+    def hold(self, held: dict[int, int]) -> None:
+        """Have these processes hold so many bytes, and no others any."""
+        for each in self._processes.glob("*/*"):
+            each.unlink()
+        for pid, amount in held.items():
+            figure = self._amounts / str(pid)
+            figure.write_text(str(amount))
+            (self._processes / str(pid)).mkdir(exist_ok=True)
+            (self._processes / str(pid) / "vram_30381").symlink_to(f"/proc/{pid}/../..{figure}")
+        self._used.write_text(str(sum(held.values())))

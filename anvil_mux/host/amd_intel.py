@@ -28,7 +28,7 @@ from pathlib import Path
 
 from anvil_mux.host.meminfo import host_memory
 from anvil_mux.host.reading import UNKNOWN, Gpus, Reading
-from anvil_mux.host.seam import Sensors
+from anvil_mux.host.seam import HostGpu, Sensors
 from anvil_mux.state import text_of
 
 SYS, PROC = Path("/sys"), Path("/proc")
@@ -81,16 +81,14 @@ def probe(
     for card, (total, used, shared) in zip(found, memories, strict=True):
         vendor = VENDORS[card.driver]
         held = _held(card, [each for each in users if each.address == card.address], shared, rocm)
+        name = _read(card.folder / "product_name") or f"{NAMES[vendor]} {card.device}"
         readings.append(
             Reading(
-                id=f"{vendor}{numbers[vendor]}",
-                uuid=card.address,
-                name=_read(card.folder / "product_name") or f"{NAMES[vendor]} {card.device}",
-                total=total,
+                HostGpu(
+                    f"{vendor}{numbers[vendor]}", card.address, name, total, shared=shared, files=card.files
+                ),
                 used=sum(held.values()) if used is None and complete else used,
                 processes=tuple((pid, amount) for pid, amount in held.items() if amount),
-                shared=shared,
-                files=card.files,
                 sensors=_sensors(card) if sensors else UNKNOWN,
             )
         )

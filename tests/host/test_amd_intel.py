@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.host import drm
-from anvil_mux.host.drm import cards, clients, probe
+from anvil_mux.host import amd_intel
+from anvil_mux.host.amd_intel import cards, clients, probe
 from anvil_mux.host.meminfo import host_memory
 from anvil_mux.host.reading import Gpus, Reading
 from anvil_mux.host.seam import Sensors
@@ -24,21 +24,26 @@ def seen(tree: str, folder: Path) -> list[Reading]:
 
 def test_cards_of_amd_are_counted_in_the_order_of_their_addresses(tmp_path: Path) -> None:
     first, second = seen("radeon", tmp_path)
-    assert (first.id, first.uuid, first.name) == ("amd0", "0000:03:00.0", "Radeon PRO W7900")
-    assert (second.id, second.uuid, second.name) == ("amd1", "0000:0b:00.0", "AMD 1002:744C")
+    assert (first.gpu.id, first.gpu.uuid, first.gpu.name) == ("amd0", "0000:03:00.0", "Radeon PRO W7900")
+    assert (second.gpu.id, second.gpu.uuid, second.gpu.name) == ("amd1", "0000:0b:00.0", "AMD 1002:744C")
     by_path = "/dev/dri/by-path/pci-0000:0b:00.0"
-    assert second.files == ("/dev/dri/renderD128", "/dev/dri/card1", f"{by_path}-render", f"{by_path}-card")
+    assert second.gpu.files == (
+        "/dev/dri/renderD128",
+        "/dev/dri/card1",
+        f"{by_path}-render",
+        f"{by_path}-card",
+    )
 
 
 def test_a_card_tells_its_memory_and_what_it_measures(tmp_path: Path) -> None:
     _, card = seen("radeon", tmp_path)
-    assert (card.total, card.used, card.shared) == (25753026560, 10 * GIB, 0)
+    assert (card.gpu.total, card.used, card.gpu.shared) == (25753026560, 10 * GIB, 0)
     assert card.sensors == Sensors(0.87, 61.0, 213.0)
 
 
 def test_a_suspended_card_is_not_woken(tmp_path: Path) -> None:
     card, _ = seen("radeon", tmp_path)
-    assert (card.total, card.used) == (51522830336, 27262976)
+    assert (card.gpu.total, card.used) == (51522830336, 27262976)
     assert card.sensors == Sensors()
 
 
@@ -61,7 +66,7 @@ def test_only_the_processes_in_question_are_looked_at_unless_all_must_be_added_u
         listed.append(folder)
         return os.listdir(folder)
 
-    monkeypatch.setattr(drm, "os", SimpleNamespace(listdir=listdir, readlink=os.readlink))
+    monkeypatch.setattr(amd_intel, "os", SimpleNamespace(listdir=listdir, readlink=os.readlink))
     pid = next(pid for reading in all_processes.readings for pid, _ in reading.processes)
     found = probe(sys, proc, pids={pid, 1 << 22})
     assert [each.used for each in found.readings] == [each.used for each in all_processes.readings]
@@ -71,25 +76,25 @@ def test_only_the_processes_in_question_are_looked_at_unless_all_must_be_added_u
 
 
 def test_a_gpu_within_a_processor_has_what_was_set_aside_and_what_it_may_map(tmp_path: Path) -> None:
-    [gpu] = seen("strix", tmp_path)
-    assert (gpu.total, gpu.shared) == (GIB // 2 + 48 * GIB, 48 * GIB)
-    assert gpu.used == (256 << 20) + 25864192000
-    assert gpu.processes == ((612, (25258000 + 5348) << 10),)
-    assert gpu.sensors == Sensors(0.12, 48.0, 22.0)
+    [apu] = seen("strix", tmp_path)
+    assert (apu.gpu.total, apu.gpu.shared) == (GIB // 2 + 48 * GIB, 48 * GIB)
+    assert apu.used == (256 << 20) + 25864192000
+    assert apu.processes == ((612, (25258000 + 5348) << 10),)
+    assert apu.sensors == Sensors(0.12, 48.0, 22.0)
 
 
 def test_cards_of_intel_tell_their_size_under_xe_alone(tmp_path: Path) -> None:
     _, new, old = seen("arc", tmp_path)
-    assert (new.id, new.total, new.used) == ("intel1", 12 * GIB, 8 * GIB)
+    assert (new.gpu.id, new.gpu.total, new.used) == ("intel1", 12 * GIB, 8 * GIB)
     assert new.processes == ((900, 8 * GIB),)
     assert new.sensors == Sensors(celsius=52.0)
-    assert (old.id, old.total, old.used, old.free) == ("intel2", None, 2 * GIB, None)
+    assert (old.gpu.id, old.gpu.total, old.used, old.free) == ("intel2", None, 2 * GIB, None)
     assert old.processes == ((901, 2 * GIB),)
 
 
 def test_an_intel_processors_gpu_has_the_hosts_memory(tmp_path: Path) -> None:
     own, *_ = seen("arc", tmp_path)
-    assert (own.id, own.total, own.used, own.shared) == ("intel0", 32 * GIB, 16 * GIB, 32 * GIB)
+    assert (own.gpu.id, own.gpu.total, own.used, own.gpu.shared) == ("intel0", 32 * GIB, 16 * GIB, 32 * GIB)
     assert own.processes == ((902, GIB),)
 
 
@@ -130,7 +135,7 @@ def test_a_figure_that_is_missing_or_broken_is_unknown_and_no_error(tmp_path: Pa
         else:
             file.rename(file.with_name("gone"))
     card = probe(sys, proc, sensors=True).readings[1]
-    figures = card.total, card.used, card.sensors.utilization, card.sensors.celsius, card.sensors.watts
+    figures = card.gpu.total, card.used, card.sensors.utilization, card.sensors.celsius, card.sensors.watts
     assert figures.count(None) == (2 if damage == "hwmon" else 1)
 
 

@@ -1,0 +1,295 @@
+"""One run of a service as processes: its record in a file, and which processes of this machine are its own.
+
+The record says which process was started: its id, the moment it started (field 22 of /proc/PID/stat) and the
+boot it started in. A process that only has the same id is another process, and is left alone.
+
+Of a run are also the workers of its engine, which hold the GPU as well as its front does, may outlive it, and
+may begin sessions of their own. They are known by the mark that they have inherited in their environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from anvil_mux.clock import LONGEST_POLL
+from anvil_mux.errors import BackendError, is_shortage
+
+OURS = "ANVIL_"
+"""The beginning of the names of our variables, which hold API keys and settings; engines get none of them."""
+MARK = f"{OURS}MUX_RUN"
+KILL_TIMEOUT = 10.0
+"""Seconds that the kernel may take over SIGKILL."""
+RECORD_BYTES = 4096
+"""The room that a record has, whatever is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run of a service, as its file tells a later anvil-mux."""
+
+    pid: int
+    """The process that was started, and its session; 0: it was about to be started."""
+    started: int
+    boot: str
+    url: str
+    mark: str
+    """The value of MARK in its environment."""
+    described: Mapping[str, str] = field(default_factory=dict)
+    """Part of the description that it was started by -> a digest of it; empty: they are not known."""
+
+    def is_alive(self) -> bool:
+        """Whether the process that was started has not ended."""
+        seen = stat_of(self.pid)
+        return seen is not None and seen.started == self.started and not seen.has_ended
+
+    def members(self, pids: Iterable[int] | None = None) -> set[int]:
+        """The processes of the run, among ``pids`` (None: all), that have not ended.
+
+        They are those with its mark, and the others of its session: an engine may start some without its
+        environment. Once the process that gave the session its number has ended, the number may be that of
+        another session. Then those without a mark count only where their environment is blank, as it is for
+        whoever has written a title over it.
+        """
+        seen = {pid: each for pid in (_processes() if pids is None else pids) if (each := stat_of(pid))}
+        since = {
+            pid: each for pid, each in seen.items() if each.started >= self.started and not each.has_ended
+        }
+        marked = self._marked(since)
+        session = {pid for pid, each in since.items() if each.session == self.pid}
+        leader = stat_of(self.pid)
+        if leader is not None and leader.started != self.started:
+            return marked
+        if leader is None and not marked & session:
+            session = {
+                pid for pid in session if (words := _variables(pid)) is not None and not words.strip(b"\0")
+            }
+        return marked | session
+
+    def end(self, grace: float) -> None:
+        """Return when no process of the run is left: SIGTERM, ``grace`` seconds, SIGKILL."""
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
+            deadline = time.monotonic() + patience
+            signalled: set[int] = set()
+            while members := self.members():
+                left = deadline - time.monotonic()
+                with ExitStack() as opened:
+                    fds = {pid: open_pidfd(pid, opened) for pid in members}
+                    for pid in members - signalled:
+                        _tell(fds[pid], number)
+                        _tell(fds[pid], signal.SIGCONT)  # who is frozen hears no other signal
+                    signalled |= members
+                    if left <= 0:
+                        break
+                    # The sooner of an end and a second, since a member may start others meanwhile.
+                    wait_for_any([fd for fd in fds.values() if fd is not None], min(left, 1.0))
+            else:
+                return
+        raise BackendError(f"process {self.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signal every process of the run, also those started meanwhile; False if there is none."""
+        signalled: set[int] = set()
+        while news := self.members() - signalled:
+            with ExitStack() as opened:
+                for pid in news:
+                    _tell(open_pidfd(pid, opened), number)
+            signalled |= news
+        return bool(signalled)
+
+    def begun(self) -> RunRecord | None:
+        """The same of a run that was about to be started, if it came to that."""
+        marked = [(seen.started, pid) for pid in self._marked(_processes()) if (seen := stat_of(pid))]
+        if not marked:
+            return None
+        started, pid = min(marked)  # its workers began later
+        return replace(self, pid=pid, started=started)
+
+    def _marked(self, pids: Iterable[int]) -> set[int]:
+        """The processes that inherited the run's mark."""
+        mark = f"{MARK}={self.mark}".encode()
+        return {pid for pid in pids if mark in (_variables(pid) or b"").split(b"\0")}
+
+
+# Records
+
+
+class RunRecords:
+    """The records of runs, ``NAME.json`` in a folder: written in place, in room that was kept for them.
+
+    One that is dropped leaves its room as ``NAME.spare``, so that a disk that has become full keeps no
+    service from being started in the place of another. Any thread, one at a time for each service.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Held while a record is written: what is spare room to one must not be a record by then.
+        self._writing = threading.Lock()
+        self.problem = ""
+        """Why the last record could not be written, as a reason why no service can be started."""
+
+    def read(self, name: str) -> RunRecord | None:
+        """The run of a service, also one that was about to be started; None: there is none."""
+        try:
+            known = self._read(self._file(name))
+            names = [each.name for each in fields(RunRecord) if each.name in known]
+            record = RunRecord(**{name: known[name] for name in names})
+        except OSError as error:
+            _check_shortage(error)
+            return None
+        except (ValueError, TypeError):
+            return None
+        if record.boot != boot():
+            return None
+        return record if record.pid else record.begun()
+
+    def _read(self, file: Path) -> Any:
+        """Return what a record has in its file. ValueError, also at a second look: it is written in place."""
+        try:
+            return json.loads(file.read_text())
+        except ValueError:
+            return json.loads(file.read_text())
+
+    def write(self, name: str, record: RunRecord) -> None:
+        """Write down the run of a service; BackendError if that cannot be."""
+        file, spare = self._file(name), self._spare(name)
+        text = json.dumps(asdict(record))
+        with self._writing:
+            if file.exists():
+                self._fill(file, text)
+                return
+            try:
+                self._fill(spare, text)
+            except BackendError:
+                if not self._take_room(spare):
+                    raise
+                self._fill(spare, text)
+            os.replace(spare, file)
+
+    def drop(self, name: str) -> None:
+        """Forget a run, where the disk may be written to; its room is kept for the next one."""
+        with self._writing, suppress(OSError):
+            os.replace(self._file(name), self._spare(name))
+
+    def make_room(self, names: Iterable[str]) -> None:
+        """Have room on the disk for the record of each service, before another is evicted for it."""
+        for name in names:
+            with self._writing:
+                if not self._file(name).exists():
+                    self._fill(self._spare(name), "")
+
+    def _take_room(self, spare: Path) -> bool:
+        """Take the room of a service that does not run: who was stopped for another leaves it its own."""
+        with suppress(OSError):
+            for other in self._folder.glob("*.spare"):
+                if other != spare and other.stat().st_size >= RECORD_BYTES:
+                    os.replace(other, spare)
+                    return True
+        return False
+
+    def _fill(self, file: Path, text: str) -> None:
+        """Write a record in place, which takes no new room and is whole even if we are killed."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                size = os.pwrite(descriptor, text.encode().ljust(RECORD_BYTES), 0)
+                os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self.problem = f"services cannot be started: {self._folder} cannot be written: {error.strerror}"
+            raise BackendError(f"service {file.stem}: cannot write its record: {error}") from None
+        self.problem = ""
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def _spare(self, name: str) -> Path:
+        return self._folder / f"{name}.spare"
+
+
+# Processes
+
+
+def start_moment(pid: int) -> int:
+    seen = stat_of(pid)
+    return seen.started if seen else 0
+
+
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
+
+
+def _variables(pid: int) -> bytes | None:
+    """The environment that a process was started with; None: it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError as error:
+        _check_shortage(error)
+        return None
+
+
+class ProcessStat(NamedTuple):
+    """A process, as the kernel tells it in /proc/PID/stat."""
+
+    state: str
+    session: int
+    started: int
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in "ZX"
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """The kernel's account of a process; None: there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError as error:
+        _check_shortage(error)
+        return None
+    # The name in parentheses may hold anything, so fields are counted from its end; the state is field 3.
+    fields = text[text.rindex(")") + 2 :].split()
+    return ProcessStat(fields[0], int(fields[3]), int(fields[19]))
+
+
+def _check_shortage(error: OSError) -> None:
+    """BackendError if something could not be read for want of files here: it may be there."""
+    if is_shortage(error):
+        raise BackendError(f"what runs here cannot be looked at: {error.strerror} (see ulimit -n)") from None
+
+
+def boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _tell(fd: int | None, number: signal.Signals) -> None:
+    if fd is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(fd, number)
+
+
+def open_pidfd(pid: int, opened: ExitStack) -> int | None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    opened.callback(os.close, fd)
+    return fd
+
+
+def wait_for_any(fds: list[int], timeout: float | None) -> list[int]:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if timeout is None else min(timeout * 1000, LONGEST_POLL))]

@@ -1,0 +1,162 @@
+"""What a client sees that waits for its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from anvil_mux.errors import LoadError
+from anvil_mux.proxy.dispatch import Patience
+from tests.fake_engine import ASK_A, ASK_B, JSON_OK, SSE_HEAD, STREAM_A, RawClient, Rig, chunk, error_in
+
+Loading = Callable[..., tuple[Rig, RawClient]]
+
+
+@pytest.fixture
+def loading(make_rig: Callable[..., Rig]) -> Loading:
+    """A rig whose model loads until its gate opens, and a client; how long either waits is given."""
+
+    def make(failure: LoadError | None = None, **patience: float) -> tuple[Rig, RawClient]:
+        rig = make_rig(patience=Patience(**patience))
+        rig.mechanism.gate.clear()
+        rig.mechanism.failure = failure
+        return rig, rig.client()
+
+    return make
+
+
+def told_after_beats(rig: Rig, client: RawClient) -> bytes:
+    """What follows the beats of a stream that waits for its model, once that is there."""
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    rig.mechanism.gate.set()
+    return client.rest()
+
+
+EAGER = {"grace": 0.0, "comment_every": 0.0, "chunk_every": 0.0}
+COMMENTS = {"grace": 0.0, "comment_every": 0.0, "chunk_every": 1e9}
+
+
+def test_a_waiting_stream_is_kept_alive_and_then_continued(loading: Loading) -> None:
+    rig, client = loading(**COMMENTS)
+    client.post(STREAM_A)
+    head = client.read_until(b"\r\n\r\n")
+    assert b" 200 " in head
+    assert b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n" in head
+    for _ in range(2):
+        client.read_until(chunk(b": anvil-mux loading a\n"))
+    rig.mechanism.gate.set()
+    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), b"0\r\n\r\n")
+    content, clean = client.read_chunks()
+    assert clean
+    assert content.replace(b": anvil-mux loading a\n", b"") == b"data: 1\n\n"
+    rig.answers(client)
+
+
+def test_who_waits_for_a_swap_that_has_not_begun_is_told_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(**COMMENTS), drain_timeout=1e6)
+    _, asked = rig.asked(ASK_A)
+    rig.mechanism.gate.clear()
+    second = rig.client()
+    second.post(b'{"model":"org/b","stream":true}')
+    second.read_until(b"\n: anvil-mux waiting to load org/b")
+    asked.send(JSON_OK)
+    second.read_until(b"\n: anvil-mux loading org/b\n")
+
+
+def test_a_minimal_chunk_comes_with_some_beats(loading: Loading) -> None:
+    _, client = loading(**EAGER)
+    client.post(STREAM_A)
+    line = client.read_until(b"}\n\n").splitlines()[-2]
+    event = json.loads(line.removeprefix(b"data: "))
+    assert event["object"] == "chat.completion.chunk"
+    assert event["choices"][0]["delta"] == {}
+
+
+def test_the_minimal_chunk_is_not_put_off_until_the_next_comment(loading: Loading) -> None:
+    _, client = loading(grace=0.0, comment_every=1e9, chunk_every=0.1)
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    client.read_until(b"chat.completion.chunk")
+
+
+def test_nothing_is_sent_before_the_grace_is_over(loading: Loading) -> None:
+    rig, client = loading(LoadError("no"), grace=1e9)
+    client.post(STREAM_A)
+    rig.events.wait("queued")
+    rig.mechanism.gate.set()
+    assert client.read().status == 503
+
+
+def test_a_load_that_fails_after_beats_is_an_error_event(loading: Loading) -> None:
+    rest = told_after_beats(*loading(LoadError("a exited with code 1."), **EAGER))
+    assert error_in(rest)["code"] == "load_failed"
+    assert not rest.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        pytest.param(
+            b'{"error":{"code":400,"message":"too long!","type":"exceed_context_size_error","n_ctx":8}}',
+            {"message": "too long!", "type": "exceed_context_size_error", "code": 400},
+            id="llama.cpp",
+        ),
+        pytest.param(
+            b'{"object":"error","message":"too long!","type":"BadRequestError","param":null,"code":400}',
+            {"message": "too long!", "type": "BadRequestError", "code": 400},
+            id="vLLM",
+        ),
+        pytest.param(
+            b'{"error":{"message":"%b"}}' % (b"x" * 5000),
+            {"message": "x" * 2000, "type": "invalid_request_error", "code": "refused_by_engine"},
+            id="bounded",
+        ),
+        pytest.param(b"too long!", None, id="no JSON"),
+    ],
+)
+def test_an_engines_refusal_after_beats_is_told_in_its_own_words(
+    loading: Loading, body: bytes, told: dict[str, object] | None
+) -> None:
+    rig, client = loading(**EAGER)
+    rig.engine.answer = lambda _: b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    error = error_in(told_after_beats(rig, client))
+    if told is None:
+        assert "400: too long!" in error["message"]
+    else:
+        assert error == {"param": None, **told}
+        assert rig.events.record().code == "refused_by_engine"
+
+
+def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading: Loading) -> None:
+    rig, client = loading(grace=0.0, comment_every=1e9, chunk_every=1e9)
+    client.send(
+        b"POST /v1/chat/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(STREAM_A), STREAM_A)
+    )
+    client.read_until(b"\r\n\r\n: anvil-mux loading a\n")
+    rig.mechanism.gate.set()
+    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), b"0\r\n\r\n")
+    assert client.rest() == b"data: 1\n\n"
+
+
+def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(loading: Loading) -> None:
+    rig, client = loading(silence=0.0)
+    answer = client.ask(ASK_A)
+    assert (answer.status, answer.code, answer.header(b"retry-after")) == (503, "model_loading", b"10")
+    assert rig.events.record().waited > 0
+
+
+def test_a_client_is_told_to_come_again_when_the_load_should_be_over(loading: Loading) -> None:
+    rig, client = loading(silence=0.0)
+    rig.mux.overview.eta = {"a": 42.0, "org/b": 600.0}.get  # type: ignore[method-assign]
+    for body, seconds in ((ASK_A, b"42"), (ASK_B, b"60")):
+        assert client.ask(body).header(b"retry-after") == seconds
+
+
+@pytest.mark.parametrize("field", [b"x-stainless-read-timeout", b"x-stainless-timeout"])
+def test_the_clients_own_limit_is_respected(loading: Loading, field: bytes) -> None:
+    _, client = loading()
+    assert client.ask(ASK_A, extra=field + b": 0.01\r\n").status == 503
