@@ -17,7 +17,7 @@ from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic
 from anvil_mux.config.kinds import meant, nearest
 from anvil_mux.config.loading import ConfigReader
 from anvil_mux.config.machines import Gpu, Machine
-from anvil_mux.config.problems import Problems
+from anvil_mux.config.reading import Problems
 from anvil_mux.config.values import ROUTING_NAME
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing

@@ -10,7 +10,8 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from anvil_mux.cli.output import say
 from anvil_mux.clock import count_in
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from anvil_mux.config.machines import Gpu, Machine
     from anvil_mux.lab.workload import ClientGroups
     from anvil_mux.serve.remote import RunningMux
-
-T = TypeVar("T")
-
 
 # Arguments
 
@@ -80,7 +78,7 @@ def add_clients(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
         "--clients",
-        type=_clients,
+        type=reader("lab.workload:read_clients"),
         metavar="N+N..",
         help="for --profile clients: how many clients each model has (default 4+4), each of whom asks again "
         "when it is answered",
@@ -116,23 +114,22 @@ def clients(given: argparse.Namespace) -> ClientGroups:
 # Values
 
 
-def read_value(read: Callable[[str], T], text: str) -> T:
-    try:
-        return read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def reader(name: str) -> Callable[[str], Any]:
+    """A reader of values by a function, MODULE:NAME, which is imported when there is a value to read."""
+
+    def read(text: str) -> Any:
+        try:
+            return resolve_name(f"anvil_mux.{name}")(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def read_port(text: str) -> int:
     if count_in(text, 65535) is None:
         raise argparse.ArgumentTypeError(f"must be from 0 to 65535, not {text}")
     return int(text)
-
-
-def read_size(text: str) -> int:
-    from anvil_mux.config.kinds import SIZE
-
-    return int(read_value(SIZE.read, text))
 
 
 def read_sizes(text: str) -> tuple[int, ...]:
@@ -147,18 +144,6 @@ def read_positive(text: str) -> int:
 
 def read_counts(text: str) -> tuple[int, ...]:
     return tuple(map(read_positive, text.split(",")))
-
-
-def read_profiles(names: str) -> tuple[str, ...]:
-    from anvil_mux.lab import study
-
-    return read_value(study.choose_profiles, names)
-
-
-def _clients(text: str) -> tuple[int, ...]:
-    from anvil_mux.lab import workload
-
-    return read_value(workload.read_clients, text)
 
 
 def _seconds(text: str) -> float:

@@ -228,7 +228,7 @@ def _lacking_on(seen: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def steered_by_all(config: Config, seen: Sequence[Mapping[str, Any]]) -> list[str]:
     """A warning for each host on which whoever reaches an engine may steer it."""
-    from anvil_mux.config.caveats import is_steered_by_all, steered_at
+    from anvil_mux.config.abilities import is_steered_by_all, steered_at
 
     found: list[str] = []
     for host in seen:
@@ -359,10 +359,7 @@ def _value(config: Config, key: str) -> Any:
             least = config.yield_above
             return None if least is None else {"when_others_hold": "any" if least == 1 else least}
         case "any_of":
-            return {name: each.to_json() for name, each in config.any_of.items()}
-        case "yield":
-            least = config.yield_above
-            return None if least is None else {"when_others_hold": "any" if least == 1 else least}
+            return _any_of(config)
     return getattr(config, key)
 
 

@@ -34,7 +34,7 @@ from anvil_mux.cli.arguments import (
     configuration,
     reached,
     read_port,
-    read_size,
+    reader,
 )
 from anvil_mux.cli.output import (
     BAD_CONFIG,
@@ -226,7 +226,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--event-log-size",
-        type=read_size,
+        type=reader("config.kinds:SIZE.read"),
         default=128 << 20,
         metavar="SIZE",
         help="rotate the event log to FILE.1, FILE.2 and FILE.3 at this size (default 128MiB; 0: never)",

@@ -23,8 +23,8 @@ from anvil_mux.cli.arguments import (
     clients,
     configuration,
     read_positive,
-    read_profiles,
     read_sizes,
+    reader,
     running_at,
     with_scheme,
 )
@@ -59,7 +59,7 @@ def add_replay(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add(
         "--profile",
-        type=read_profiles,
+        type=reader("lab.study:choose_profiles"),
         default=(),
         metavar="NAME[,NAME]",
         help="a profile of generated traffic, as in `simulate`",

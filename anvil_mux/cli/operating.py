@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from anvil_mux.cli.arguments import (
@@ -25,7 +24,7 @@ from anvil_mux.cli.arguments import (
     address,
     ask,
     configuration,
-    read_value,
+    reader,
     running_at,
 )
 from anvil_mux.cli.output import (
@@ -38,7 +37,7 @@ from anvil_mux.cli.output import (
     say,
     time_of_day,
 )
-from anvil_mux.config.kinds import gib, read_seconds
+from anvil_mux.config.kinds import gib
 from anvil_mux.errors import BackendError, BadRequest, ConfigError, MuxError, printable
 
 Listed = Mapping[str, Any]
@@ -130,7 +129,7 @@ def add_pause(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--for",
         dest="seconds",
-        type=partial(read_value, read_seconds),
+        type=reader("config.kinds:read_seconds"),
         metavar="TIME",
         help="resume automatically after this time, such as 30m or 2h; by default not before `resume`",
     )

@@ -138,7 +138,7 @@ def progress() -> Callable[[str], None]:
 
 def print_diagnostics(found: Sequence[tuple[str, str]]) -> None:
     """Print diagnostics, each with its kind: error, warning or hint."""
-    from anvil_mux.config.problems import where_pages_are
+    from anvil_mux.config.reading import where_pages_are
 
     pages: dict[str, None] = {}
     for kind, diagnostic in sorted(found, key=_order):
@@ -168,7 +168,7 @@ def _below(diagnostic: str, pages: dict[str, None]) -> Iterator[str]:
 
 
 def _page(diagnostic: str) -> str:
-    from anvil_mux.config.problems import page_of
+    from anvil_mux.config.reading import page_of
 
     return page_of(diagnostic)
 

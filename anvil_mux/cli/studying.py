@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anvil_mux.config.profile import Profile
     from anvil_mux.lab import contest, study
-    from anvil_mux.lab.contest import Objectives
-    from anvil_mux.lab.engines import SimulatedEngine
 from anvil_mux import state
 from anvil_mux.cli.arguments import (
     add_clients,
@@ -21,8 +19,7 @@ from anvil_mux.cli.arguments import (
     configuration,
     read_counts,
     read_positive,
-    read_profiles,
-    read_value,
+    reader,
 )
 from anvil_mux.cli.output import FAILED, complain, opened, print_json, print_table, progress, say
 
@@ -52,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--profile",
-        type=read_profiles,
+        type=reader("lab.study:choose_profiles"),
         default=(),
         metavar="NAME[,NAME]",
         help="generated traffic for models a and b: single, balanced, bursty, dominant, interleave, mixed, "
@@ -76,7 +73,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--eviction",
-        type=_evictions,
+        type=reader("lab.study:choose_evictions"),
         default=(),
         metavar="NAME[,NAME]",
         help="also compare these evictions (cost, lru, demand_lru, or all); they differ only where several "
@@ -84,7 +81,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--batching",
-        type=_batching,
+        type=reader("lab.engines:read_batching"),
         default={},
         metavar="KEY=VALUE[,..]",
         help="what every engine does at once: at_once=N answers (default: what its command says, or is usual "
@@ -125,7 +122,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--engine",
-        type=_engine,
+        type=reader("lab.engines:read_engine"),
         metavar="KEY=VALUE[,..]",
         help="with --routing: a property of the simulated engine, such as kv_tokens=100000 "
         "(docs/measuring.md)",
@@ -137,14 +134,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--engine-profile",
-        type=_engine_profile,
+        type=reader("cli.studying:read_profile"),
         metavar="FILE",
         help="simulate engines that slow down with the requests that they answer at once as a profile from "
         "`anvil-mux profile` says; with --routing, that are as fast as it says",
     )
     add(
         "--slo",
-        type=_slo,
+        type=reader("lab.contest:read_objectives"),
         metavar="KEY=SECONDS[,..]",
         help="with --routing: report what share of requests meets these objectives; with a profile, by "
         "default ttft=6,tpot=0.05",
@@ -165,29 +162,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _evictions(names: str) -> tuple[str, ...]:
-    from anvil_mux.lab import study
-
-    return read_value(study.choose_evictions, names)
-
-
-def _batching(text: str) -> dict[str, float]:
-    from anvil_mux.lab import engines
-
-    return read_value(engines.read_batching, text)
-
-
-def _engine(settings: str) -> SimulatedEngine:
-    from anvil_mux.lab import engines
-
-    return read_value(engines.read_engine, settings)
-
-
-def _engine_profile(file: str) -> Profile:
-    return read_value(_read_profile, file)
-
-
-def _read_profile(file: str) -> Profile:
+def read_profile(file: str) -> Profile:
+    """The profile in a file; ValueError names it."""
     from anvil_mux.config import profile
 
     try:
@@ -196,12 +172,6 @@ def _read_profile(file: str) -> Profile:
         raise ValueError(f"{file} cannot be read: {error}") from None
     except ValueError as error:
         raise ValueError(f"{file} {error}") from None
-
-
-def _slo(text: str) -> Objectives:
-    from anvil_mux.lab import contest
-
-    return read_value(contest.read_objectives, text)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -6,11 +6,10 @@ them has); ``kinds`` reads values and gives their JSON Schema, ``values`` and ``
 ones.
 
 How: ``loading`` tells the whole story. ``interpolate`` reads a file, ``compose`` has the Compose program
-take several together, ``reading`` reads ``x-anvil``, ``problems`` collects what is wrong (each a
-``diagnostic``). ``backends`` makes a backend of each service and place: ``service`` and ``devices`` know
-what a compose service says, ``abilities`` what its engine can do, ``caveats`` what to warn of, ``profile``
-how fast it is, ``placement`` where it may run, and ``composing`` describes it anew there. ``checks`` looks
-at all together.
+take several together, ``reading`` reads ``x-anvil`` and collects what is wrong (each a ``diagnostic``).
+``backends`` makes a backend of each service and place: ``service`` and ``devices`` know what a compose
+service says, ``abilities`` what its engine can do and what to warn of, ``profile`` how fast it is,
+``placement`` where it may run, and ``composing`` describes it anew there. ``checks`` looks at all together.
 
 Beside that, ``change`` compares two configurations, and ``keys`` reads API keys.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config import abilities, caveats, composing, devices, interpolate, service
+from anvil_mux.config import abilities, composing, devices, interpolate, service
 from anvil_mux.config.compose import Content
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import (
@@ -31,13 +31,12 @@ from anvil_mux.config.config import (
     Service,
     inherited,
 )
-from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic, as_yaml
+from anvil_mux.config.diagnostic import as_diagnostic, as_yaml, unfit
 from anvil_mux.config.kinds import TEXT, read_seconds
 from anvil_mux.config.machines import ALL, WantedHosts
 from anvil_mux.config.placement import HostChoice, Need, Places, as_name
-from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
-from anvil_mux.config.reading import take, unknown_key
+from anvil_mux.config.reading import Problems, take, unknown_key
 from anvil_mux.config.settings import filled
 from anvil_mux.config.values import URL_EXAMPLE, Loras
 
@@ -198,7 +197,7 @@ class _ServiceReader:
             mended = re.sub(r"[^a-zA-Z0-9._-]+", "-", self._name).strip("._-") or "model"
             text = "its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any"
             write = f"{mended}: {{..., x-anvil: {{model: {as_yaml(self._name)}}}}}"
-            raise ValueError(Diagnostic(text, write=write))
+            raise unfit(text, write=write)
         if service.copies(self._described) > 1 and "container_name" in self._described:
             raise ValueError("is scaled, so it can have no container_name")
 
@@ -226,7 +225,7 @@ class _ServiceReader:
                 self._refuse("ca_file", f"{values['ca_file']} cannot be used: {error}")
         self._take_name(values)
         profiles, compose = service.profiles(self._described), not self._files.process
-        self._warn(caveats.external_caveats(values["url"], key=secret, compose=compose, profiles=profiles))
+        self._warn(abilities.external_caveats(values["url"], key=secret, compose=compose, profiles=profiles))
         self._files.ports[self._name] = set()
         made = Service(profiles=profiles, key=secret, digest=ELSEWHERE)
         own = {*values, "preload", "read_ahead"}  # nothing of it is loaded
@@ -367,9 +366,10 @@ class _ServiceReader:
             else:
                 self._warn(abilities.prompt_caveats(backend.service))
         if self._files.process:
-            self._warn(caveats.process_caveats(described, backend.port))
+            self._warn(abilities.process_caveats(described, backend.port))
         else:
-            self._warn(caveats.caveats(described, backend.engine, backend.port, backend.gpus))
+            engine, port, gpus = backend.engine, backend.port, backend.gpus
+            self._warn(abilities.container_caveats(described, engine, port, gpus))
 
     def _check_levels(self, backend: Backend, described: Description) -> None:
         levels, judge = backend.evict_to, self._files.judge
@@ -511,7 +511,7 @@ def _grace(written: Any) -> float:
         return read_seconds(written)
     except ValueError as error:
         found = as_diagnostic(error)
-        raise ValueError(Diagnostic(found, value=found.value, key=("stop_grace_period",))) from None
+        raise unfit(found, found.value, key=("stop_grace_period",)) from None
 
 
 def _seeing(made: Service, gpus: Sequence[str]) -> Service:
@@ -525,7 +525,7 @@ def _key_of(name: str, variables: Mapping[str, str]) -> str:
     key = variables.get(name, "").strip()
     if not key:
         said = f"the variable {name} is not set, here or in .env; it should hold the server's API key"
-        raise ValueError(Diagnostic(said, write=f"{name}=... in .env"))
+        raise unfit(said, write=f"{name}=... in .env")
     if any(not "!" <= sign <= "~" for sign in key):
         raise ValueError(f"the variable {name} holds more than a key: space, or what is not ASCII")
     return key

@@ -20,7 +20,7 @@ from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
 from anvil_mux.config.kinds import AUTO, gib, meant, nearest
 from anvil_mux.config.machines import Gpu
-from anvil_mux.config.problems import Problems
+from anvil_mux.config.reading import Problems
 from anvil_mux.config.values import Preset
 
 

@@ -27,8 +27,7 @@ from anvil_mux.command import Done, run
 from anvil_mux.config import interpolate
 from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position
 from anvil_mux.config.interpolate import Document, Scope
-from anvil_mux.config.problems import KeyInFile
-from anvil_mux.config.reading import OURS, unknown_keys
+from anvil_mux.config.reading import OURS, KeyInFile, unknown_keys
 from anvil_mux.errors import ConfigError
 
 FILE_NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")

@@ -18,6 +18,7 @@ from typing import Any
 from anvil_mux.config import devices, service
 from anvil_mux.config.compose import Content
 from anvil_mux.config.config import LABEL
+from anvil_mux.config.diagnostic import with_texts
 from anvil_mux.config.service import RawService
 
 HERE = "127.0.0.1"
@@ -190,7 +191,7 @@ class ComposedFiles:
             for kind, known in self._content.shared.items()
             if (found := {name: self._own(name, known[name]) for name in _used(kind, services, known)})
         }
-        text = json.dumps(_escaped({"services": services, **shared}), ensure_ascii=False)
+        text = json.dumps(with_texts({"services": services, **shared}, _escaped), ensure_ascii=False)
         return UNPRINTABLE.sub(lambda each: f"\\u{ord(each[0]):04x}", text)
 
     def _own(self, name: str, about: Any) -> Any:
@@ -236,13 +237,6 @@ def _names(written: Any) -> Iterator[str]:
         yield str(each.get("source", "")) if isinstance(each, dict) else str(each).partition(":")[0]
 
 
-def _escaped(value: Any) -> Any:
-    """The value with its variables' sign doubled, as a sign that stands for itself is written."""
-    match value:
-        case str():
-            return value.replace("$", "$$")
-        case Mapping():
-            return {name: _escaped(inner) for name, inner in value.items()}
-        case list() | tuple():
-            return [_escaped(inner) for inner in value]
-    return value
+def _escaped(text: str) -> str:
+    """The text as a compose file has it, where a single $ begins a variable."""
+    return text.replace("$", "$$")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -32,7 +32,7 @@ from anvil_mux.config.kinds import (
 )
 from anvil_mux.config.machines import HOST_MEMORY, Gpu, gpu_name
 from anvil_mux.config.profile import Profile
-from anvil_mux.config.settings import Setting, setting, settings_of, table_of
+from anvil_mux.config.settings import Setting, setting, table_of
 from anvil_mux.config.values import (
     ANY_OF,
     CHOSEN,
@@ -147,46 +147,41 @@ _of_engines = partial(_steers, of_engines=True)
 _of_the_engine = partial(_replaces, of_engines=True)
 
 
+def _as_the_whole(name: str, kind: kinds.ValueKind, doc: str = "", **about: Any) -> Any:
+    """A field for a setting that the whole has too."""
+    doc = doc or "As at the top level, for this model."
+    return setting(INHERITED[name], kind, doc, live=True, **{"shown": "", "logged": True, **about})
+
+
+_GPU_COUNT = Setting(
+    COUNT,
+    "How many GPUs of a host it needs, no matter which; instead of `gpus` (see cluster.md).",
+    live=False,
+    logged=True,
+    of_engines=True,
+    fills=None,
+    page="cluster.md#in-the-file",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """One compose service that serves a model, or one container of a scaled one."""
 
     name: str
     """The service's name, with the container's number if it is scaled; unique."""
-    model: str = field(
-        metadata=settings_of(
-            model=Setting(
-                TEXT,
-                "The name that clients use; by default the service's. Services with the same model are "
-                "replicas.",
-                live=False,
-                logged=True,
-            )
-        )
+    model: str = _replaces(
+        MISSING,
+        TEXT,
+        "The name that clients use; by default the service's. Services with the same model are replicas.",
     )
-    gpus: tuple[str, ...] = field(
-        default=(),
-        metadata=settings_of(
-            gpus=Setting(
-                machines.USED_GPUS,
-                "The GPUs that it needs (all of those listed); by default the ones that the service reserves "
-                "or is given as device files (see gpus.md). A scaled process may have a list for each "
-                "replica.",
-                live=False,
-                logged=True,
-                of_engines=True,
-                page="gpus.md#supported-gpus",
-            ),
-            gpu_count=Setting(
-                COUNT,
-                "How many GPUs of a host it needs, no matter which; instead of `gpus` (see cluster.md).",
-                live=False,
-                logged=True,
-                of_engines=True,
-                fills=None,
-                page="cluster.md#in-the-file",
-            ),
-        ),
+    gpus: tuple[str, ...] = _of_the_engine(
+        (),
+        machines.USED_GPUS,
+        "The GPUs that it needs (all of those listed); by default the ones that the service reserves "
+        "or is given as device files (see gpus.md). A scaled process may have a list for each replica.",
+        page="gpus.md#supported-gpus",
+        beside={"gpu_count": _GPU_COUNT},
     )
     """Ids of the GPUs that it needs, all of them; empty: it needs none and is never evicted for another."""
     host: str = _of_the_engine(
@@ -250,12 +245,8 @@ class Backend:
         "Load it again whenever its GPUs have been idle for home_after (see policies.md).",
         page="policies.md#a-home-model-home",
     )
-    home_after: float = _of_engines(
-        INHERITED["home_after"],
-        SECONDS,
-        "As at the top level, for this model.",
-        shown="",
-        page="policies.md#a-home-model-home",
+    home_after: float = _as_the_whole(
+        "home_after", SECONDS, of_engines=True, page="policies.md#a-home-model-home"
     )
     ttl: float | None = _of_engines(
         None,
@@ -264,12 +255,12 @@ class Backend:
         page="policies.md",
     )
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
-    drain_timeout: float = _of_engines(
-        INHERITED["drain_timeout"],
+    drain_timeout: float = _as_the_whole(
+        "drain_timeout",
         kinds.SECONDS_OR_NONE,
         "As at the top level, for swaps that evict this model; none: as long as its requests take. The top "
         "level's applies when somebody unloads it, drains its host or stops anvil-mux (see policies.md).",
-        shown="",
+        of_engines=True,
         page="policies.md#let-answers-finish-drain_timeout",
     )
     """Seconds that a swap waits for its requests; infinite: as long as they take."""
@@ -279,13 +270,7 @@ class Backend:
         "How long it stays loaded at least, unless another queue is overdue.",
         page="policies.md",
     )
-    max_wait: MaxWait = _steers(
-        INHERITED["max_wait"],
-        SECONDS_OR_AUTO,
-        "As at the top level, for this model.",
-        shown="",
-        page="policies.md",
-    )
+    max_wait: MaxWait = _as_the_whole("max_wait", SECONDS_OR_AUTO, page="policies.md")
     max_queue: int | None = _steers(
         None,
         COUNT,
@@ -293,11 +278,11 @@ class Backend:
         page="policies.md",
     )
     """The most requests that may wait for its model; None: only ``Config.max_queue`` bounds them."""
-    routing: str = _of_engines(
-        INHERITED["routing"],
+    routing: str = _as_the_whole(
+        "routing",
         TEXT,
         "The routing policy of its model; the same on all replicas.",
-        shown="",
+        of_engines=True,
         page="routing.md",
     )
     kv_tokens: int | None = _of_engines(
@@ -356,12 +341,13 @@ class Backend:
         "How much host memory it needs while it runs; by default as measured.",
         page="gpus.md#what-a-model-needs",
     )
-    preload: bool = _of_engines(INHERITED["preload"], FLAG, "As at the top level, for this model.")
+    preload: bool = _as_the_whole("preload", FLAG, of_engines=True, shown="false")
     """Whether it is loaded once at the start, before anybody asks for it."""
-    read_ahead: bool = _unlogged(
-        INHERITED["read_ahead"],
+    read_ahead: bool = _as_the_whole(
+        "read_ahead",
         FLAG,
-        "As at the top level, for this model.",
+        shown="true",
+        logged=False,
         of_engines=True,
         page="standby.md#read-ahead-while-waiting",
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, advice, as_yaml, unfit
 from anvil_mux.config.machines import ALL
 from anvil_mux.config.service import RawService, listed
 
@@ -117,18 +117,11 @@ def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
     if written == ALL:
         yield {"count": ALL}
         return
-    if written is not None and not isinstance(written, list):
-        raise ValueError(_no_gpus(written))
-    for request in listed(service, "gpus"):
-        if not isinstance(request, Mapping):
-            raise ValueError(_no_gpus(written))
-        if _vendor(request) in CDI_KINDS.values():
-            yield request
-
-
-def _no_gpus(written: Any) -> Diagnostic:
-    text = "gpus must be `all` or a list of {driver, count, device_ids}"
-    return Diagnostic(text, write=gpus_meant(written), key=("gpus",))
+    requests = [] if written is None else written
+    if not isinstance(requests, list) or not all(isinstance(each, Mapping) for each in requests):
+        text = "gpus must be `all` or a list of {driver, count, device_ids}"
+        raise unfit(text, write=gpus_meant(written), key=("gpus",))
+    yield from (each for each in requests if _vendor(each) in CDI_KINDS.values())
 
 
 def gpus_meant(value: Any) -> str:
@@ -142,22 +135,17 @@ def gpus_meant(value: Any) -> str:
 def reserved_devices(service: RawService) -> list[Mapping[str, Any]]:
     """The devices that are reserved under deploy."""
     inner: Any = service
-    for key in ("deploy", "resources", "reservations"):
+    for depth, key in enumerate(RESERVED[:-1], 1):
         inner = inner.get(key) or {}
         if not isinstance(inner, Mapping):
-            path = ("deploy", "resources", "reservations")
-            text = f"{key} must be a mapping"
-            raise ValueError(
-                Diagnostic(text, write=RESERVATION, key=path[: path.index(key) + 1] if key in path else ())
-            )
+            raise unfit(f"{key} must be a mapping", write=RESERVATION, key=RESERVED[:depth])
     written = inner.get("devices")
-    if written is not None and not isinstance(written, list):
-        text = "deploy.resources.reservations.devices must be a list"
-        raise ValueError(Diagnostic(text, write=f"devices: {as_yaml([written])}", key=RESERVED))
-    found = listed(inner, "devices")
+    found = [] if written is None else written
+    name = ".".join(RESERVED)
+    if not isinstance(found, list):
+        raise unfit(f"{name} must be a list", write=f"devices: {as_yaml([written])}", key=RESERVED)
     if not all(isinstance(device, Mapping) for device in found):
-        text = "deploy.resources.reservations.devices must list mappings"
-        raise ValueError(Diagnostic(text, write=RESERVATION, key=RESERVED))
+        raise unfit(f"{name} must list mappings", write=RESERVATION, key=RESERVED)
     return found
 
 
@@ -219,8 +207,7 @@ def _request(request: Mapping[str, Any], key: KeyPath) -> str | tuple[str, ...]:
     if count in (ALL, -1, "-1", None):
         return ALL
     if isinstance(count, bool) or not re.fullmatch(r"[0-9]+", str(count)):
-        text = f"count must be `all` or a number of GPUs, not {count!r}"
-        raise ValueError(Diagnostic(text, write="count: all", key=key))
+        raise unfit(f"count must be `all` or a number of GPUs, not {count!r}", write="count: all", key=key)
     return tuple(str(index) for index in range(int(count)))
 
 
@@ -320,16 +307,13 @@ def caveats(service: Mapping[str, Any], found: GivenGpus, gpus: Sequence[str]) -
     """Warnings of what a service lacks that is given GPUs of AMD or Intel, with remedies."""
     paths = [*_sources(service)]
     if KFD in paths and not any(path == DRI or NODE.fullmatch(path) for path in paths):
-        said = f"has {KFD} without {DRI}, and ROCm needs both"
-        text = f"{said}; add {DRI}, or one file of it for each GPU"
-        yield Diagnostic(text, said=said, write=f"devices: [{KFD}, {DRI}]", key=("devices",))
+        said, more = f"has {KFD} without {DRI}, and ROCm needs both", "or one file of it for each GPU"
+        yield advice(said, f"devices: [{KFD}, {DRI}]", f"add {DRI}, {more}", key=("devices",))
     user = str(service.get("user") or "root").partition(":")[0]
     if user not in ("root", "0") and not service.get("group_add"):
-        said, write = f"runs as {user}, who may not open {DRI}", "group_add: [video, render]"
-        text = f"{said}; add {write}, by the host's numbers"
-        yield Diagnostic(
-            text, said=f"{said}; add the host's groups, by their numbers", write=write, key=("group_add",)
-        )
+        said, write = f"runs as {user}, who may not open {DRI}; add", "group_add: [video, render]"
+        text, short = f"{said} {write}, by the host's numbers", f"{said} the host's groups, by their numbers"
+        yield Diagnostic(text, said=short, write=write, key=("group_add",))
     if not gpus:
         is_intel = found.vendors[-1] == INTEL and re.search("intel|ipex", str(service.get("image")).lower())
         write = f'x-anvil: {{gpus: ["{INTEL if is_intel else found.vendors[0]}0"]}}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -71,10 +72,17 @@ class Diagnostic(str):
         )
 
 
-def advice(said: str, write: str = "", *, value: str = "", key: KeyPath = ()) -> Diagnostic:
-    """Return a diagnostic whose sentence ends with the line, or the value, to write."""
-    sentence = f"{said}; write {write or value}"
-    return Diagnostic(sentence, said=said, write=write, value=value, key=key)
+def advice(
+    said: str, write: str = "", more: str = "", *, value: str = "", key: KeyPath = (), page: str = ""
+) -> Diagnostic:
+    """Return a diagnostic whose sentence ends with ``more``, or with the line, or the value, to write."""
+    sentence = f"{said}; {more or f'write {write or value}'}"
+    return Diagnostic(sentence, said=said, write=write, value=value, key=key, page=page)
+
+
+def unfit(text: str, value: str = "", *, write: str = "", key: KeyPath = ()) -> ValueError:
+    """Return the error about what cannot be taken; ``value``, ``write``: what could stand there."""
+    return ValueError(Diagnostic(text, value=value, write=write, key=key))
 
 
 def as_diagnostic(text: object) -> Diagnostic:
@@ -89,6 +97,18 @@ def as_yaml(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
     text = text.removesuffix("\n").removesuffix("\n...")
     return text if len(text) <= LONGEST and "\n" not in text else "..."
+
+
+def with_texts(value: Any, make: Callable[[str], str]) -> Any:
+    """Return a value of YAML with what ``make`` makes of each text in it, but for keys."""
+    match value:
+        case str():
+            return make(value)
+        case Mapping():
+            return {name: with_texts(each, make) for name, each in value.items()}
+        case list() | tuple():
+            return [with_texts(each, make) for each in value]
+    return value
 
 
 def _line(key: KeyPath, value: str) -> str:

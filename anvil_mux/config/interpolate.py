@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from anvil_mux import state
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic
+from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic, unfit
 from anvil_mux.errors import ConfigError
 
 MOST_NODES = 100_000
@@ -286,7 +286,7 @@ class Scope:
                 return word if there else ""
             case "?" if not there:
                 text = f"the variable {name[0]} must be set" + (f": {word}" if word else "")
-                raise ValueError(Diagnostic(text, write=f"{name[0]}=... in .env"))
+                raise unfit(text, write=f"{name[0]}=... in .env")
             case "-" if not there:
                 return word
         return value or ""

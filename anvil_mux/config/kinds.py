@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from anvil_mux.clock import MOST_COUNT, YEAR_SECONDS, seconds_in
-from anvil_mux.config.diagnostic import Diagnostic, advice, as_diagnostic, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, advice, as_diagnostic, as_yaml, unfit
 
 Made = TypeVar("Made")
 Shape = Mapping[str, Any]
@@ -64,11 +64,6 @@ class Wrong(ValueError):
         super().__init__("; ".join([": ".join((".".join(path), text)) for path, text in problems]))
         self.problems = problems
         self.rest = rest
-
-
-def unfit(said: str, value: str = "") -> ValueError:
-    """The error of a value that cannot be taken; ``value``: one that could stand there."""
-    return ValueError(Diagnostic(said, value=value))
 
 
 def unknown(key: str, known: Collection[str], value: Any) -> Diagnostic:

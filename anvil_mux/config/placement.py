@@ -27,7 +27,7 @@ from anvil_mux.config.machines import (
     Machine,
     WantedHosts,
 )
-from anvil_mux.config.problems import Problems
+from anvil_mux.config.reading import Problems
 
 SHOWN = 10
 """How many names a warning shows."""

@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.clock import count_in
-from anvil_mux.config.diagnostic import Diagnostic, as_yaml
+from anvil_mux.config.diagnostic import Diagnostic, as_yaml, unfit
 
 IMAGES: tuple[tuple[str, str], ...] = (
     (r"llama-?cpp-python", "openai"),
@@ -85,7 +85,7 @@ def environment(service: RawService, environ: Mapping[str, str]) -> dict[str, st
 def labels(service: RawService, prefix: str) -> dict[str, str]:
     """The labels that begin with ``prefix``, without it."""
     if not isinstance(service, Mapping):
-        raise ValueError(Diagnostic("must be a mapping, with keys such as image", write="image: ..."))
+        raise unfit("must be a mapping, with keys such as image", write="image: ...")
     found = _mapping(service, "labels", "").items()
     return {name[len(prefix) :]: _text(value) for name, value in found if name.startswith(prefix)}
 
@@ -113,7 +113,7 @@ def word(service: RawService, key: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(Diagnostic(f"{key} must be text", write=f'{key}: "..."', key=(key,)))
+        raise unfit(f"{key} must be text", write=f'{key}: "..."', key=(key,))
     return str(value)
 
 
@@ -136,12 +136,9 @@ def listens_on(service: RawService) -> int | None:
             return ports[0]
         if ports and commanded_port(service) is None:
             several = ", ".join(map(str, sorted(set(ports))))
-            said = f"has several ports ({several})"
-            text = f"{said}; say where the engine listens: x-anvil: {{port: ...}}"
-            write = f"x-anvil: {{port: {ports[0]}}}"
-            raise ValueError(
-                Diagnostic(text, said=f"{said}; say where the engine listens", write=write, key=("ports",))
-            )
+            said = f"has several ports ({several}); say where the engine listens"
+            write, text = f"x-anvil: {{port: {ports[0]}}}", f"{said}: x-anvil: {{port: ...}}"
+            raise ValueError(Diagnostic(text, said=said, write=write, key=("ports",)))
     return commanded_port(service)
 
 
@@ -158,9 +155,7 @@ def copies(service: RawService) -> int:
     found = count_in(given)
     if found is not None and found > MOST_COPIES:
         key = "scale" if "scale" in service else "deploy"
-        raise ValueError(
-            Diagnostic(f"has {found} replicas, of at most {MOST_COPIES}", write="scale: 2", key=(key,))
-        )
+        raise unfit(f"has {found} replicas, of at most {MOST_COPIES}", write="scale: 2", key=(key,))
     return 1 if found is None else found
 
 
@@ -236,8 +231,8 @@ def _words(service: RawService, key: str) -> list[str]:
         try:
             return shlex.split(value)
         except ValueError as error:
-            text = f"{key}: {error}"
-            raise ValueError(Diagnostic(text, write=f"{key}: [program, argument, ...]", key=(key,))) from None
+            write = f"{key}: [program, argument, ...]"
+            raise unfit(f"{key}: {error}", write=write, key=(key,)) from None
     return [_text(word) for word in listed(service, key)]
 
 
@@ -247,7 +242,7 @@ def listed(service: Mapping[str, Any], key: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise ValueError(Diagnostic(f"{key} must be a list", write=f"{key}: {as_yaml([value])}", key=(key,)))
+        raise unfit(f"{key} must be a list", write=f"{key}: {as_yaml([value])}", key=(key,))
     return value
 
 
@@ -260,8 +255,7 @@ def _mapping(service: RawService, key: str, nothing: str | None) -> dict[str, An
     if value is not None and not isinstance(value, dict):
         name, equals, text = str(value).partition("=")
         write = f"{key}: {{{name}: {as_yaml(text)}}}" if equals else f"{key}: {{NAME: value}}"
-        said = f"{key} must be a mapping or a list of NAME=VALUE"
-        raise ValueError(Diagnostic(said, write=write, key=(key,)))
+        raise unfit(f"{key} must be a mapping or a list of NAME=VALUE", write=write, key=(key,))
     return {name: nothing if each is None else each for name, each in (value or {}).items()}
 
 
@@ -297,8 +291,7 @@ def _published(entry: Any) -> Iterator[Port]:
 def _range(text: str) -> list[int]:
     first, dash, last = text.partition("-")
     if count_in(first, 65535) is None or (dash and count_in(last, 65535) is None):
-        text = f"ports: {text!r} is no port"
-        raise ValueError(Diagnostic(text, write='ports: ["127.0.0.1::8000"]', key=("ports",)))
+        raise unfit(f"ports: {text!r} is no port", write='ports: ["127.0.0.1::8000"]', key=("ports",))
     return list(range(int(first), int(last if dash else first) + 1))
 
 

@@ -8,7 +8,8 @@ event log records.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from anvil_mux.config.kinds import NOTHING, Shape, ValueKind, any_of
@@ -55,20 +56,23 @@ Table = Mapping[str, Setting]
 
 
 def setting(
-    default: Any, kind: ValueKind, doc: str, *, key: str = "", shown: str | None = None, **about: Any
+    default: Any,
+    kind: ValueKind,
+    doc: str,
+    *,
+    key: str = "",
+    shown: str | None = None,
+    beside: Mapping[str, Setting] = MappingProxyType({}),
+    **about: Any,
 ) -> Any:
     """A field with its default, or what makes it, that a setting fills; ``key``: the setting's, if another.
 
-    ``shown``: the default for people, where that is not what they would write.
+    ``shown``: the default for people, where that is not what they would write. ``beside``: further settings,
+    by their keys, that decide about the field.
     """
     made = {"default_factory": default} if callable(default) else {"default": default}
     row = Setting(kind, doc, default=plain(default) if shown is None else shown, **about)
-    return field(**made, metadata=settings_of(**{key: row}))
-
-
-def settings_of(**rows: Setting) -> Mapping[str, Mapping[str, Setting]]:
-    """The metadata of a field that these settings fill, or decide about; key "": the one of its own name."""
-    return {ROWS: rows}
+    return field(**made, metadata={ROWS: {key: row, **beside}})
 
 
 def table_of(owner: type) -> dict[str, Setting]:
@@ -95,15 +99,13 @@ def filled(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
 def plain(value: object) -> str:
     """A default as people write it."""
     match value:
-        case None | ():
-            return ""
         case bool():
             return str(value).lower()
         case tuple():
             return ", ".join(value)
         case float():
             return f"{value:g}"
-    return str(value)
+    return "" if value in (None, MISSING) else str(value)
 
 
 # For people and their editors

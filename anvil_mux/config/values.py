@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from anvil_mux.config import kinds
-from anvil_mux.config.diagnostic import Diagnostic, as_yaml
-from anvil_mux.config.kinds import FLAGS, NAMES, SECONDS, TEXT, ValueKind, read_seconds, show, unfit
+from anvil_mux.config.diagnostic import as_yaml, unfit
+from anvil_mux.config.kinds import FLAGS, NAMES, SECONDS, TEXT, ValueKind, read_seconds, show
 from anvil_mux.protocol import foreign
 
 # Fields of questions
@@ -107,7 +107,7 @@ def _read_preset(name: Any, about: Any) -> Preset:
     name = TEXT.read(name)
     if not isinstance(about, dict) or not about:
         text = "must hold set, default, strip or system; a name without them is one of `aliases`"
-        raise ValueError(Diagnostic(text, write=f"aliases: [{name}]"))
+        raise unfit(text, write=f"aliases: [{name}]")
     preset: Preset = kinds.record(partial(Preset, name), **_PRESET).read(about)
     return preset
 

@@ -24,8 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import ClassVar
 
-from anvil_mux.config.abilities import SLEEP_FLAGS, cannot_evict_to
-from anvil_mux.config.caveats import SLEEPERS
+from anvil_mux.config.abilities import SLEEP_FLAGS, SLEEPERS, cannot_evict_to
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host import engines

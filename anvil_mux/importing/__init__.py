@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from anvil_mux.errors import ConfigError
+
 WIDTH = 110
 NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9._-]")
 
@@ -56,6 +58,12 @@ class Written:
             number += 1
             found = f"{name}-{number}"
         return found
+
+    def checked(self, nothing: str) -> Written:
+        """The same, or ConfigError with its notes where it has no service, or with ``nothing``."""
+        if not self.services:
+            raise ConfigError([f"{note.where}: {note.text}" for note in self.notes] or [nothing])
+        return self
 
     def text(self) -> str:
         """The file."""

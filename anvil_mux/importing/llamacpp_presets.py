@@ -87,11 +87,7 @@ def translate(file: Path, *, program: str = "", gpus: Sequence[str] = ()) -> Wri
             made.notes.append(Note(str(file), name, f"is left out: it stands in no section; use [{ALL}]."))
     for name, own in sections.items():
         _PresetWriter(made, file, name, {**common, **own}, escaped(program or "llama-server")).write()
-    if not made.services:
-        raise ConfigError(
-            [f"{note.where}: {note.text}" for note in made.notes] or [f"{file}: has no presets"]
-        )
-    return made
+    return made.checked(f"{file}: has no presets")
 
 
 def _sections(file: Path) -> dict[str, dict[str, str]]:

@@ -93,11 +93,7 @@ def translate(store: Path, wanted: Wanted) -> Written:
         raise ConfigError([f"{store}: is no store of Ollama's: it has no folder `manifests`"])
     for model in _models(store, made.notes):
         _ModelWriter(made, store, model, wanted).write()
-    if not made.services:
-        raise ConfigError(
-            [f"{note.where}: {note.text}" for note in made.notes] or [f"{store}: has no models"]
-        )
-    return made
+    return made.checked(f"{store}: has no models")
 
 
 # The store

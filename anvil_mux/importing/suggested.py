@@ -16,6 +16,7 @@ import yaml
 from anvil_mux.clock import count_in
 from anvil_mux.config import devices, interpolate, service
 from anvil_mux.config.compose import laid_over
+from anvil_mux.config.diagnostic import with_texts
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.machines import ALL
 from anvil_mux.errors import ConfigError
@@ -132,7 +133,7 @@ class Suggestion:
             for key in (*interpolate.OTHER_FILES, "env_file"):
                 described.pop(key, None)
         found.pop("include", None)
-        return str(yaml.safe_dump(_escaped(found), sort_keys=False))
+        return str(yaml.safe_dump(with_texts(found, _escaped), sort_keys=False))
 
     # Reading
 
@@ -471,16 +472,9 @@ class Suggestion:
             self.written.notes.append(note)
 
 
-def _escaped(value: Any) -> Any:
-    """The value with each $ standing for itself, but for what the suggestion adds."""
-    match value:
-        case str():
-            return re.sub(r"\$(?!\{ANVIL_API_KEY)", "$$$$", value)
-        case dict():
-            return {name: _escaped(each) for name, each in value.items()}
-        case list():
-            return [_escaped(each) for each in value]
-    return value
+def _escaped(text: str) -> str:
+    """The text with each $ standing for itself, but for what the suggestion adds."""
+    return re.sub(r"\$(?!\{ANVIL_API_KEY)", "$$$$", text)
 
 
 def _of_webui(changed: Mapping[str, str], given: Mapping[str, str], base: str) -> dict[str, str]:

@@ -160,6 +160,20 @@ class Player:
 # One request
 
 
+def completion(model: str, prompt: str, output: int, *, is_chat: bool = False) -> bytes:
+    """The body that asks for a streamed completion of so many tokens, and what it took."""
+    asked = {
+        "model": model,
+        **({"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}),
+        "max_tokens": output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(asked).encode("ascii")
+
+
 class PlayedServer:
     """A server that is asked. Any thread. ``path``: COMPLETIONS or CHAT."""
 
@@ -231,23 +245,10 @@ class PlayedServer:
         now: Callable[[], float] = time.monotonic,
     ) -> Callable[[], PlayedAnswer]:
         """Make what sends the request and waits for its answer; ``now``: seconds from the run's beginning."""
-        asked = {
-            "model": request.model,
-            **(
-                {"messages": [{"role": "user", "content": prompt}]}
-                if self._path == CHAT
-                else {"prompt": prompt}
-            ),
-            "max_tokens": request.output,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
         headers = {**self._headers(), "Content-Type": "application/json", "X-Request-ID": id}
         if request.session:
             headers["X-Session-ID"] = request.session
-        body = json.dumps(asked).encode("ascii")
+        body = completion(request.model, prompt, request.output, is_chat=self._path == CHAT)
         return lambda: _Asking(self, request, number, id).ask(body, headers, now)
 
     def open(self) -> http.client.HTTPConnection:

@@ -17,7 +17,6 @@ name would share the requests, so that is an error.
 from __future__ import annotations
 
 import http.client
-import json
 import random
 import threading
 import time
@@ -29,6 +28,7 @@ from urllib.parse import quote, urlsplit
 
 from anvil_mux.config.profile import CHUNK
 from anvil_mux.errors import BackendError
+from anvil_mux.lab.player import COMPLETIONS, completion
 from anvil_mux.protocol import foreign
 
 PROMPTS = (128, 512, 2048, 8192)
@@ -109,18 +109,9 @@ class Profiler:
     def ask(self, prompt: str, output: int) -> Streamed:
         """One completion, streamed."""
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT)
-        asked = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": output,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
         try:
             found = Streamed(time.monotonic())
-            connection.request("POST", "/v1/completions", json.dumps(asked), self._headers)
+            connection.request("POST", COMPLETIONS, completion(self.model, prompt, output), self._headers)
             with connection.getresponse() as response:
                 if response.status != 200:
                     text = response.read(2000).decode("utf-8", "replace")

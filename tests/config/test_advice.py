@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +14,7 @@ from anvil_mux.cli.checking import vram_to_declare
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.machines import Gpu, Machine
-from anvil_mux.config.problems import FOLDER, page_of
+from anvil_mux.config.reading import FOLDER, page_of
 from anvil_mux.config.settings import Setting
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
@@ -46,514 +48,158 @@ def parts(found: Diagnostic) -> tuple[int | None, str, str, str]:
     return found.place.line, ".".join(found.key), found.write, page.removeprefix(FOLDER)
 
 
-# Line, key, what to write, page
-CASES = [
-    (OWN, "vrm: 20GiB", 8, "services.a.x-anvil.vrm", "vram: 20GiB", "reference.md#x-anvil-on-a-service"),
-    (OWN, "vram: lots", 8, "services.a.x-anvil.vram", "vram: 20GiB", "gpus.md#what-a-model-needs"),
-    (OWN, "vram: 20", 8, "services.a.x-anvil.vram", "vram: 20GiB", "gpus.md#what-a-model-needs"),
-    (OWN, "vram: 20 gigs", 8, "services.a.x-anvil.vram", "vram: 20GiB", "gpus.md#what-a-model-needs"),
-    (OWN, "vram: 0", 8, "services.a.x-anvil.vram", "", "gpus.md#what-a-model-needs"),
-    (OWN, "port: 70000", 8, "services.a.x-anvil.port", "port: 8000", "reference.md#engines"),
-    (OWN, "engine: vlm", 8, "services.a.x-anvil.engine", "engine: vllm", "reference.md#engines"),
-    (
-        OWN,
-        "evict_to: [sotp]",
-        8,
-        "services.a.x-anvil.evict_to",
-        "evict_to: [stop]",
-        "standby.md#the-levels",
-    ),
-    (
-        OWN,
-        "evict_to: []",
-        8,
-        "services.a.x-anvil.evict_to",
-        "evict_to: [stop]",
-        "standby.md#the-levels",
-    ),
-    (
-        OWN,
-        "evict_to: [stop, sleep]",
-        8,
-        "services.a.x-anvil.evict_to",
-        "evict_to: [sleep, stop]",
-        "standby.md#the-levels",
-    ),
-    (
-        OWN,
-        "evict_to: [stop, sleep]",
-        8,
-        "services.a.x-anvil.evict_to",
-        "evict_to: [stop]",
-        "standby.md#the-levels",
-    ),
-    (OWN, "pin: maybe", 8, "services.a.x-anvil.pin", "pin: true", "policies.md#pinning-a-model"),
-    (
-        OWN,
-        "load_timeout: 5 minutes",
-        8,
-        "services.a.x-anvil.load_timeout",
-        "load_timeout: 5m",
-        "reference.md#x-anvil-on-a-service",
-    ),
-    (OWN, "max_wait: soon", 8, "services.a.x-anvil.max_wait", "max_wait: 30s", "policies.md"),
-    (
-        OWN,
-        "drain_timeout: forever",
-        8,
-        "services.a.x-anvil.drain_timeout",
-        "drain_timeout: 30s",
-        "policies.md#let-answers-finish-drain_timeout",
-    ),
-    (
-        OWN,
-        "priority: 101",
-        8,
-        "services.a.x-anvil.priority",
-        "priority: 100",
-        "reference.md#x-anvil-on-a-service",
-    ),
-    (OWN, "model: 1.5", 8, "services.a.x-anvil.model", 'model: "1.5"', "reference.md#x-anvil-on-a-service"),
-    (OWN, 'model: "a\\"b"', 8, "services.a.x-anvil.model", "model: ab", "reference.md#x-anvil-on-a-service"),
-    (OWN, "aliases: [{}]", 8, "services.a.x-anvil.aliases", "", "reference.md#x-anvil-on-a-service"),
-    (OWN, "gpus: [{}]", 8, "services.a.x-anvil.gpus", "", "gpus.md#supported-gpus"),
-    (OWN, "gpu_count: 0", 8, "services.a.x-anvil.gpu_count", "gpu_count: 1", "cluster.md#in-the-file"),
-    (OWN, "gpu_count: 1\ngpus: ['0']", 8, "services.a.x-anvil.gpu_count", "", "cluster.md#in-the-file"),
-    (OWN, "hosts: [Big One]", 8, "services.a.x-anvil.hosts", "hosts: big-one", "cluster.md#in-the-file"),
-    (OWN, "hosts: []", 8, "services.a.x-anvil.hosts", "hosts: any", "cluster.md#in-the-file"),
-    (OWN, "routing: load_balanc", 8, "services.a.x-anvil.routing", "routing: load_balance", "routing.md"),
-    (
-        OWN,
-        "infer_type: prefil",
-        8,
-        "services.a.x-anvil.infer_type",
-        "infer_type: prefill",
-        "routing.md#prefill-and-decode-apart",
-    ),
-    (
-        OWN,
-        "infer_type: prefill",
-        8,
-        "services.a.x-anvil.infer_type",
-        "infer_type: either",
-        "routing.md#prefill-and-decode-apart",
-    ),
-    (OWN, "profile: nope.json", 8, "services.a.x-anvil.profile", "", "routing.md#what-is-known-of-a-replica"),
-    (OWN, "kv_tokens: none", 8, "services.a.x-anvil.kv_tokens", "", "routing.md#what-is-known-of-a-replica"),
-    (OWN, "strip: [model]", 8, "services.a.x-anvil.strip", "", "presets.md#presets"),
-    (OWN, "set: temperature", 8, "services.a.x-anvil.set", "set: {temperature: 0.2}", "presets.md#presets"),
-    (
-        OWN,
-        "presets: [fast]",
-        8,
-        "services.a.x-anvil.presets",
-        "presets: {fast: {set: {temperature: 0.2}}}",
-        "presets.md#presets",
-    ),
-    (
-        OWN,
-        "presets: {fast: {}}",
-        8,
-        "services.a.x-anvil.presets.fast",
-        "aliases: [fast]",
-        "presets.md#presets",
-    ),
-    (
-        OWN,
-        "presets: {fast: {set: {model: x}}}",
-        8,
-        "services.a.x-anvil.presets.fast.set",
-        "",
-        "presets.md#presets",
-    ),
-    (
-        OWN,
-        "loras: {sql: /loras/sql}",
-        8,
-        "services.a.x-anvil.loras.sql",
-        "loras: [sql]",
-        "presets.md#lora-adapters",
-    ),
-    (
-        OWN,
-        "upstream: docs",
-        8,
-        "services.a.x-anvil.upstream",
-        "upstream: /docs",
-        "security.md#what-a-request-can-reach",
-    ),
-    (
-        OWN,
-        "prompt_cache: 5GiB",
-        8,
-        "services.a.x-anvil.prompt_cache",
-        "",
-        "standby.md#prompts-that-outlive-a-swap",
-    ),
-    (
-        OWN,
-        "url: api.openai.com/v1",
-        8,
-        "services.a.x-anvil.url",
-        "url: https://api.openai.com/v1",
-        "elsewhere.md#a-server-elsewhere",
-    ),
-    (
-        OWN,
-        "url: https://api.openai.com/v1/chat/completions",
-        8,
-        "services.a.x-anvil.url",
-        "url: https://api.openai.com/v1",
-        "elsewhere.md#a-server-elsewhere",
-    ),
-    (
-        OWN,
-        "url: https://me:secret@api.openai.com/v1",
-        8,
-        "services.a.x-anvil.url",
-        "url: https://api.openai.com/v1",
-        "elsewhere.md#a-server-elsewhere",
-    ),
-    (
-        OWN,
-        "url: https://api.openai.com/v1?key=1",
-        8,
-        "services.a.x-anvil.url",
-        "url: https://api.openai.com/v1",
-        "elsewhere.md#a-server-elsewhere",
-    ),
-    (
-        OWN,
-        "api_key_env: NO_SUCH_KEY",
-        8,
-        "services.a.x-anvil.api_key_env",
-        "url: https://api.openai.com/v1",
-        "elsewhere.md#a-server-elsewhere",
-    ),
-    (OWN, "fallback: [b]", 8, "services.a.x-anvil.fallback", "", "elsewhere.md#fallbacks"),
-    (
-        OWN,
-        "fallback: {models: []}",
-        8,
-        "services.a.x-anvil.fallback",
-        "fallback: {models: [other-model], after: 20s}",
-        "elsewhere.md#fallbacks",
-    ),
-    (
-        OWN,
-        "home_after: 5m",
-        8,
-        "services.a.x-anvil.home_after",
-        "home: true",
-        "policies.md#a-home-model-home",
-    ),
-    (OWN, "policy: eager", 8, "services.a.x-anvil.policy", "x-anvil: {policy: eager}", "policies.md"),
-    (OWN, "polcy: eager", 8, "services.a.x-anvil.polcy", "x-anvil: {policy: eager}", "policies.md"),
-    (TOP, "vrm: 20GiB", 2, "x-anvil.vrm", "x-anvil: {vram: 20GiB}", "gpus.md#what-a-model-needs"),
-    (
-        OWN,
-        "drain_timeout: {}",
-        8,
-        "services.a.x-anvil.drain_timeout",
-        "drain_timeout: 30s",
-        "policies.md#let-answers-finish-drain_timeout",
-    ),
-    (
-        TOP,
-        "drain_timout: 5s",
-        2,
-        "x-anvil.drain_timout",
-        "drain_timeout: 5s",
-        "reference.md#x-anvil-at-the-top-level",
-    ),
-    (TOP, "zzz: 1", 2, "x-anvil.zzz", "", "reference.md#x-anvil-at-the-top-level"),
-    (TOP, "ttl: 30s", 2, "x-anvil.ttl", "x-anvil: {ttl: 30s}", "policies.md"),
-    (TOP, "listen: :9292", 2, "x-anvil.listen", "listen: 127.0.0.1:9292", "security.md#who-can-reach-it"),
-    (TOP, "listen: localhost", 2, "x-anvil.listen", "listen: 127.0.0.1:9292", "security.md#who-can-reach-it"),
-    (TOP, "runtime: docker", 2, "x-anvil.runtime", "runtime: compose", "processes.md"),
-    (
-        TOP,
-        "project: My Models",
-        2,
-        "x-anvil.project",
-        "project: my-models",
-        "reference.md#x-anvil-at-the-top-level",
-    ),
-    (TOP, 'gpus: {"0": 24GiB}', 2, "x-anvil.gpus.0", '"0": {vram: 24GiB}', "gpus.md#supported-gpus"),
-    (TOP, 'gpus: {"0": {vram: 24}}', 2, "x-anvil.gpus.0.vram", "vram: 24GiB", "gpus.md#supported-gpus"),
-    (
-        TOP,
-        'gpus: {"0": {vram: 1GiB, reserve: 2GiB}}',
-        2,
-        "x-anvil.gpus.0",
-        '"0": {vram: 24GiB, reserve: 1GiB}',
-        "gpus.md#supported-gpus",
-    ),
-    (TOP, "gpus: {0: {}}", 2, "x-anvil.gpus.0", '"0": ...', "gpus.md#supported-gpus"),
-    (TOP, "machines: {local: {}}", 2, "x-anvil.machines.local", "", "cluster.md#in-the-file"),
-    (
-        TOP,
-        "machines: {b: 64GiB}",
-        2,
-        "x-anvil.machines.b",
-        "b: {host_memory: 64GiB}",
-        "cluster.md#in-the-file",
-    ),
-    (TOP, "policy: egaer", 2, "x-anvil.policy", "policy: eager", "policies.md"),
-    (TOP, "policy: {quiet: 1}", 2, "x-anvil.policy", "policy: {name: NAME, quiet: 1}", "policies.md"),
-    (TOP, "policy: {name: debounce, quit: 1}", 2, "x-anvil.policy", "", "policies.md"),
-    (TOP, "eviction: fifo", 2, "x-anvil.eviction", "", "reference.md#evictions"),
-    (TOP, "routing: load_balanc", 2, "x-anvil.routing", "routing: load_balance", "routing.md"),
-    (
-        TOP,
-        "routing: {default: load_balance, mode: ful}",
-        2,
-        "x-anvil.routing.mode",
-        "mode: full",
-        "routing.md",
-    ),
-    (
-        TOP,
-        "routing: {default: load_balance, mode: ful}",
-        2,
-        "x-anvil.routing",
-        "routing: {default: load_balance, mode: full}",
-        "routing.md",
-    ),
-    (
-        TOP,
-        "routing: {store: localhost}",
-        2,
-        "x-anvil.routing.store",
-        "store: redis://host:6379/0",
-        "routing.md",
-    ),
-    (
-        TOP,
-        "routing: {policies: {load_balance: {like: load_balance}}}",
-        2,
-        "x-anvil.routing.policies.load_balance",
-        "",
-        "routing.md",
-    ),
-    (TOP, "max_queue: 0", 2, "x-anvil.max_queue", "max_queue: 1", "reference.md#x-anvil-at-the-top-level"),
-    (TOP, "max_body: big", 2, "x-anvil.max_body", "max_body: 64MiB", "reference.md#x-anvil-at-the-top-level"),
-    (
-        TOP,
-        "default_model: aa",
-        2,
-        "x-anvil.default_model",
-        "default_model: a",
-        "reference.md#x-anvil-at-the-top-level",
-    ),
-    (
-        TOP,
-        "any_of: {any: [aa]}",
-        2,
-        "x-anvil.any_of.any",
-        "any: [a]",
-        "policies.md#any-model-that-is-loaded-any_of",
-    ),
-    (
-        TOP,
-        "any_of: {a: [a]}",
-        2,
-        "x-anvil.any_of.a",
-        "any-a: [a]",
-        "policies.md#any-model-that-is-loaded-any_of",
-    ),
-    (TOP, "any_of: {a: [a]}", 2, "x-anvil.any_of.a", "", "policies.md#any-model-that-is-loaded-any_of"),
-    (
-        TOP,
-        "any_of: [a]",
-        2,
-        "x-anvil.any_of",
-        "any_of: {a-name: [a-model, another]}",
-        "policies.md#any-model-that-is-loaded-any_of",
-    ),
-    (TOP, "preload: perhaps", 2, "x-anvil.preload", "preload: true", "reference.md#x-anvil-at-the-top-level"),
-    (TOP, "tls_cert: cert.pem", 2, "x-anvil.tls_cert", "tls_key: FILE", "security.md#tls"),
-    (
-        TOP,
-        "cors: [app.example]",
-        2,
-        "x-anvil.cors",
-        "cors: [https://app.example]",
-        "security.md#who-can-reach-it",
-    ),
-    (TOP, "on_exit: leave", 2, "x-anvil.on_exit", "on_exit: keep", "running.md#stopping"),
-    (TOP, "capture: 5000", 2, "x-anvil.capture", "capture: 1000", "sharing.md#what-was-asked-and-answered"),
-    (
-        TOP,
-        "when_paused: block",
-        2,
-        "x-anvil.when_paused",
-        "when_paused: refuse",
-        "sharing.md#my-gpu-please-pausing",
-    ),
-    (
-        TOP,
-        "hooks: notify-send",
-        2,
-        "x-anvil.hooks",
-        "hooks: {on: [failed], run: [notify-send, anvil]}",
-        "seeing.md#hooks",
-    ),
-    (
-        TOP,
-        "hooks: [{run: notify-send anvil}]",
-        2,
-        "x-anvil.hooks.0.run",
-        "run: [notify-send, anvil]",
-        "seeing.md#hooks",
-    ),
-    (
-        TOP,
-        "hooks: [{url: example.com/hook}]",
-        2,
-        "x-anvil.hooks.0.url",
-        "url: http://example.com/hook",
-        "seeing.md#hooks",
-    ),
-    (
-        TOP,
-        'hooks: [{on: [fail], url: "http://127.0.0.1/"}]',
-        2,
-        "x-anvil.hooks.0.on",
-        "on: [failed]",
-        "seeing.md#hooks",
-    ),
-    (
-        TOP,
-        "hosts: [mux.example]",
-        2,
-        "x-anvil.hosts",
-        "allowed_hosts: [mux.example]",
-        "reference.md#x-anvil-at-the-top-level",
-    ),
-    (
-        TOP,
-        "- listen: 127.0.0.1:9292",
-        1,
-        "x-anvil",
-        "x-anvil: {listen: '127.0.0.1:9292'}",
-        "reference.md#x-anvil-at-the-top-level",
-    ),
-    (
-        RAW,
-        "gpus: 0",
-        4,
-        "services.a.gpus",
-        "gpus: [{driver: nvidia, device_ids: ['0']}]",
-        "gpus.md#supported-gpus",
-    ),
-    (
-        RAW,
-        "gpus: [0]",
-        4,
-        "services.a.gpus",
-        "gpus: [{driver: nvidia, device_ids: ['0']}]",
-        "gpus.md#supported-gpus",
-    ),
-    (RAW, "gpus: all", 2, "services.a", 'x-anvil: {gpus: ["0"]}', "gpus.md#supported-gpus"),
-    (RAW, "gpus: [{count: some}]", 4, "services.a.gpus", "count: all", "gpus.md#supported-gpus"),
-    (RAW, "ports: 80", 4, "services.a.ports", "ports: [80]", "reference.md#engines"),
-    (RAW, "ports: [x]", 4, "services.a.ports", 'ports: ["127.0.0.1::8000"]', "reference.md#engines"),
-    (RAW, 'ports: ["1:1", "2:2"]', 4, "services.a.ports", "x-anvil: {port: 1}", "reference.md#engines"),
-    (RAW, "environment: A=b", 4, "services.a.environment", "environment: {A: b}", ""),
-    (
-        RAW,
-        'command: "\'"',
-        4,
-        "services.a.command",
-        "command: [program, argument, ...]",
-        "reference.md#engines",
-    ),
-    (RAW, "stop_grace_period: soon", 4, "services.a.stop_grace_period", "stop_grace_period: 30s", ""),
-    (
-        RAW,
-        "deploy: {resources: {reservations: {devices: {capabilities: [gpu]}}}}",
-        4,
-        "services.a.deploy.resources.reservations.devices",
-        "devices: [{capabilities: [gpu]}]",
-        "gpus.md#supported-gpus",
-    ),
-    (RAW, "extends: b", 4, "services.a.extends", "", "running.md#docker-or-podman"),
-    (RAW, "env_file: x.env", 4, "services.a.env_file", "", "running.md#docker-or-podman"),
-    (RAW, "image: x:${TAG:?which}", 4, "services.a.image", "TAG=... in .env", "running.md#docker-or-podman"),
-    (RAW, "image: x:${TAG", 4, "services.a.image", "", "running.md#docker-or-podman"),
-    (RAW, "image: x:${TAG!}", 4, "services.a.image", "", "running.md#docker-or-podman"),
-    (RAW, "scale: 2\ncontainer_name: c", 2, "services.a", "", "reference.md#x-anvil-on-a-service"),
-    (RAW, "restart: always", 4, "services.a.restart", 'restart: "no"', "running.md#docker-or-podman"),
-    (RAW, 'ports: ["80:80"]', 4, "services.a.ports", 'ports: ["127.0.0.1::80"]', "reference.md#engines"),
-    (
-        RAW,
-        'ports: ["127.0.0.1::80"]\ncommand: x --port 81',
-        4,
-        "services.a.ports",
-        'ports: ["127.0.0.1::81"]',
-        "reference.md#engines",
-    ),
-    (
-        RAW,
-        'ports: ["127.0.0.1::80"]\nimage: llama.cpp',
-        2,
-        "services.a.command",
-        'command: ... --port "80"',
-        "reference.md#engines",
-    ),
-    (
-        RAW,
-        'image: vllm\nenvironment: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"}',
-        5,
-        "services.a.environment",
-        "",
-        "standby.md#the-levels",
-    ),
-    (
-        RAW,
-        "devices: [/dev/kfd]",
-        4,
-        "services.a.devices",
-        "devices: [/dev/kfd, /dev/dri]",
-        "gpus.md#supported-gpus",
-    ),
-    (
-        RAW,
-        "devices: [/dev/kfd]",
-        4,
-        "services.a.devices",
-        'x-anvil: {gpus: ["amd0"]}',
-        "gpus.md#supported-gpus",
-    ),
-    (
-        RAW,
-        'devices: [/dev/kfd, /dev/dri]\nuser: "1000"',
-        2,
-        "services.a.group_add",
-        "group_add: [video, render]",
-        "gpus.md#supported-gpus",
-    ),
-    (
-        RAW,
-        'devices: [/dev/kfd, /dev/dri]\nuser: "1000"',
-        4,
-        "services.a.devices",
-        'x-anvil: {gpus: ["amd0"]}',
-        "gpus.md#supported-gpus",
-    ),
-    (
-        RAW,
-        "labels: {anvil.modle: x}",
-        4,
-        "services.a.labels.anvil.modle",
-        "model: x",
-        "reference.md#x-anvil-on-a-service",
-    ),
-]
+# What is written -> its key (=: from the top) and line, if not the first, what to write, page
+OWN_CASES = r"""
+    vrm: 20GiB -> vrm | vram: 20GiB | reference.md#x-anvil-on-a-service
+    vram: lots -> vram | vram: 20GiB | gpus.md#what-a-model-needs
+    vram: 20 -> vram | vram: 20GiB | gpus.md#what-a-model-needs
+    vram: 20 gigs -> vram | vram: 20GiB | gpus.md#what-a-model-needs
+    vram: 0 -> vram |  | gpus.md#what-a-model-needs
+    port: 70000 -> port | port: 8000 | reference.md#engines
+    engine: vlm -> engine | engine: vllm | reference.md#engines
+    evict_to: [sotp] -> evict_to | evict_to: [stop] | standby.md#the-levels
+    evict_to: [] -> evict_to | evict_to: [stop] | standby.md#the-levels
+    evict_to: [stop, sleep] -> evict_to | evict_to: [sleep, stop] | standby.md#the-levels
+    evict_to: [stop, sleep] -> evict_to | evict_to: [stop] | standby.md#the-levels
+    pin: maybe -> pin | pin: true | policies.md#pinning-a-model
+    load_timeout: 5 minutes -> load_timeout | load_timeout: 5m | reference.md#x-anvil-on-a-service
+    max_wait: soon -> max_wait | max_wait: 30s | policies.md
+    drain_timeout: ever -> drain_timeout | drain_timeout: 30s | policies.md#let-answers-finish-drain_timeout
+    priority: 101 -> priority | priority: 100 | reference.md#x-anvil-on-a-service
+    model: 1.5 -> model | model: "1.5" | reference.md#x-anvil-on-a-service
+    model: "a\"b" -> model | model: ab | reference.md#x-anvil-on-a-service
+    aliases: [{}] -> aliases |  | reference.md#x-anvil-on-a-service
+    gpus: [{}] -> gpus |  | gpus.md#supported-gpus
+    gpu_count: 0 -> gpu_count | gpu_count: 1 | cluster.md#in-the-file
+    gpu_count: 1\ngpus: ['0'] -> gpu_count |  | cluster.md#in-the-file
+    hosts: [Big One] -> hosts | hosts: big-one | cluster.md#in-the-file
+    hosts: [] -> hosts | hosts: any | cluster.md#in-the-file
+    routing: load_balanc -> routing | routing: load_balance | routing.md
+    infer_type: prefil -> infer_type | infer_type: prefill | routing.md#prefill-and-decode-apart
+    infer_type: prefill -> infer_type | infer_type: either | routing.md#prefill-and-decode-apart
+    profile: nope.json -> profile |  | routing.md#what-is-known-of-a-replica
+    kv_tokens: none -> kv_tokens |  | routing.md#what-is-known-of-a-replica
+    strip: [model] -> strip |  | presets.md#presets
+    set: temperature -> set | set: {temperature: 0.2} | presets.md#presets
+    presets: [fast] -> presets | presets: {fast: {set: {temperature: 0.2}}} | presets.md#presets
+    presets: {fast: {}} -> presets.fast | aliases: [fast] | presets.md#presets
+    presets: {fast: {set: {model: x}}} -> presets.fast.set |  | presets.md#presets
+    loras: {sql: /loras/sql} -> loras.sql | loras: [sql] | presets.md#lora-adapters
+    upstream: docs -> upstream | upstream: /docs | security.md#what-a-request-can-reach
+    prompt_cache: 5GiB -> prompt_cache |  | standby.md#prompts-that-outlive-a-swap
+    url: api.openai.com/v1 -> url | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
+    url: https://api.openai.com/v1/chat/completions ->
+        url | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
+    url: https://me:secret@api.openai.com/v1 ->
+        url | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
+    url: https://api.openai.com/v1?key=1 ->
+        url | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
+    api_key_env: NO_SUCH_KEY -> api_key_env | url: https://api.openai.com/v1 | elsewhere.md#a-server-elsewhere
+    fallback: [b] -> fallback |  | elsewhere.md#fallbacks
+    fallback: {models: []} ->
+        fallback | fallback: {models: [other-model], after: 20s} | elsewhere.md#fallbacks
+    home_after: 5m -> home_after | home: true | policies.md#a-home-model-home
+    policy: eager -> policy | x-anvil: {policy: eager} | policies.md
+    polcy: eager -> polcy | x-anvil: {policy: eager} | policies.md
+    drain_timeout: {} -> drain_timeout | drain_timeout: 30s | policies.md#let-answers-finish-drain_timeout
+"""
+TOP_CASES = r"""
+    vrm: 20GiB -> vrm | x-anvil: {vram: 20GiB} | gpus.md#what-a-model-needs
+    drain_timout: 5s -> drain_timout | drain_timeout: 5s | reference.md#x-anvil-at-the-top-level
+    zzz: 1 -> zzz |  | reference.md#x-anvil-at-the-top-level
+    ttl: 30s -> ttl | x-anvil: {ttl: 30s} | policies.md
+    listen: :9292 -> listen | listen: 127.0.0.1:9292 | security.md#who-can-reach-it
+    listen: localhost -> listen | listen: 127.0.0.1:9292 | security.md#who-can-reach-it
+    runtime: docker -> runtime | runtime: compose | processes.md
+    project: My Models -> project | project: my-models | reference.md#x-anvil-at-the-top-level
+    gpus: {"0": 24GiB} -> gpus.0 | "0": {vram: 24GiB} | gpus.md#supported-gpus
+    gpus: {"0": {vram: 24}} -> gpus.0.vram | vram: 24GiB | gpus.md#supported-gpus
+    gpus: {"0": {vram: 1GiB, reserve: 2GiB}} ->
+        gpus.0 | "0": {vram: 24GiB, reserve: 1GiB} | gpus.md#supported-gpus
+    gpus: {0: {}} -> gpus.0 | "0": ... | gpus.md#supported-gpus
+    machines: {local: {}} -> machines.local |  | cluster.md#in-the-file
+    machines: {b: 64GiB} -> machines.b | b: {host_memory: 64GiB} | cluster.md#in-the-file
+    policy: egaer -> policy | policy: eager | policies.md
+    policy: {quiet: 1} -> policy | policy: {name: NAME, quiet: 1} | policies.md
+    policy: {name: debounce, quit: 1} -> policy |  | policies.md
+    eviction: fifo -> eviction |  | reference.md#evictions
+    routing: load_balanc -> routing | routing: load_balance | routing.md
+    routing: {default: load_balance, mode: ful} -> routing.mode | mode: full | routing.md
+    routing: {default: load_balance, mode: ful} ->
+        routing | routing: {default: load_balance, mode: full} | routing.md
+    routing: {store: localhost} -> routing.store | store: redis://host:6379/0 | routing.md
+    routing: {policies: {load_balance: {like: load_balance}}} -> routing.policies.load_balance |  | routing.md
+    max_queue: 0 -> max_queue | max_queue: 1 | reference.md#x-anvil-at-the-top-level
+    max_body: big -> max_body | max_body: 64MiB | reference.md#x-anvil-at-the-top-level
+    default_model: aa -> default_model | default_model: a | reference.md#x-anvil-at-the-top-level
+    any_of: {any: [aa]} -> any_of.any | any: [a] | policies.md#any-model-that-is-loaded-any_of
+    any_of: {a: [a]} -> any_of.a | any-a: [a] | policies.md#any-model-that-is-loaded-any_of
+    any_of: {a: [a]} -> any_of.a |  | policies.md#any-model-that-is-loaded-any_of
+    any_of: [a] -> any_of | any_of: {a-name: [a-model, another]} | policies.md#any-model-that-is-loaded-any_of
+    preload: perhaps -> preload | preload: true | reference.md#x-anvil-at-the-top-level
+    tls_cert: cert.pem -> tls_cert | tls_key: FILE | security.md#tls
+    cors: [app.example] -> cors | cors: [https://app.example] | security.md#who-can-reach-it
+    on_exit: leave -> on_exit | on_exit: keep | running.md#stopping
+    capture: 5000 -> capture | capture: 1000 | sharing.md#what-was-asked-and-answered
+    when_paused: block -> when_paused | when_paused: refuse | sharing.md#my-gpu-please-pausing
+    hooks: notify-send -> hooks | hooks: {on: [failed], run: [notify-send, anvil]} | seeing.md#hooks
+    hooks: [{run: notify-send anvil}] -> hooks.0.run | run: [notify-send, anvil] | seeing.md#hooks
+    hooks: [{url: example.com/hook}] -> hooks.0.url | url: http://example.com/hook | seeing.md#hooks
+    hooks: [{on: [fail], url: "http://127.0.0.1/"}] -> hooks.0.on | on: [failed] | seeing.md#hooks
+    hosts: [mux.example] -> hosts | allowed_hosts: [mux.example] | reference.md#x-anvil-at-the-top-level
+    - listen: 127.0.0.1:9292 ->
+        =x-anvil:1 | x-anvil: {listen: '127.0.0.1:9292'} | reference.md#x-anvil-at-the-top-level
+"""
+RAW_CASES = r"""
+    gpus: 0 -> gpus | gpus: [{driver: nvidia, device_ids: ['0']}] | gpus.md#supported-gpus
+    gpus: [0] -> gpus | gpus: [{driver: nvidia, device_ids: ['0']}] | gpus.md#supported-gpus
+    gpus: all -> =services.a:2 | x-anvil: {gpus: ["0"]} | gpus.md#supported-gpus
+    gpus: [{count: some}] -> gpus | count: all | gpus.md#supported-gpus
+    ports: 80 -> ports | ports: [80] | reference.md#engines
+    ports: [x] -> ports | ports: ["127.0.0.1::8000"] | reference.md#engines
+    ports: ["1:1", "2:2"] -> ports | x-anvil: {port: 1} | reference.md#engines
+    environment: A=b -> environment | environment: {A: b} |
+    command: "'" -> command | command: [program, argument, ...] | reference.md#engines
+    stop_grace_period: soon -> stop_grace_period | stop_grace_period: 30s |
+    deploy: {resources: {reservations: {devices: {capabilities: [gpu]}}}} ->
+        deploy.resources.reservations.devices | devices: [{capabilities: [gpu]}] | gpus.md#supported-gpus
+    extends: b -> extends |  | running.md#docker-or-podman
+    env_file: x.env -> env_file |  | running.md#docker-or-podman
+    image: x:${TAG:?which} -> image | TAG=... in .env | running.md#docker-or-podman
+    image: x:${TAG -> image |  | running.md#docker-or-podman
+    image: x:${TAG!} -> image |  | running.md#docker-or-podman
+    scale: 2\ncontainer_name: c -> =services.a:2 |  | reference.md#x-anvil-on-a-service
+    restart: always -> restart | restart: "no" | running.md#docker-or-podman
+    ports: ["80:80"] -> ports | ports: ["127.0.0.1::80"] | reference.md#engines
+    ports: ["127.0.0.1::80"]\ncommand: x --port 81 -> ports | ports: ["127.0.0.1::81"] | reference.md#engines
+    ports: ["127.0.0.1::80"]\nimage: llama.cpp -> command:2 | command: ... --port "80" | reference.md#engines
+    image: vllm\nenvironment: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"} ->
+        environment:5 |  | standby.md#the-levels
+    devices: [/dev/kfd] -> devices | devices: [/dev/kfd, /dev/dri] | gpus.md#supported-gpus
+    devices: [/dev/kfd] -> devices | x-anvil: {gpus: ["amd0"]} | gpus.md#supported-gpus
+    devices: [/dev/kfd, /dev/dri]\nuser: "1000" ->
+        group_add:2 | group_add: [video, render] | gpus.md#supported-gpus
+    devices: [/dev/kfd, /dev/dri]\nuser: "1000" ->
+        devices | x-anvil: {gpus: ["amd0"]} | gpus.md#supported-gpus
+    labels: {anvil.modle: x} -> labels.anvil.modle | model: x | reference.md#x-anvil-on-a-service
+"""
+TEMPLATES = {OWN: ("services.a.x-anvil.", 8), TOP: ("x-anvil.", 2), RAW: ("services.a.", 4)}
+"""File -> the key above, and the first line, of what is put into it."""
 
 
-@pytest.mark.parametrize(("where", "said", "line", "key", "write", "page"), CASES)
+def cases() -> Iterator[tuple[str, str, int, str, str, str]]:
+    for (where, (above, first)), text in zip(
+        TEMPLATES.items(), (OWN_CASES, TOP_CASES, RAW_CASES), strict=True
+    ):
+        for row in re.split(r"\n(?= {4}\S)", text.strip("\n")):
+            said, _, parts = row.replace("\\n", "\n").partition(" ->")
+            place, write, page = (each.strip() for each in parts.split("|"))
+            key, _, line = place.partition(":")
+            key = key[1:] if key.startswith("=") else above + key
+            yield where, said.strip(), int(line or first), key, write, page
+
+
+@pytest.mark.parametrize(("where", "said", "line", "key", "write", "page"), [*cases()])
 def test_what_is_wrong_in_one_setting(
     tmp_path: Path, where: str, said: str, line: int, key: str, write: str, page: str
 ) -> None:

@@ -11,7 +11,7 @@ from anvil_mux.config.values import URL, site
 from anvil_mux.plugins import load
 from anvil_mux.proxy.access import FallbackStep as Step
 from anvil_mux.proxy.access import chains
-from tests.config.test_config import plain, problems
+from tests.config.files import plain, problems
 
 KEY = {"CLOUD_KEY": "sk-1234"}
 

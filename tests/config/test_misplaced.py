@@ -9,8 +9,7 @@ import pytest
 
 from anvil_mux.command import Done
 from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.config.problems import page_of
-from anvil_mux.config.reading import unknown_key
+from anvil_mux.config.reading import page_of, unknown_key
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 
@@ -30,37 +29,21 @@ def found(folder: Path, text: str, said: str | None = None) -> Diagnostic:
     return problem
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "key", "says", "write"),
-    [
-        (
-            "services:\n  a:\n    image: x\n    deploy:\n      x-anvil: {pin: true}\n",
-            *(5, "services.a.deploy.x-anvil", "stands below deploy, where nobody reads it"),
-            "x-anvil: {pin: true}",
-        ),
-        (
-            "services:\n  x-anvil: {}\n  a: {image: x}\n",
-            *(2, "services.x-anvil", "stands among the services, as if it were one", "x-anvil: {}"),
-        ),
-        (
-            "volumes:\n  v:\n    x-anvil: {}\nservices:\n  a: {image: x}\n",
-            *(3, "volumes.v.x-anvil", "stands where nobody reads it", "x-anvil: {}"),
-        ),
-        (
-            "services:\n  a:\n    image: x\n    x_anvil: {pin: true}\n",
-            *(
-                4,
-                "services.a.x_anvil",
-                "nobody reads this key; did you mean x-anvil?",
-                "x-anvil: {pin: true}",
-            ),
-        ),
-        (
-            "x-anvl: {}\nservices:\n  a: {image: x, x-anvil: {}}\n",
-            *(1, "x-anvl", "nobody reads this key; did you mean x-anvil?", "x-anvil: {}"),
-        ),
-    ],
-)
+MISPLACED = [
+    ("services:\n  a:\n    image: x\n    deploy:\n      x-anvil: {pin: true}\n", 5,
+     "services.a.deploy.x-anvil", "stands below deploy, where nobody reads it", "x-anvil: {pin: true}"),
+    ("services:\n  x-anvil: {}\n  a: {image: x}\n", 2, "services.x-anvil",
+     "stands among the services, as if it were one", "x-anvil: {}"),
+    ("volumes:\n  v:\n    x-anvil: {}\nservices:\n  a: {image: x}\n", 3, "volumes.v.x-anvil",
+     "stands where nobody reads it", "x-anvil: {}"),
+    ("services:\n  a:\n    image: x\n    x_anvil: {pin: true}\n", 4, "services.a.x_anvil",
+     "nobody reads this key; did you mean x-anvil?", "x-anvil: {pin: true}"),
+    ("x-anvl: {}\nservices:\n  a: {image: x, x-anvil: {}}\n", 1, "x-anvl",
+     "nobody reads this key; did you mean x-anvil?", "x-anvil: {}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line", "key", "says", "write"), MISPLACED)
 def test_what_stands_where_nobody_reads_it(
     tmp_path: Path, text: str, line: int, key: str, says: str, write: str
 ) -> None:

@@ -12,7 +12,7 @@ from anvil_mux.config.abilities import find_adapters
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import Preset
 from anvil_mux.proxy.access import presets_of
-from tests.config.test_config import one, plain, problems
+from tests.config.files import one, plain, problems, table
 
 SERVICES = (
     "services: {{qwen: {{image: vllm/vllm-openai, {0}}}, gemma: {{image: x, x-anvil: {{aliases: [g]}}}}}}"
@@ -50,29 +50,23 @@ def test_a_preset_may_serve_those_who_name_no_model(tmp_path: Path) -> None:
     assert plain(tmp_path, said + services).default_model == "fast"
 
 
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        ("presets: [fast]", "presets: must hold names and what is set for each, such as {fast: {set:"),
-        (
-            "presets: {fast: {}}",
-            "presets.fast: must hold set, default, strip or system; a name without them is one of",
-        ),
-        ("presets: {fast: {sett: {a: 1}}}", "presets.fast.sett: unknown key; did you mean set?"),
-        ("presets: {fast: {set: {model: x}}}", "presets.fast.set: model is not to be changed here"),
-        ("presets: {fast: {strip: [stream]}}", "presets.fast.strip: stream is not to be changed here"),
-        ("presets: {fast: {set: [a]}}", "presets.fast.set: must hold fields and their values"),
-        ("presets: {fast: {system: [a]}}", "presets.fast.system: must be the text of a system message"),
-        ("presets: {gemma: {system: a}}", "presets.gemma: is the name of gemma already (compose.yaml:1)"),
-        ("presets: {g: {system: a}}", "presets.g: is an alias of gemma already (compose.yaml:1)"),
-        ("presets: {qwen: {system: a}}", "presets.qwen: is the name of qwen already (compose.yaml:1)"),
-        (
-            "aliases: [q], presets: {q: {system: a}}",
-            "presets.q: is an alias of qwen already (compose.yaml:1)",
-        ),
-        ("loras: [l], presets: {l: {system: a}}", "loras.l: is a preset of qwen already (compose.yaml:1)"),
-    ],
-)
+REFUSED = """
+presets: [fast]                     -> presets: must hold names and what is set for each, such as {fast: {set:
+presets: {fast: {}}                 -> presets.fast: must hold set, default, strip or system; a name without
+presets: {fast: {sett: {a: 1}}}     -> presets.fast.sett: unknown key; did you mean set?
+presets: {fast: {set: {model: x}}}  -> presets.fast.set: model is not to be changed here
+presets: {fast: {strip: [stream]}}  -> presets.fast.strip: stream is not to be changed here
+presets: {fast: {set: [a]}}         -> presets.fast.set: must hold fields and their values
+presets: {fast: {system: [a]}}      -> presets.fast.system: must be the text of a system message
+presets: {gemma: {system: a}}       -> presets.gemma: is the name of gemma already (compose.yaml:1)
+presets: {g: {system: a}}           -> presets.g: is an alias of gemma already (compose.yaml:1)
+presets: {qwen: {system: a}}        -> presets.qwen: is the name of qwen already (compose.yaml:1)
+aliases: [q], presets: {q: {system: a}} -> presets.q: is an alias of qwen already (compose.yaml:1)
+loras: [l], presets: {l: {system: a}}   -> loras.l: is a preset of qwen already (compose.yaml:1)
+"""
+
+
+@pytest.mark.parametrize(("said", "problem"), table(REFUSED))
 def test_what_cannot_be_a_preset_is_said(tmp_path: Path, said: str, problem: str) -> None:
     (told,) = refused(tmp_path, said)
     assert told.startswith("compose.yaml:1: services.qwen.x-anvil.")

@@ -11,11 +11,11 @@ import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.cli.output import print_diagnostics
-from anvil_mux.config import problems, reading
+from anvil_mux.config import reading
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.config.interpolate import read
-from anvil_mux.config.problems import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, Problems, page_of
+from anvil_mux.config.reading import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, Problems, page_of
 from anvil_mux.errors import ConfigError
 from anvil_mux.host import check, rights
 from anvil_mux.plugins import load
@@ -141,13 +141,13 @@ def test_where_the_pages_are_is_said_to_those_who_stand_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert problems.where_pages_are() == ""
+    assert reading.where_pages_are() == ""
     monkeypatch.chdir(tmp_path)
-    assert problems.where_pages_are() == f"docs/ is in {ROOT}"
+    assert reading.where_pages_are() == f"docs/ is in {ROOT}"
     monkeypatch.setattr(
-        problems, "__file__", str(tmp_path / "site-packages" / "anvil_mux" / "config" / "problems.py")
+        reading, "__file__", str(tmp_path / "site-packages" / "anvil_mux" / "config" / "reading.py")
     )
-    assert problems.where_pages_are().startswith("docs/ is a folder of anvil-mux's repository")
+    assert reading.where_pages_are().startswith("docs/ is a folder of anvil-mux's repository")
 
 
 def places(folder: Path, *texts: str) -> Problems:

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.config.abilities import prompts_folder
 from anvil_mux.config.config import Service
-from tests.config.test_config import one, plain, problems
+from tests.config.files import one, plain, problems
 
 SERVES = "image: llama.cpp:server, x-anvil: {prompt_cache: 4GiB}"
 SAVES = "--port 8080 -np 2 --slot-save-path /prompts"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config.values import AnyOf
-from tests.config.test_config import one, plain, problems
+from tests.config.files import one, plain, problems
 
 SERVICE = "services: {a: {image: x, x-anvil: {%s}}}"
 TWO = "x-anvil: {gpus: ['0', '1']%s}\nservices: {a: {image: x, x-anvil: {%s}}, b: {image: x, x-anvil: {%s}}}"

@@ -103,7 +103,7 @@ def test_of_two_clients_that_never_pause_adaptive_starves_none(service, pause, l
     made = replace(two_clients(), load_seconds=dict(zip("ab", loads, strict=True)), stop_seconds=stop)
 
     def follow(request, now):
-        return [request._replace(at=now + pause)] if now < 100.0 else []
+        return [request._replace(at=now + pause)] if now < (100.0 if service > 0.1 else 30.0) else []
 
     asked = tuple(request._replace(seconds=service) for request in made.requests)
     case = study.Case(replace(made, requests=asked, follow=lambda: follow), made.config())

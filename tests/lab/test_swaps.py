@@ -118,11 +118,12 @@ def measured(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) 
     return rows
 
 
-def test_the_demo_is_measured_and_nothing_is_left_running(
+def test_the_demo_is_measured_with_a_burst_beside_one_sent_directly_and_nothing_is_left_running(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = compose(tmp_path)
-    rows = measured(capsys, file, "--repeat", 1)
+    every = measured(capsys, file, "--repeat", 1, "--burst", 8)
+    rows, bursts = every[:2], every[2:]
     found = [(row["backend"], row["replaces"], row["way"], row["swaps"]) for row in rows]
     assert found == [("small", "large", "stop", 1), ("large", "small", "stop", 1)]
     for row in rows:
@@ -133,17 +134,9 @@ def test_the_demo_is_measured_and_nothing_is_left_running(
         assert row["total_seconds"] > 0.1 < row["by_hand_seconds"], "the engine itself takes this long"
         share = row["total_seconds"] - row["by_hand_seconds"]
         assert row["overhead_seconds"] == pytest.approx(share)
-    assert running(file) == {}
-
-
-def test_a_burst_after_a_swap_is_measured_beside_one_that_is_sent_directly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = compose(tmp_path)
-    rows = measured(capsys, file, "--repeat", 1, "--burst", 8)[2:]
-    found = [(row["backend"], row["replaces"], row["requests"], row["bursts"]) for row in rows]
-    assert found == [("small", "large", 8, 1), ("large", "small", 8, 1)]
-    for row in rows:
+    together = [(row["backend"], row["replaces"], row["requests"], row["bursts"]) for row in bursts]
+    assert together == [("small", "large", 8, 1), ("large", "small", 8, 1)]
+    for row in bursts:
         assert row["seconds"] > 0 < row["direct_seconds"]
         assert row["ratio"] == pytest.approx(row["seconds"] / row["direct_seconds"])
     assert running(file) == {}
@@ -155,8 +148,14 @@ def test_people_see_how_far_it_is_and_then_a_table(
     file = tmp_path / "swaps.csv"
     picture = tmp_path / "swaps.svg"
     words = ["--repeat", "2", "--csv", str(file), "--plot", str(picture)]
-    assert main(["bench", "swap", str(compose(tmp_path)), *words]) == 0
+    services = compose(tmp_path)
+    loaded = plugins.load([services], compose=None)
+    runtime = ProcessRuntime(loaded)
+    runtime.start(loaded.backends[1])
+    runtime.close()
+    assert main(["bench", "swap", str(services), *words]) == 0
     out, err = capsys.readouterr()
+    assert "stopping large, which runs already" in err
     head, small, large, *untried = out.splitlines()
     assert head.split()[:3] == ["BACKEND", "REPLACES", "WAY"]
     assert (small.split()[:3], large.split()[:3]) == (["small", "large", "stop"], ["large", "small", "stop"])
@@ -179,13 +178,13 @@ def test_people_see_how_far_it_is_and_then_a_table(
     assert "by hand" in picture.read_text(), "what takes too short to be seen is not in it"
 
 
-def test_a_frozen_model_is_measured_beside_its_cold_start(
+def test_a_frozen_model_is_measured_beside_its_cold_start_also_where_it_is_prepared_or_demoted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = compose(tmp_path)
     content = yaml.safe_load(file.read_text())
     for about in content["services"].values():
-        about["x-anvil"]["evict_to"] = ["freeze"]
+        about["x-anvil"] |= {"evict_to": ["freeze", "stop"], "preload": True, "demote_after": 0.01}
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     rows = measured(capsys, file, "--repeat", 1)
     assert [row["way"] for row in rows] == ["freeze", "freeze", "stop", "stop"]
@@ -226,34 +225,6 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
         assert row["bytes"] == (2 if row["way"] == "sleep" else 3) * GIB
         assert row["bytes_per_second"] == pytest.approx(row["bytes"] / seconds)
         assert row["bus_bytes_per_second"] == 16e9
-
-
-def test_who_is_to_be_prepared_or_demoted_is_measured_like_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = compose(tmp_path)
-    content = yaml.safe_load(file.read_text())
-    for about in content["services"].values():
-        about["x-anvil"] |= {"evict_to": ["freeze", "stop"], "preload": True, "demote_after": 0.01}
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
-    rows = measured(capsys, file, "--repeat", 1)
-    assert [row["way"] for row in rows] == ["freeze", "freeze", "stop", "stop"]
-    assert running(file) == {}
-
-
-def test_where_no_gpu_tells_it_declared_memory_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = compose(tmp_path)
-    content = yaml.safe_load(file.read_text())
-    content["x-anvil"]["gpus"] = {"0": {"vram": "4GiB"}}
-    content["services"]["large"]["x-anvil"]["vram"] = "3GiB"
-    content["services"]["small"]["x-anvil"]["vram"] = "2GiB"
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
-    rows = {row["backend"]: row for row in measured(capsys, file, "--repeat", 1)}
-    assert {name: row["bytes"] for name, row in rows.items()} == {"small": 2 * GIB, "large": 3 * GIB}
-    assert rows["large"]["bytes_per_second"] > 0
-    assert rows["large"]["bus_bytes_per_second"] is None
 
 
 ENDS = """
@@ -321,17 +292,6 @@ def test_a_project_that_is_served_is_not_measured(tmp_path: Path, capsys: pytest
         assert mux.chat("small", max_tokens=1)[0] == 200
 
 
-def test_what_runs_already_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = compose(tmp_path)
-    loaded = plugins.load([file], compose=None)
-    runtime = ProcessRuntime(loaded)
-    runtime.start(loaded.backends[1])
-    runtime.close()
-    assert main(["bench", "swap", str(file), "--repeat", "1"]) == 0
-    assert "stopping large, which runs already" in capsys.readouterr().err
-    assert running(file) == {}
-
-
 def test_a_model_that_meets_no_other_is_put_out_and_loaded_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,19 +301,7 @@ def test_a_model_that_meets_no_other_is_put_out_and_loaded_again(
     assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
 
 
-def test_what_cannot_be_loaded_is_told_and_the_others_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = {"command": ["false"], "x-anvil": {"gpus": ["1"]}}
-    file = compose(tmp_path, {"broken": broken})
-    assert main(["bench", "swap", "--json", str(file), "--repeat", "1"]) == 1
-    out, err = capsys.readouterr()
-    assert [row["backend"] for row in json.loads(out)] == ["small", "large"]
-    assert "not measured: broken by stop: " in err
-    assert "exited with code 1" in err
-
-
-def test_several_projects_are_measured_one_after_the_other(
+def test_several_projects_are_measured_one_after_the_other_and_what_cannot_be_loaded_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, other = compose(tmp_path), tmp_path / "other"
@@ -364,7 +312,11 @@ def test_several_projects_are_measured_one_after_the_other(
         "name: x\nx-anvil: {runtime: process}\nservices: {dead: {command: 'false', x-anvil: {}}}"
     )
     words = ("--also", broken, "--also", second, "--repeat", "1")
-    rows = measured(capsys, first, *words, code=1)
+    assert main(["bench", "swap", "--json", *map(str, (first, *words))]) == 1
+    out, err = capsys.readouterr()
+    rows = json.loads(out)
+    assert "not measured: dead by stop: " in err
+    assert "exited with code 1" in err
     assert [row["backend"] for row in rows] == ["small", "large", "little", "big"]
     assert {row["engine"] for row in rows} == {"openai"}
     assert (running(first), running(second)) == ({}, {})
@@ -378,18 +330,24 @@ def test_backends_of_one_name_in_several_files_are_refused(
     assert "large, small: in more than one file" in capsys.readouterr().err
 
 
-def test_a_level_that_this_machine_cannot_take_is_no_failure_where_it_is_named(
+def test_a_level_that_this_machine_cannot_take_is_no_failure_and_where_no_gpu_tells_declared_memory_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check, "why_not_checkpoint", lambda gpus, insist: "there is no driver")
     file = compose(tmp_path)
     described = yaml.safe_load(file.read_text())
-    described["services"]["small"]["x-anvil"]["evict_to"] = ["checkpoint", "stop"]
+    described["services"]["small"]["x-anvil"] |= {"evict_to": ["checkpoint", "stop"], "vram": "2GiB"}
+    described["services"]["large"]["x-anvil"]["vram"] = "3GiB"
+    described["x-anvil"]["gpus"] = {"0": {"vram": "4GiB"}}
     file.write_text(yaml.safe_dump(described, sort_keys=False))
     *rows, last = measured(capsys, file, "--repeat", "1")
     assert [(row["backend"], row["way"]) for row in rows] == [("small", "stop"), ("large", "stop")]
     assert (last["backends"], last["way"]) == (["small"], "checkpoint")
     assert "there is no driver" in last["not_possible"]
+    # No GPU tells what it holds, so declared memory counts.
+    assert [row["bytes"] for row in rows] == [2 * GIB, 3 * GIB]
+    assert rows[1]["bytes_per_second"] > 0
+    assert rows[1]["bus_bytes_per_second"] is None
 
 
 def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(

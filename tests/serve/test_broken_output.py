@@ -81,6 +81,7 @@ def test_it_reloads_and_ends_in_order(state: Path, standard_error: int) -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.parametrize("standard_error", ["a full disk", "a pipe that nobody reads"], indirect=True)
 def test_the_second_signal_ends_it_at_once(state: Path, standard_error: int) -> None:
     running = begun(state, standard_error, tokens_per_second=20)
 
@@ -106,8 +107,10 @@ def test_it_serves_without_any_standard_stream(state: Path) -> None:
     assert process.wait(STOP_TIMEOUT) == 0
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["version"], ["config"], ["--help"], ["ps", "--help"]])
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [(["version"], ""), (["config"], "1"), (["--help"], ""), (["--help"], "1"), (["ps", "--help"], "")],
+)
 def test_a_command_whose_output_is_full_says_so_without_a_traceback(
     words: list[str], unbuffered: str, state: Path
 ) -> None:

@@ -17,7 +17,7 @@ import yaml
 from tests.crashing import PATIENCE, Rounds, engines
 from tests.running import Running, begin
 
-ROUNDS = int(os.environ.get("ANVIL_CRASH_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("ANVIL_CRASH_ROUNDS", "2"))
 SEED = int(os.environ.get("ANVIL_CRASH_SEED", "1"))
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ("a", "b", "c")

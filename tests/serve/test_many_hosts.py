@@ -85,7 +85,9 @@ def test_models_on_several_hosts_have_one_address_and_a_host_is_drained(file, tm
         assert (status, "Known hosts: local, alpha, beta, gamma" in text) == (404, True)
 
 
-def test_logs_of_engines_on_other_hosts_come_by_way_of_anvil_mux(file, tmp_path, capsys, monkeypatch):
+def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts_and_reads_their_logs_and_reloads_them(
+    file, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
     def logs(*words):
@@ -93,17 +95,6 @@ def test_logs_of_engines_on_other_hosts_come_by_way_of_anvil_mux(file, tmp_path,
         said = capsys.readouterr()
         return said.out + said.err
 
-    with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
-        for model in SERVICES:
-            assert mux.chat(model)[0] == 200, mux.output
-        for words in (["--url", f"127.0.0.1:{mux.port}"], ["--file", str(file)]):
-            for name in ("here", "far", "far.beta.0"):
-                assert "listens on" in logs(name, *words)
-            assert "only where both the engine and anvil-mux run" in logs("far", "-f", *words)
-            assert "nobody" in logs("nobody", *words)
-
-
-def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts(file, tmp_path):
     first = serve(file, "--cluster", "local", state=tmp_path / "state")
     for model in SERVICES:
         assert first.chat(model)[0] == 200, first.output
@@ -114,39 +105,48 @@ def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts(file, tmp_path):
         for model in SERVICES:
             assert mux.chat(model)[0] == 200
         assert not [line for line in mux.output if "loading" in line]
-
-
-def test_a_reload_gives_hosts_more_models_and_takes_some_away(file, tmp_path):
-    with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
-        assert mux.chat("far")[0] == 200
+        for words in (["--url", f"127.0.0.1:{mux.port}"], ["--file", str(file)]):
+            for name in ("here", "far", "far.beta.0"):
+                assert "listens on" in logs(name, *words)
+            assert "only where both the engine and anvil-mux run" in logs("far", "-f", *words)
+            assert "nobody" in logs("nobody", *words)
         write(file, {"here": SERVICES["here"], "more": service("more", hosts=["gamma"], gpu_count=1)})
         assert mux.request("POST", "/reload", {})[0] == 200
         assert mux.chat("more")[0] == 200
         assert code_of(mux.chat("far")[2]) == "model_not_found"
-        assert seen(lambda: ready(mux), lambda names: "far.beta.0" not in names) == ["more.gamma.0"]
+        assert seen(lambda: ready(mux), lambda names: len(names) == 2) == ["here", "more.gamma.0"]
+
+
+def says_who_is_away(mux: Running) -> None:
+    """A host that is not there is a warning, and its models say so."""
+    mux.tells("warning: .*away|warning: .*delta")
+    assert mux.chat("here")[0] == 200
+    status, _, text = mux.chat("away")
+    assert (status, code_of(text)) == (503, "host_unavailable")
+    assert "delta" in text
+    assert not mux.get("/healthz")["problems"]
+
+
+AWAY = {"away": service("away", hosts=["delta"], gpu_count=1)}
+
+
+def test_a_host_of_no_cluster_is_not_there(file, tmp_path):
+    write(file, {"here": SERVICES["here"], **AWAY})
+    with serving(file, state=tmp_path / "state") as mux:
+        says_who_is_away(mux)
 
 
 def test_a_host_whose_power_is_cut_is_lost_and_its_models_are_served_elsewhere(file, tmp_path):
+    write(file, SERVICES | AWAY)
     with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
+        says_who_is_away(mux)
         assert mux.chat("far")[0] == mux.chat("roam")[0] == 200
-        assert ready(mux) == ["far.beta.0", "roam.alpha.0"]
+        assert ready(mux) == ["far.beta.0", "here", "roam.alpha.0"]
         os.kill(int(mux.tells(r"host alpha is process (\d+)")[1]), signal.SIGTERM)
         assert mux.chat("roam")[0] == 200, mux.output
-        assert "roam.alpha.0" in ready(mux) or ready(mux) == ["far.beta.0", "roam.gamma.0"]
+        assert "roam.alpha.0" in ready(mux) or ready(mux) == ["far.beta.0", "here", "roam.gamma.0"]
         assert mux.chat("far")[0] == 200
         state = seen(lambda: mux.get("/hosts")["hosts"][1]["state"], lambda state: state != "here")
         assert state == "lost"
         assert mux.chat("roam")[0] == 200
         assert mux.get("/healthz")["hosts"]["alpha"]["lost"]
-
-
-def test_a_host_that_is_not_there_is_a_warning_and_its_models_say_so(file, tmp_path):
-    write(file, {"here": SERVICES["here"], "away": service("away", hosts=["delta"], gpu_count=1)})
-    for flags in (["--cluster", "local"], []):
-        with serving(file, *flags, state=tmp_path / "state") as mux:
-            mux.tells("warning: .*away|warning: .*delta")
-            assert mux.chat("here")[0] == 200
-            status, _, text = mux.chat("away")
-            assert (status, code_of(text)) == (503, "host_unavailable")
-            assert "delta" in text
-            assert not mux.get("/healthz")["problems"]

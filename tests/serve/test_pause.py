@@ -12,42 +12,37 @@ import pytest
 from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.serve.state_files import PauseFile
 from tests.cli.demo import compose, state
-from tests.running import seen, serving
+from tests.running import Running, seen, serving
 
 __all__ = ["state"]
 
 
 def test_it_lasts_through_a_restart_and_until_it_is_resumed(tmp_path: Path, state: Path) -> None:
     file = compose(tmp_path, "a")
-    with serving(file, state=state) as mux:
-        assert mux.chat("a")[0] == 200
-        assert mux.request("POST", "/pause", {})[0] == 200
-        assert (
+
+    def stopped(mux: Running) -> bool:
+        return (
             seen(lambda: mux.get("/healthz")["models"]["a"]["state"], lambda now: now == "stopped")
             == "stopped"
         )
+
     with serving(file, state=state) as mux:
+        assert mux.chat("a")[0] == 200
+        assert mux.request("POST", "/pause", {})[0] == 200
+        assert stopped(mux)
+    with serving(file, state=state, on_exit="keep") as mux:
         status, headers, text = mux.chat("a")
         assert (status, json.loads(text)["error"]["code"]) == (503, "paused")
         assert float(headers["retry-after"]) == 60
         assert "anvil_paused 1.0" in mux.request("GET", "/metrics")[2]
         assert mux.request("POST", "/resume", {})[0] == 200
         assert mux.chat("a")[0] == 200
-    with serving(file, state=state) as mux:
         assert mux.get("/healthz")["paused"] is None
-
-
-def test_one_that_ran_on_meanwhile_is_stopped_by_the_next_start(tmp_path: Path, state: Path) -> None:
-    file = compose(tmp_path, "a")
-    with serving(file, state=state, on_exit="keep") as mux:
-        assert mux.chat("a")[0] == 200
-    folder = next(each.parent for each in state.rglob("learned"))
-    assert PauseFile(folder, print).keep(KeptPause(None))
-    with serving(file, state=state) as mux:
-        assert (
-            seen(lambda: mux.get("/healthz")["models"]["a"]["state"], lambda now: now == "stopped")
-            == "stopped"
-        )
+    kept = PauseFile(next(each.parent for each in state.rglob("learned")), print)
+    assert kept.seconds_left() is None
+    assert kept.keep(KeptPause(None))
+    with serving(file, state=state) as mux:  # one that ran on meanwhile is stopped
+        assert stopped(mux)
         mux.tells(r"a: evicting|a: stopped|a: draining \(anvil-mux is paused\)")
 
 

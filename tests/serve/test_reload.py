@@ -195,7 +195,7 @@ def test_a_stream_spans_a_reload_and_everything_else_changes(
         ]
 
 
-def test_a_bad_configuration_changes_nothing_and_every_problem_is_told(
+def test_a_bad_configuration_changes_nothing_and_every_problem_is_told_also_where_sighup_is_the_reload(
     house: House, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(house.write({"a": {}}), state=state) as running:
@@ -220,14 +220,9 @@ def test_a_bad_configuration_changes_nothing_and_every_problem_is_told(
         house.write({"a": {}}, drain_timeout="3")
         assert reload(running) == 0
         assert running.get("/healthz")["reload"]["problems"] == []
-
-
-def test_sighup_is_a_reload_and_tells_what_is_wrong(house: House, state: Path) -> None:
-    with serving(house.write({"a": {}}), state=state) as running:
-        house.write({"a": {}, "b": {}}, listen="127.0.0.1:1", max_queue=5)
+        house.write({"a": {}, "b": {}}, max_queue=5, drain_timeout="3")
         running.process.send_signal(signal.SIGHUP)
         running.tells("configuration reloaded: added b; set max_queue")
-        assert models(running) == ["a", "b"]
         house.file.write_text("services: [")
         running.process.send_signal(signal.SIGHUP)
         running.tells("anvil-mux: .*compose.yaml.*is not YAML")
@@ -310,19 +305,9 @@ def test_a_mistake_in_a_reload_does_not_end_what_runs(
     assert "the reload failed" in caplog.text
 
 
-def test_what_holds_only_from_the_next_start_on_is_said(
-    house: House, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(house.write({"a": {}}), state=state) as running:
-        house.write({"a": {}}, hooks=[{"run": ["true"]}], routing={"mode": "full"})
-        assert reload(running, "--json") == 0
-        told = json.loads(capsys.readouterr().out)
-        assert (told["kept"], told["settings"], told["later"]) == (["a"], [], ["routing", "hooks"])
-
-
 def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: House, state: Path) -> None:
     keys = state / "keys"
-    keys.write_text("root-secret-key\nother-secret-key\n")
+    keys.write_text("root-secret-key\nother-secret-key\nalice-secret-key models=a state\n")
     house.open()
     with serving(house.write({"a": {}}, key_file="keys"), state=state) as running:
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT)
@@ -337,7 +322,9 @@ def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: Hous
 
         assert [ask(), ask()] == [200, 200]
         keys.write_text("root-secret-key\n")
-        root = {"Authorization": "Bearer root-secret-key"}
+        root, alice = ({"Authorization": f"Bearer {name}-secret-key"} for name in ("root", "alice"))
+        assert running.request("POST", "/reload", headers=alice)[0] == 403
+        assert running.request("POST", "/reload", headers={"Origin": "http://evil.example"})[0] == 403
         assert running.request("POST", "/reload", headers=root)[0] == 200
         assert [ask(), ask()] == [401, 401]
         running.tells("configuration reloaded: set key_file")
@@ -348,7 +335,7 @@ def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: Hous
 
 
 def test_a_connection_that_was_open_names_the_models_of_the_new_configuration(
-    house: House, state: Path
+    house: House, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     house.open()
     services: dict[str, dict[str, object]] = {"a": {"aliases": ["chat"]}, "b": {}}
@@ -366,18 +353,14 @@ def test_a_connection_that_was_open_names_the_models_of_the_new_configuration(
         house.write({"a": {}, "b": {"aliases": ["chat"]}})
         assert reload(running) == 0
         assert [ask(), ask()] == ["b", "b"]
-        house.write({"a": {}, "b": {}})
-        assert reload(running) == 0
+        house.write({"a": {}, "b": {}}, hooks=[{"run": ["true"]}], routing={"mode": "full"})
+        capsys.readouterr()
+        assert reload(running, "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["kept"], told["settings"]) == (["a", "b"], ["b.aliases"])
+        assert told["later"] == ["routing", "hooks"]
         assert "model_not_found" in ask()
         connection.close()
-
-
-def test_who_may_only_use_models_may_not_reload(house: House, state: Path) -> None:
-    (state / "keys").write_text("root-secret-key\nalice-secret-key models=a state\n")
-    with serving(house.write({"a": {}}, key_file="keys"), state=state) as running:
-        alice = {"Authorization": "Bearer alice-secret-key"}
-        assert running.request("POST", "/reload", headers=alice)[0] == 403
-        assert running.request("POST", "/reload", headers={"Origin": "http://evil.example"})[0] == 403
 
 
 def test_files_that_are_watched_are_a_reload_when_they_change(house: House, state: Path) -> None:
@@ -422,44 +405,35 @@ def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house:
         load.join(TIMEOUT)
 
 
-def test_who_was_to_be_replaced_when_the_program_was_killed_is_not_taken_over(
+def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_start(
     house: House, state: Path
 ) -> None:
-    file = house.write({"a": {}, "b": {"gpus": ["1"]}})
+    """Also one that was to be replaced when the program was killed."""
+    file = house.write({"a": {}, "b": {"gpus": ["1"]}, "c": {"gpus": ["2"]}})
     killed = serve(file, "--on-exit", "stop", state=state)
-    streams = [Stream(killed, name) for name in "ab"]
-    assert [stream.word() for stream in streams] == ["a", "b"]
-    house.write({"a": {"word": "other"}, "b": {"gpus": ["1"]}})
+    streams = [Stream(killed, name) for name in "abc"]
+    assert [stream.word() for stream in streams] == ["a", "b", "c"]
+    house.write({"a": {"word": "other"}, "b": {"gpus": ["1"]}, "c": {"gpus": ["2"]}})
     assert reload(killed) == 0
-    assert states(killed) == {"a": "draining", "b": "ready"}
+    assert states(killed) == {"a": "draining", "b": "ready", "c": "ready"}
     killed.stop(signal.SIGKILL)
     for stream in streams:
         stream.close()
     house.open()
-    with serving(file, state=state) as running:
-        running.tells(
-            "stopping a: its command changed since it was started; the next request for a loads it anew"
-        )
-        assert states(running) == {"a": "stopped", "b": "ready"}
-        assert first_word(running, "a") == "other"
+    changed = "its command changed since it was started"
     with serving(file, state=state, on_exit="keep") as running:
+        running.tells(f"stopping a: {changed}; the next request for a loads it anew")
+        assert states(running) == {"a": "stopped", "b": "ready", "c": "ready"}
         assert first_word(running, "a") == "other"
+    house.write(
+        {"a": {"word": "other"}, "b": {"gpus": ["1"], "ttl": 900}, "c": {"gpus": ["2"], "word": "new"}}
+    )
     with serving(file, state=state) as running:
-        running.tells("a: was running already")
-
-
-def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_start(
-    house: House, state: Path
-) -> None:
-    house.open()
-    with serving(house.write({"a": {}, "b": {"gpus": ["1"]}}), state=state, on_exit="keep") as running:
-        assert [first_word(running, name) for name in "ab"] == ["a", "b"]
-    file = house.write({"a": {"word": "other"}, "b": {"gpus": ["1"], "ttl": 900}})
-    with serving(file, state=state) as running:
-        running.tells("b: was running already")
-        running.tells("stopping a: its command changed since it was started")
-        assert states(running) == {"a": "stopped", "b": "ready"}
-        assert first_word(running, "a") == "other"
+        for name in "ab":
+            running.tells(f"{name}: was running already")
+        running.tells(f"stopping c: {changed}")
+        assert states(running) == {"a": "ready", "b": "ready", "c": "stopped"}
+        assert first_word(running, "c") == "new"
 
 
 def test_the_event_log_begins_anew_under_the_new_configuration(house: House, state: Path) -> None:
