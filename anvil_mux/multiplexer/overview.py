@@ -18,7 +18,6 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.config.values import AnyOf
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver
-from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost, Footprint
@@ -126,12 +125,12 @@ class Overview:
         """The names that stand for several models, in the configuration that holds now."""
         return self._driver.config.any_of
 
-    def has_another(self, lease: Lease) -> bool:
+    def has_another(self, backend: Backend) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
         with self._lock:
-            model = self._layout.models.get(lease.backend.model)
+            model = self._layout.models.get(backend.model)
             slots = model.slots if model else ()
-            return any(slot.serves and slot.name != lease.backend.name for slot in slots)
+            return any(slot.serves and slot.name != backend.name for slot in slots)
 
     def status(self) -> Status:
         """Take a picture, consistent for each model and each GPU group: the lock is held for moments."""
