@@ -36,7 +36,6 @@ from anvil_mux.scheduler.status import (
     gpu_states,
     host_state,
     model_state,
-    pause_state,
 )
 from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.waits import (
@@ -138,7 +137,7 @@ class Overview:
             now, layout = self._clock.now(), self._layout
             names, groups, known = list(layout.models), [group.name for group in layout.groups], layout.gpus
             hosts = tuple(filter(None, [host_state(host, now) for host in layout.records]))
-            pause = pause_state(layout.pause)
+            pause = replace(layout.pause) if layout.pause.is_on else None
         models = tuple(self._each(names, self._model_states))
         gpus = tuple(self._each(groups, partial(self._gpu_states, known)))
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
