@@ -503,3 +503,9 @@ def test_replicas_come_and_go_under_their_requests():
         "14.5 leased m-2",
         "20 leased m-2",
     ]
+
+
+def test_a_new_policy_and_new_limits_hold_at_once():
+    patient = replace(TWO, policy="debounce", policy_settings={"quiet": 2.0, "max_hold": 10.0})
+    trace = [Arrival(0.0, "a", 0.5), Reload(1.0, patient), Arrival(2.0, "b", 1.0)]
+    assert "4 draining a" in story(trace, resident=["a"])

@@ -18,7 +18,7 @@ from tests.lab.test_simulate import one
 from tests.multiplexer.stage import Player
 from tests.scheduler.fleet import Fleet
 from tests.seeds import seeds
-from tests.test_reload_histories import TWO, A, B, C, story, with_backends
+from tests.test_reload_histories import A, B, C, story, with_backends
 
 # To another host
 
@@ -124,12 +124,6 @@ def test_a_replica_goes_to_another_host_while_the_other_serves():
     told = story(trace, with_backends(one_there, other), resident=["m-1", "m-2"])
     assert "2 leased m-2" in told
     assert told[-1] == "20 leased m-2"
-
-
-def test_a_new_policy_and_new_limits_hold_at_once():
-    patient = replace(TWO, policy="debounce", policy_settings={"quiet": 2.0, "max_hold": 10.0})
-    trace = [Arrival(0.0, "a", 0.5), Reload(1.0, patient), Arrival(2.0, "b", 1.0)]
-    assert "4 draining a" in story(trace, resident=["a"])
 
 
 GPUS = {"a": "0", "b": "0", "c": "1", "d": "1"}

@@ -29,8 +29,7 @@ from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.engine_client import EngineClient
 from anvil_mux.host.levels import Swapper
 from anvil_mux.lab.checker import check
-from anvil_mux.multiplexer.lease import Lease
-from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Lease, Multiplexer
 from anvil_mux.scheduler.events import Event
 from tests.baton import BatonClock
 from tests.host.test_cuda_checkpoint import Driven
@@ -424,7 +423,7 @@ class World:
         with self.mux.lease(result.model, tend) as lease:
             engine = self.house.at("http://{}:{}".format(*lease.address))
             if engine is None or engine.unreachable:
-                self.mux.facts.doubts.raised_by(lease)
+                self.mux.facts.doubts.raised_by(lease.ticket)
                 return False
             result.leased = self.clock.now()
             works = engine.works() and engine.model == (lease.backend.served_model or lease.backend.model)

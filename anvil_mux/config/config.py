@@ -232,7 +232,9 @@ class Backend:
         page="reference.md#engines",
     )
     """The model id that the engine itself reports and expects, if it differs from ``model``."""
-    aliases: tuple[str, ...] = _steers((), NAMES, "Other names for the model.")
+    aliases: tuple[str, ...] = _steers(
+        (), NAMES, "Other names for the model; * in one stands for any characters."
+    )
     pin: bool = _of_engines(
         False, FLAG, "Never evict it for another model.", page="policies.md#pinning-a-model"
     )

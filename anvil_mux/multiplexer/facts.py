@@ -16,11 +16,10 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import Evicted
 from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, address_of
-from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.steps import NOTHING, RUNS, Crash, Effects, FoundBackend
+from anvil_mux.scheduler.steps import NOTHING, RUNS, Crash, Effects, FoundBackend, Ticket
 
 KNOWN_SECONDS = 2.0
 """Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""
@@ -223,12 +222,12 @@ class Doubts:
         self._open: dict[str, _Doubt] = {}  # by backend
         self._closed = False
 
-    def raised_by(self, lease: Lease) -> Crash | None:
+    def raised_by(self, ticket: Ticket) -> Crash | None:
         """A request got no whole answer: how its backend ended under it, if that becomes known in time.
 
-        Nothing is doubted if the lease is over: then it speaks of a backend that was replaced since.
+        Nothing is doubted if its lease is over: then it speaks of a backend that was replaced since.
         """
-        ticket, backend = lease.ticket, lease.backend
+        backend: Backend = ticket.granted.backend
         with self._lock:
             slot = self._slot(backend.name)
             if slot is None or ticket not in slot.holders:

@@ -18,7 +18,6 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.config.values import AnyOf
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver
-from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost, Footprint
@@ -37,7 +36,6 @@ from anvil_mux.scheduler.status import (
     gpu_states,
     host_state,
     model_state,
-    pause_state,
 )
 from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.waits import (
@@ -126,12 +124,12 @@ class Overview:
         """The names that stand for several models, in the configuration that holds now."""
         return self._driver.config.any_of
 
-    def has_another(self, lease: Lease) -> bool:
+    def has_another(self, backend: Backend) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
         with self._lock:
-            model = self._layout.models.get(lease.backend.model)
+            model = self._layout.models.get(backend.model)
             slots = model.slots if model else ()
-            return any(slot.serves and slot.name != lease.backend.name for slot in slots)
+            return any(slot.serves and slot.name != backend.name for slot in slots)
 
     def status(self) -> Status:
         """Take a picture, consistent for each model and each GPU group: the lock is held for moments."""
@@ -139,7 +137,7 @@ class Overview:
             now, layout = self._clock.now(), self._layout
             names, groups, known = list(layout.models), [group.name for group in layout.groups], layout.gpus
             hosts = tuple(filter(None, [host_state(host, now) for host in layout.records]))
-            pause = pause_state(layout.pause)
+            pause = replace(layout.pause) if layout.pause.is_on else None
         models = tuple(self._each(names, self._model_states))
         gpus = tuple(self._each(groups, partial(self._gpu_states, known)))
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)

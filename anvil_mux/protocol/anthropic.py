@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from anvil_mux.errors import BadRequest
 from anvil_mux.protocol.api import written
@@ -194,6 +194,29 @@ def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
 
 # Answers
 
+_KINDS: dict[type[Part], str] = {
+    Text: "text",
+    Thinking: "thinking",
+    ToolBegin: "tool_use",
+    ToolArguments: "tool_use",
+}
+"""The block that a part stands in."""
+
+
+class _Piece(NamedTuple):
+    """How a block that grows is told: its field, and the kind and the field of the events."""
+
+    field: str
+    event: str
+    event_field: str
+
+
+_PIECES = {
+    "text": _Piece("text", "text_delta", "text"),
+    "thinking": _Piece("thinking", "thinking_delta", "thinking"),
+    "tool_use": _Piece("input", "input_json_delta", "partial_json"),
+}
+
 
 class _Message(AnswerTranslation):
     """A message: whole, or as the events that build it block by block."""
@@ -215,9 +238,11 @@ class _Message(AnswerTranslation):
         parts, ending = parts_of(body)
         content: list[Block] = []
         for part in parts:
-            if (kind := _type(part)) != (content[-1]["type"] if content else "") or _begins(part):
+            kind = _KINDS[type(part)]
+            if isinstance(part, ToolBegin) or not content or content[-1]["type"] != kind:
                 content.append(_begin(part, kind))
-            _extend(content[-1], part)
+            if not isinstance(part, ToolBegin):
+                content[-1][_PIECES[kind].field] += part.text
         for block in content:
             if block["type"] == "tool_use":
                 block["input"] = arguments_of(block["input"])
@@ -244,14 +269,16 @@ class _Message(AnswerTranslation):
 
     def _events(self, part: Part) -> Iterator[bytes]:
         yield from self._start()
-        kind = _type(part)
-        if kind != self._block or _begins(part):
+        kind = _KINDS[type(part)]
+        if kind != self._block or isinstance(part, ToolBegin):
             yield from self._stop_block()
             self._block, self._index = kind, self._index + 1
             block = _begin(part, kind)
             block |= {"input": {}} if kind == "tool_use" else {}
             yield _event("content_block_start", index=self._index, content_block=block)
-        if delta := _delta(part):
+        if not isinstance(part, ToolBegin):
+            piece = _PIECES[kind]
+            delta = {"type": piece.event, piece.event_field: part.text}
             yield _event("content_block_delta", index=self._index, delta=delta)
 
     def _start(self) -> Iterator[bytes]:
@@ -277,51 +304,11 @@ class _Count(AnswerTranslation):
         return written({"input_tokens": tokens})
 
 
-def _type(part: Part) -> str:
-    """The block that a part stands in."""
-    match part:
-        case Text():
-            return "text"
-        case Thinking():
-            return "thinking"
-        case ToolBegin() | ToolArguments():
-            return "tool_use"
-
-
-def _begins(part: Part) -> bool:
-    return isinstance(part, ToolBegin)
-
-
 def _begin(part: Part, kind: str) -> Block:
-    match part:
-        case ToolBegin(id, name):
-            return {"type": kind, "id": id, "name": name, "input": ""}
-        case Thinking():
-            return {"type": kind, "thinking": "", "signature": ""}
-        case _:
-            return {"type": kind, "text": ""}
-
-
-def _extend(block: Block, part: Part) -> None:
-    match part:
-        case Text(said):
-            block["text"] += said
-        case Thinking(said):
-            block["thinking"] += said
-        case ToolArguments(said):
-            block["input"] += said
-
-
-def _delta(part: Part) -> Block:
-    match part:
-        case Text(said):
-            return {"type": "text_delta", "text": said}
-        case Thinking(said):
-            return {"type": "thinking_delta", "thinking": said}
-        case ToolArguments(said):
-            return {"type": "input_json_delta", "partial_json": said}
-        case ToolBegin():
-            return {}
+    """The block that a part begins, with nothing of what is said piece by piece."""
+    about = {"id": part.id, "name": part.name} if isinstance(part, ToolBegin) else {}
+    more = {"signature": ""} if kind == "thinking" else {}
+    return {"type": kind, **about, _PIECES[kind].field: "", **more}
 
 
 def _reason(ending: Ending) -> str:

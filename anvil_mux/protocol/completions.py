@@ -50,7 +50,7 @@ class ToolBegin:
 class ToolArguments:
     """A piece of the JSON that the tool begun last is called with."""
 
-    json: str
+    text: str
 
 
 Part = Text | Thinking | ToolBegin | ToolArguments

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Literal, NamedTuple
@@ -110,6 +111,9 @@ class Access:
             name: Named(model, name if name in presets else "") for name, model in config.names.items()
         }
         """Name of a model, or of a preset -> its meaning."""
+        patterns = [alias for each in config.backends for alias in each.aliases if "*" in alias]
+        self._patterns = sorted(dict.fromkeys(patterns), key=len, reverse=True)
+        """The aliases that stand for many names, the longest first."""
         self.changes_prompt = frozenset(p.name for p in self.presets.values() if p.system or p.is_adapter)
         """The presets whose prompts an engine caches apart from those of their model."""
         self._names: dict[str, set[str]] = {}
@@ -211,7 +215,7 @@ class Access:
         name = named or self.config.default_model
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
-        for each in (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,):
+        for each in self._configured(name, api):
             if found := self._meant.get(each):
                 if self.may_use(key, found.model, found.preset):
                     return found
@@ -220,9 +224,15 @@ class Access:
         known = [name for name, means in self._meant.items() if self.may_use(key, means.model, means.preset)]
         raise UnknownModel(name, known + [each for each in self.config.any_of if self.choices(each, key)])
 
+    def _configured(self, name: str, api: str) -> list[str]:
+        """The configured names that a client's name may be, or else the longest alias that it fits."""
+        spelled = (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,)
+        exact = [each for each in spelled if each in self._meant or each in self.config.any_of]
+        return exact or [alias for alias in self._patterns if _fits(name, alias)][:1]
+
     def knows(self, name: str) -> bool:
         """Whether a name stands for anything, whoever may use it."""
-        return name in self._meant or name in self.config.any_of
+        return bool(self._configured(name, ""))
 
     def meant(self, name: str) -> Named:
         """The meaning of a name of a model, or of a preset."""
@@ -252,6 +262,12 @@ class Access:
         presets = [meant for meant in self._meant.values() if meant.preset]
         models += [each.preset for each in presets if self.may_use(key, each.model, each.preset)]
         return models + [name for name in self.config.any_of if self.choices(name, key)]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a name is that of a pattern, in which * stands for any characters, and nothing else for any."""
+    literal = pattern.replace("[", "[[]").replace("?", "[?]")
+    return fnmatchcase(name, literal)
 
 
 def is_page(request: http1.Request) -> bool:

@@ -23,7 +23,7 @@ from anvil_mux.errors import (
     MuxError,
     RefusedByEngine,
 )
-from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import api, completions, http1, naming
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
@@ -50,7 +50,7 @@ from anvil_mux.proxy.question import (
 )
 from anvil_mux.proxy.reply import CAPTURED_BYTES, JSON, Reply
 from anvil_mux.proxy.rewriting import rewritten, with_system
-from anvil_mux.scheduler.steps import NO_USAGE, Crash
+from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket
 
 LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""
@@ -96,9 +96,9 @@ class Attempt:
         *,
         relay: Relay,
         stored: StoredResponses,
-        crash_under: Callable[[Lease], Crash | None],
+        crash_under: Callable[[Ticket], Crash | None],
     ) -> None:
-        """``crash_under``: how a backend ended under a lease, if it has."""
+        """``crash_under``: how a backend ended under a ticket, if it has."""
         self.question = question
         self.lease = lease
         self.reply = reply
@@ -270,7 +270,7 @@ class Attempt:
         """
         if self.question.context.route.beat != "none" and _is_events(self.exchange.response):
             return True
-        return not self.lease.permit and self._crash_under(self.lease) is not None
+        return not self.lease.permit and self._crash_under(self.lease.ticket) is not None
 
     # Websockets
 

@@ -219,7 +219,6 @@ def connect(address: Address, look: Callable[[], object] = lambda: None) -> sock
             return _looking(connection)
         except TimeoutError:
             connection.close()
-            look()
         except BaseException:
             connection.close()
             raise

@@ -51,8 +51,7 @@ from anvil_mux.errors import (
     WouldWaitTooLong,
     with_log,
 )
-from anvil_mux.multiplexer.lease import Lease
-from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
+from anvil_mux.multiplexer.multiplexer import Lease, Multiplexer, Tend
 from anvil_mux.protocol import api, http1, naming
 from anvil_mux.protocol.completions import TWO_STAGE_PATHS, finite
 from anvil_mux.proxy.access import FallbackStep
@@ -255,10 +254,10 @@ class Dispatcher:
             if not isinstance(error, Severed):
                 lease.permit.failed(_within(error), away=isinstance(error, EngineUnreachable))
             return _Failure(error, again=False)
-        crash = self._mux.facts.doubts.raised_by(lease)
+        crash = self._mux.facts.doubts.raised_by(lease.ticket)
         if lease.is_host_lost:
             return _Failure(lease.severed_error(), reply.may_go_on)
-        seen = not reply.may_go_on or not self._mux.overview.has_another(lease)
+        seen = not reply.may_go_on or not self._mux.overview.has_another(lease.backend)
         if crash:
             text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
             again = isinstance(error, (EngineUnreachable, Unanswered)) or not seen

@@ -34,7 +34,7 @@ from anvil_mux.errors import (
     is_shortage,
 )
 from anvil_mux.host.hosts import why_unreachable
-from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.client import Spool

@@ -18,7 +18,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import FIELDS
 from anvil_mux.config.values import site
 from anvil_mux.host.hosts import key_fields
-from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import http1, naming
 from anvil_mux.proxy.question import Question
 from anvil_mux.proxy.reply import Reply, date

@@ -181,16 +181,17 @@ class Lists:
         name = unquote(context.request.path[len(OF_ONE) :])
         if not name:
             return self.models(reply)
-        offered, choices = self._offered(context), {str(e["id"]): e for e in self._choices(context)}
-        for model, preset in offered:
-            if name == preset or (not preset and name in (model.model, *model.aliases)):
-                entry = self._entry(model, preset)
-                break
+        meant = context.access.find(name, api=context.api, key=context.key)
+        if meant.choices:
+            entries = [entry for entry in self._choices(context) if entry["id"] == name]
         else:
-            if name not in choices:
-                raise UnknownModel(name, [*(preset or model.model for model, preset in offered), *choices])
-            entry = choices[name]
-        return reply.fresh(JSON, json.dumps(entry).encode("ascii"))
+            wanted = (meant.model, meant.preset)
+            entries = [
+                self._entry(m, preset) for m, preset in self._offered(context) if (m.model, preset) == wanted
+            ]
+        if not entries:
+            raise UnknownModel(name)  # a reload has just taken it away
+        return reply.fresh(JSON, json.dumps(entries[0]).encode("ascii"))
 
     def lmstudio_models(self, reply: Reply) -> None:
         states = {

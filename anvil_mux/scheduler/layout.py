@@ -171,15 +171,11 @@ class Layout:
     def waiting_for(self, exchange: Exchanged) -> list[GpuGroup]:
         """The groups that are to be asked after an exchange: those that it changed, and those elsewhere in
         which queues stand, or may, of models that it concerns."""
-        return list({**dict.fromkeys(exchange.made), **self.with_queues(exchange.models)})
-
-    def with_queues(self, models: Iterable[str]) -> dict[GpuGroup, None]:
-        """The groups in which queues of these models stand, or may."""
-        found: dict[GpuGroup, None] = {}
-        for model in [self.models[name] for name in models if name in self.models]:
+        found = dict.fromkeys(exchange.made)
+        for model in [self.models[name] for name in exchange.models if name in self.models]:
             if model.queue.tickets:
                 found.update(dict.fromkeys(self.groups_of[model.name]))
-        return found
+        return list(found)
 
     # Changes
 

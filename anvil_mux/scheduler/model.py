@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf
 from typing import NamedTuple
 
 from anvil_mux.config.config import EITHER, Backend, Config
@@ -239,11 +238,11 @@ class Demand:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self._first = self._last = -inf
+        self._first = self._last = -math.inf
         self._weight = 0.0  # arrivals, those before the last one faded to its moment
         self._joined = self._queue_seconds = 0.0
         self._overlaps = self._busy_seconds = 0.0  # arrivals while others were answered, and how long
-        self._busy_since = inf
+        self._busy_since = math.inf
         self.longest = 0.0
         """How many requests the longest of its queues had, of late; 0: it had none."""
         self.overlapping = 0
@@ -257,12 +256,12 @@ class Demand:
 
     def arrived(self, now: float) -> None:
         if self._weight:
-            self._weight = 1.0 + self._weight * exp((self._last - now) / MEMORY_SECONDS)
+            self._weight = 1.0 + self._weight * math.exp((self._last - now) / MEMORY_SECONDS)
         else:
             self._first, self._weight = now, 1.0
         self._last = now
 
-    def returned(self, pause_seconds: float, now: float = inf) -> None:
+    def returned(self, pause_seconds: float, now: float = math.inf) -> None:
         """A request came after the model had been idle for so long; ``now``: when it began to answer."""
         self.pause_seconds += PAUSE_ALPHA * (pause_seconds - self.pause_seconds)
         self._busy_since, self.overlapping = now, 0
@@ -286,7 +285,7 @@ class Demand:
             kept = MEMORY_SECONDS / (MEMORY_SECONDS + seconds)
             self._overlaps = (self._overlaps + self.overlapping) * kept
             self._busy_seconds = (self._busy_seconds + seconds) * kept
-            self._busy_since = inf
+            self._busy_since = math.inf
 
     # Questions
 
@@ -304,8 +303,8 @@ class Demand:
             return 0.0, 0.0
         silence = now - self._last
         most = 1.0 / (silence if silence > SHORTEST_SILENCE else SHORTEST_SILENCE)
-        faded = self._weight * exp(-silence / MEMORY_SECONDS)
-        seen = 1.0 - exp((self._first - FIRST_SECONDS - now) / MEMORY_SECONDS)
+        faded = self._weight * math.exp(-silence / MEMORY_SECONDS)
+        seen = 1.0 - math.exp((self._first - FIRST_SECONDS - now) / MEMORY_SECONDS)
         rate = faded / (MEMORY_SECONDS * seen)
         if rate > most:
             rate = most

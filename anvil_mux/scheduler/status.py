@@ -23,17 +23,6 @@ from anvil_mux.scheduler.waits import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class PauseState:
-    """The pause that is on."""
-
-    since: float
-    until: float
-    """When it ends by itself; infinite: never."""
-    waits: bool
-    """Whether requests wait for its end; else they are refused."""
-
-
-@dataclass(frozen=True, slots=True)
 class HostState:
     """One host beside the one that anvil-mux runs on."""
 
@@ -187,7 +176,8 @@ class Status:
     leases: int
     hosts: tuple[HostState, ...] = ()
     """The hosts beside the one that anvil-mux runs on."""
-    pause: PauseState | None = None
+    pause: Pause | None = None
+    """The pause that is on, as it was then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +305,6 @@ def host_state(host: HostRecord, now: float) -> HostState | None:
         return None
     lost_seconds = now - host.since if host.is_lost else None
     return HostState(host.name, lost_seconds, host.is_drained, host.is_away)
-
-
-def pause_state(pause: Pause) -> PauseState | None:
-    """The pause that is on; None: there is none."""
-    return PauseState(pause.since, pause.until, pause.waits) if pause.is_on else None
 
 
 _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")

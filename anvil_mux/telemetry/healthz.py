@@ -18,13 +18,13 @@ from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.events import LOCAL, sentence, to_json
 from anvil_mux.scheduler.queueing import RunningAnswer
+from anvil_mux.scheduler.slot import Pause
 from anvil_mux.scheduler.status import (
     BackendState,
     Deferral,
     GpuState,
     HostState,
     ModelState,
-    PauseState,
 )
 from anvil_mux.scheduler.waits import Progress
 
@@ -179,7 +179,7 @@ def _place(host: HostState | None) -> dict[str, object]:
     return {"host": host.host, "host_lost": host.is_lost} if host else {}
 
 
-def pause_state(pause: PauseState | None, wall: Callable[[float], float]) -> dict[str, object] | None:
+def pause_state(pause: Pause | None, wall: Callable[[float], float]) -> dict[str, object] | None:
     """The pause that is on; ``wall``: the Unix time of a moment."""
     if pause is None:
         return None

@@ -64,8 +64,7 @@ OWN_CASES = r"""
     pin: maybe -> pin | pin: true | policies.md#pinning-a-model
     load_timeout: 5 minutes -> load_timeout | load_timeout: 5m | reference.md#x-anvil-on-a-service
     max_wait: soon -> max_wait | max_wait: 30s | policies.md
-    drain_timeout: forever ->
-        drain_timeout | drain_timeout: 30s | policies.md#let-answers-finish-drain_timeout
+    drain_timeout: ever -> drain_timeout | drain_timeout: 30s | policies.md#let-answers-finish-drain_timeout
     priority: 101 -> priority | priority: 100 | reference.md#x-anvil-on-a-service
     model: 1.5 -> model | model: "1.5" | reference.md#x-anvil-on-a-service
     model: "a\"b" -> model | model: ab | reference.md#x-anvil-on-a-service

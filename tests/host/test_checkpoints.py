@@ -65,6 +65,16 @@ def test_what_sleeps_is_standby_and_frozen_once_its_memory_is_free_and_comes_bac
     assert scene.used == 18 * GIB + CONTEXT
 
 
+def test_who_came_by_way_of_a_deep_sleep_reads_its_weights_again(scene: Scene) -> None:
+    backend = replace(STANDBY, evict_to=("sleep", "sleep-2", "checkpoint", "stop"))
+    engine = scene.resident(backend)
+    scene.swapper.evict(backend, "sleep-2")
+    assert scene.swapper.demote(backend, "sleep-2", "checkpoint").level == "checkpoint"
+    assert engine.garbage
+    assert scene.swapper.load(backend, "checkpoint") == Loaded(engine.url, "checkpoint")
+    assert not engine.garbage
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "ollama", "openai"])
 def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -> None:
     backend = replace(STANDBY, engine=kind)

@@ -423,9 +423,9 @@ def test_what_was_used_longest_ago_makes_room_and_what_can_never_fit_is_not_writ
     little = replace(backend, prompt_cache=10)
     swapped(cache, little, engine, "alpha", "beta")
     for prompt, saves, kept in (
+        ("much too long for it", 0, ["alpha", ""]),
         ("gamma", 1, ["alpha", "gamma"]),
         ("gamma ray", 1, ["", "gamma ray"]),
-        ("much too long for it", 0, ["", ""]),
     ):
         engine.ask(1, prompt)
         cache.save(little, engine.url)

@@ -17,7 +17,7 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
         stage.engines.ended = lambda backend: None
         stage.engines.answers = lambda backend, limit: False
         with stage.mux.lease("a") as lease:
-            assert stage.mux.facts.doubts.raised_by(lease) is None
+            assert stage.mux.facts.doubts.raised_by(lease.ticket) is None
             assert stage.clock.now() == 4.0 + KNOWN_SECONDS
             stage.clock.sleep(REFUSED_SECONDS - KNOWN_SECONDS - 1.0)
             assert not lease.severed
@@ -45,7 +45,7 @@ def test_a_backend_that_cannot_be_asked_for_want_of_files_is_left_alone():
 
         stage.engines.ended, stage.engines.answers = (lambda backend: None), none_left
         with stage.mux.lease("a") as lease:
-            assert stage.mux.facts.doubts.raised_by(lease) is None
+            assert stage.mux.facts.doubts.raised_by(lease.ticket) is None
             assert stage.mux.facts.doubts._open == {}
         stage.clock.sleep(1000.0)
 
@@ -68,10 +68,10 @@ def test_where_no_thread_can_look_for_a_backend_nothing_is_in_doubt_and_the_next
         stage.clock.spawn = spawn_once_in_vain
         with stage.mux.lease("a") as lease:
             before = stage.clock.now()
-            assert stage.mux.facts.doubts.raised_by(lease) is None
+            assert stage.mux.facts.doubts.raised_by(lease.ticket) is None
             assert stage.clock.now() == before
             assert stage.mux.facts.doubts._open == {}
-            assert "exited with code 139" in stage.mux.facts.doubts.raised_by(lease).why
+            assert "exited with code 139" in stage.mux.facts.doubts.raised_by(lease.ticket).why
 
     Stage().play(main)
 
@@ -89,7 +89,7 @@ def test_a_backend_that_answers_in_the_end_stays_as_it_is(answer, seed):
         stage.engines.ended, stage.engines.answers = lambda backend: None, answers
         failed = stage.mux.lease("a")
         stage.request(0.0, "a", seconds=10.0 if not answer else 1000.0)
-        assert stage.mux.facts.doubts.raised_by(failed) is None
+        assert stage.mux.facts.doubts.raised_by(failed.ticket) is None
         failed.release()
         stage.clock.sleep(900.0)
         assert stage.states()["a"] == "ready"
@@ -108,7 +108,7 @@ def test_a_backend_that_is_silent_has_as_long_as_a_request_would_have(seed):
     def main(stage):
         stage.engines.ended, stage.engines.answers = lambda backend: None, answers
         failed = stage.mux.lease("a")
-        stage.mux.facts.doubts.raised_by(failed)
+        stage.mux.facts.doubts.raised_by(failed.ticket)
         failed.release()
         neighbour = stage.request(0.0, "a", seconds=599.0)
         stage.clock.sleep(598.0 - KNOWN_SECONDS)
@@ -136,7 +136,7 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
 
         def fail():
             with stage.mux.lease("a") as lease:
-                crashes.append(stage.mux.facts.doubts.raised_by(lease))
+                crashes.append(stage.mux.facts.doubts.raised_by(lease.ticket))
 
         for _ in range(3):
             stage.later(0.0, fail)
@@ -158,7 +158,7 @@ def test_a_backend_that_ended_is_loaded_anew_without_a_stop(seed):
         with stage.mux.lease("a"):
             pass
         with stage.mux.lease("a") as lease:
-            stage.mux.facts.doubts.raised_by(lease)
+            stage.mux.facts.doubts.raised_by(lease.ticket)
         with stage.mux.lease("a"):
             assert stage.clock.now() == 8.0
 
@@ -175,7 +175,7 @@ def test_a_late_word_of_an_old_backend_does_not_disturb_the_new_one(ended):
         with stage.mux.lease("a") as old:
             stage.mux.facts.died("a", "killed")
             with stage.mux.lease("a"):
-                stage.mux.facts.doubts.raised_by(old)
+                stage.mux.facts.doubts.raised_by(old.ticket)
                 assert stage.states()["a"] == "ready"
                 assert stage.mux.overview.status().leases == 1
 

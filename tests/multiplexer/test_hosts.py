@@ -59,7 +59,7 @@ def test_a_request_without_an_answer_waits_to_learn_that_its_host_is_lost(seed):
         with stage.mux.lease("c") as lease:
             stage.clock.spawn(lose, "lose")
             begun = stage.clock.now()
-            stage.mux.facts.doubts.raised_by(lease)
+            stage.mux.facts.doubts.raised_by(lease.ticket)
             assert lease.is_host_lost
             assert stage.clock.now() == begun + 7.0
 

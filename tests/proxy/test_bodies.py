@@ -82,8 +82,8 @@ def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
     assert answer.code == "model_not_found"
     assert answer.header(b"x-should-retry") == b"false"
     assert b"The model `nobody` does not exist. Known models: a, alias, org/b." in answer.body
-    connection.post(b'{"model":"org/B"}')
-    assert b"does not exist. Did you mean `org/b`? Known" in connection.read().body
+    answer = rig.client().ask(b'{"model":"org/B"}')
+    assert b"does not exist. Did you mean `org/b`? Known" in answer.body
     assert not rig.events.of("loading")
 
 

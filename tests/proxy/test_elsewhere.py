@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,28 +48,20 @@ class WithElsewhere(Mechanism):
         )
 
 
-@dataclass
-class World:
-    """A front with ``a`` and ``b`` on a GPU, and ``gpt`` on a server elsewhere, which is ``rig.other``."""
-
-    rig: Rig
-
-    def client(self) -> RawClient:
-        return self.rig.client()
-
-    def state(self) -> str:
-        return self.rig.mux.circuits.of("gpt").state
+World = Callable[..., Rig]
 
 
 @pytest.fixture
-def world(make_rig: Callable[..., Rig]) -> Callable[..., World]:
+def world(make_rig: Callable[..., Rig]) -> World:
+    """A front with ``a`` on a GPU, and ``gpt`` on a server elsewhere, which is ``rig.other``."""
+
     def make(
         *,
         base: str = "/openai/v1",
         a: dict[str, object] | None = None,
         gpt: dict[str, object] | None = None,
         **settings: object,
-    ) -> World:
+    ) -> Rig:
         server = make_rig().other
         server.answer = lambda _: JSON_OK
         url = f"{server.url}{base}"
@@ -83,9 +75,13 @@ def world(make_rig: Callable[..., Rig]) -> Callable[..., World]:
         rig.other.close()
         rig.other = server
         rig.mux.facts.adopt({"gpt": url})
-        return World(rig)
+        return rig
 
     return make
+
+
+def state_of(rig: Rig) -> str:
+    return rig.mux.circuits.of("gpt").state
 
 
 def ask(client: RawClient, model: str, **more: bytes) -> bytes:
@@ -95,16 +91,16 @@ def ask(client: RawClient, model: str, **more: bytes) -> bytes:
 # Its head, and its key
 
 
-def test_no_key_of_a_client_reaches_it_and_ours_does(world: Callable[..., World]) -> None:
-    found = world()
+def test_no_key_of_a_client_reaches_it_and_ours_does(world: World) -> None:
+    rig = world()
     heads: list[bytes] = []
 
     def answer(asked: Asked) -> bytes:
         heads.append(asked.head)
         return JSON_OK
 
-    found.rig.other.answer = answer
-    client = found.client()
+    rig.other.answer = answer
+    client = rig.client()
     assert client.ask(b'{"model":"gpt"}', b"/v1/chat/completions?key=k-of-a-client&x=1", EXTRA).status == 200
     client.ask(b'{"model":"gpt","messages":[{"role":"user","content":"Hi"}]}', b"/api/chat", EXTRA)
     for head in heads:
@@ -117,24 +113,24 @@ def test_no_key_of_a_client_reaches_it_and_ours_does(world: Callable[..., World]
     assert len(heads) == 2
 
 
-def test_it_gets_no_key_where_it_needs_none(world: Callable[..., World]) -> None:
-    found = world(gpt={"service": Service()})
+def test_it_gets_no_key_where_it_needs_none(world: World) -> None:
+    rig = world(gpt={"service": Service()})
     seen: list[bytes] = []
-    found.rig.other.answer = lambda asked: (seen.append(asked.head), JSON_OK)[1]
-    ask(found.client(), "gpt", extra=EXTRA)
+    rig.other.answer = lambda asked: (seen.append(asked.head), JSON_OK)[1]
+    ask(rig.client(), "gpt", extra=EXTRA)
     assert OF_A_CLIENT not in seen[0]
     assert b"uthorization" not in seen[0]
 
 
-def test_a_browsers_key_for_a_websocket_stays_here(world: Callable[..., World]) -> None:
-    found = world()
+def test_a_browsers_key_for_a_websocket_stays_here(world: World) -> None:
+    rig = world()
     seen: list[bytes] = []
-    found.rig.other.answer = lambda asked: (seen.append(asked.head), status(404))[1]
+    rig.other.answer = lambda asked: (seen.append(asked.head), status(404))[1]
     upgrade = (
         b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n"
         b"Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.k-of-a-client\r\n"
     )
-    assert found.client().get(b"/v1/realtime?model=gpt", extra=upgrade).status == 404
+    assert rig.client().get(b"/v1/realtime?model=gpt", extra=upgrade).status == 404
     assert b"sec-websocket-protocol: realtime\r\n" in seen[0]
     assert OF_A_CLIENT not in seen[0]
 
@@ -142,87 +138,87 @@ def test_a_browsers_key_for_a_websocket_stays_here(world: Callable[..., World]) 
 # Faults, and the circuit
 
 
-def test_what_it_says_is_passed_on_and_counted(world: Callable[..., World]) -> None:
-    found = world()
-    found.rig.other.answer = lambda _: status(500)
+def test_what_it_says_is_passed_on_and_counted(world: World) -> None:
+    rig = world()
+    rig.other.answer = lambda _: status(500)
     for _ in range(MOST_FAILURES):
-        assert b" 500 " in ask(found.client(), "gpt")
-    assert found.state() == "open"
-    head = ask(found.client(), "gpt")
+        assert b" 500 " in ask(rig.client(), "gpt")
+    assert state_of(rig) == "open"
+    head = ask(rig.client(), "gpt")
     assert b" 503 " in head
     assert b"Retry-After: 5\r\n" in head or b"retry-after: 5\r\n" in head.lower()
     # Records of different connections come in any order.
-    codes = {found.rig.events.record(count).code for count in range(1, MOST_FAILURES + 2)}
+    codes = {rig.events.record(count).code for count in range(1, MOST_FAILURES + 2)}
     assert codes == {"", "circuit_open"}
-    assert len(found.rig.other.connections) <= MOST_FAILURES
+    assert len(rig.other.connections) <= MOST_FAILURES
 
 
-def test_a_bad_request_is_the_clients(world: Callable[..., World]) -> None:
-    found = world()
-    found.rig.other.answer = lambda _: status(400)
+def test_a_bad_request_is_the_clients(world: World) -> None:
+    rig = world()
+    rig.other.answer = lambda _: status(400)
     for _ in range(MOST_FAILURES + 1):
-        assert b" 400 " in ask(found.client(), "gpt")
-    assert found.state() == "closed"
+        assert b" 400 " in ask(rig.client(), "gpt")
+    assert state_of(rig) == "closed"
 
 
-def test_429_with_retry_after_opens_it_for_so_long(world: Callable[..., World]) -> None:
-    found = world()
-    found.rig.other.answer = lambda _: status(429, b"Retry-After: 30")
-    assert b"Retry-After: 30" in ask(found.client(), "gpt")
-    head = ask(found.client(), "gpt")
+def test_429_with_retry_after_opens_it_for_so_long(world: World) -> None:
+    rig = world()
+    rig.other.answer = lambda _: status(429, b"Retry-After: 30")
+    assert b"Retry-After: 30" in ask(rig.client(), "gpt")
+    head = ask(rig.client(), "gpt")
     assert b" 503 " in head
-    assert 25 < found.rig.mux.circuits.pause_left("gpt") <= 30
+    assert 25 < rig.mux.circuits.pause_left("gpt") <= 30
 
 
-def test_one_that_refuses_connections(world: Callable[..., World]) -> None:
-    found = world()
-    found.rig.other.stop_listening()
-    codes = [ask(found.client(), "gpt").split()[1] for _ in range(MOST_FAILURES + 1)]
+def test_one_that_refuses_connections(world: World) -> None:
+    rig = world()
+    rig.other.stop_listening()
+    codes = [ask(rig.client(), "gpt").split()[1] for _ in range(MOST_FAILURES + 1)]
     assert codes == [b"502"] * MOST_FAILURES + [b"503"]
 
 
-def test_one_that_refuses_our_key(world: Callable[..., World]) -> None:
-    found = world(gpt={"api_key_env": "CLOUD_KEY"})
-    found.rig.other.answer = lambda _: status(401)
-    client = found.client()
+def test_one_that_refuses_our_key(world: World) -> None:
+    rig = world(gpt={"api_key_env": "CLOUD_KEY"})
+    rig.other.answer = lambda _: status(401)
+    client = rig.client()
     answer = client.ask(b'{"model":"gpt"}')
     assert answer.status == 502
     assert b"refuses the API key in CLOUD_KEY" in answer.body
 
 
-def test_one_that_hangs_ends_after_upstream_timeout(world: Callable[..., World]) -> None:
-    found = world(upstream_timeout=0.01)
-    found.rig.other.answer = None
-    assert b" 502 " in ask(found.client(), "gpt")
-    assert found.rig.mux.circuits.of("gpt").failures == 1
+def test_one_that_hangs_ends_after_upstream_timeout(world: World) -> None:
+    rig = world(upstream_timeout=0.01)
+    rig.other.answer = None
+    assert b" 502 " in ask(rig.client(), "gpt")
+    assert rig.mux.circuits.of("gpt").failures == 1
 
 
-def test_one_that_breaks_off_its_stream(world: Callable[..., World]) -> None:
-    found = world()
-    found.rig.other.answer = None
-    client = found.client()
+def test_one_that_breaks_off_its_stream(world: World) -> None:
+    rig = world()
+    rig.other.answer = None
+    client = rig.client()
     client.post(b'{"model":"gpt","stream":true}')
-    asked = found.rig.other.next()
+    asked = rig.other.next()
     asked.send(SSE_HEAD + chunk(b"data: 1\n\n"))
     client.read_until(b"data: 1")
     asked.close()
     client.read_until(b"backend_unavailable")
-    assert found.rig.events.record().code == "backend_unavailable"
-    assert found.rig.mux.circuits.of("gpt").failures == 1
+    assert rig.events.record().code == "backend_unavailable"
+    assert rig.mux.circuits.of("gpt").failures == 1
 
 
-def test_the_same_connection_serves_again(world: Callable[..., World]) -> None:
-    found = world()
-    client = found.client()
+def test_the_same_connection_serves_again(world: World) -> None:
+    rig = world()
+    client = rig.client()
     for _ in range(3):
         assert b" 200 " in ask(client, "gpt")
-    assert len(found.rig.other.connections) == 1
+    assert len(rig.other.connections) == 1
 
 
-def test_it_is_never_unloaded(world: Callable[..., World]) -> None:
-    found = world()
-    assert not found.rig.mux.facts.unload("gpt")
-    assert found.rig.mux.overview.is_ready("gpt")
+def test_it_is_never_unloaded(world: World) -> None:
+    rig = world()
+    assert not rig.mux.facts.unload("gpt")
+    assert rig.mux.overview.is_ready("gpt")
 
 
 # Fallbacks
@@ -231,104 +227,101 @@ def test_it_is_never_unloaded(world: Callable[..., World]) -> None:
 GPT = {"fallback": ("gpt",)}
 
 
-def test_a_load_that_fails_is_answered_by_the_fallback(world: Callable[..., World]) -> None:
-    found = world(a=GPT)
-    found.rig.mechanism.failure = LoadError("no such file")
+def test_a_load_that_fails_is_answered_by_the_fallback(world: World) -> None:
+    rig = world(a=GPT)
+    rig.mechanism.failure = LoadError("no such file")
     seen: list[bytes] = []
-    found.rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
-    head = ask(found.client(), "a")
+    rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
+    head = ask(rig.client(), "a")
     assert b" 200 " in head
     assert b"X-Anvil-Fallback: gpt; a load_failed\r\n" in head
     assert seen == [b'{"model":"gpt"}']
-    record = found.rig.events.record()
+    record = rig.events.record()
     assert (record.model, record.backend, record.fallback_of) == ("gpt", "gpt", "a")
     assert record.fallback_cause == "load_failed"
-    assert b" 200 " in ask(found.client(), "a"), "and while it cools down"
+    assert b" 200 " in ask(rig.client(), "a"), "and while it cools down"
 
 
-def test_who_waits_for_longer_than_after_leaves_the_queue(world: Callable[..., World]) -> None:
-    found = world(a={**GPT, "fallback_after": 0.0})
-    found.rig.mechanism.gate.clear()
-    head = ask(found.client(), "a")
+def test_who_waits_for_longer_than_after_leaves_the_queue(world: World) -> None:
+    rig = world(a={**GPT, "fallback_after": 0.0})
+    rig.mechanism.gate.clear()
+    head = ask(rig.client(), "a")
     assert b"X-Anvil-Fallback: gpt; a fell_back\r\n" in head
-    assert found.rig.mux.overview.status().waiting == 0
-    assert found.rig.events.wait("failed").cause.detail == "fell_back"  # type: ignore[union-attr]
-    found.rig.mechanism.gate.set()
-    found.rig.events.wait("ready", 2)
-    head = ask(found.client(), "a")
+    assert rig.mux.overview.status().waiting == 0
+    assert rig.events.wait("failed").cause.detail == "fell_back"  # type: ignore[union-attr]
+    rig.mechanism.gate.set()
+    rig.events.wait("ready", 2)
+    head = ask(rig.client(), "a")
     assert b" 200 " in head
     assert b"Fallback" not in head, "its load went on"
 
 
-def test_who_waits_for_a_place_too(world: Callable[..., World]) -> None:
-    found = world(a={**GPT, "fallback_after": 0.0, "concurrency": 1})
-    found.rig.engine.answer = None
-    first = found.client()
+def test_who_waits_for_a_place_too(world: World) -> None:
+    rig = world(a={**GPT, "fallback_after": 0.0, "concurrency": 1})
+    rig.engine.answer = None
+    first = rig.client()
     first.post(b'{"model":"a"}')
-    asked = found.rig.engine.next()
-    assert b"X-Anvil-Fallback: gpt; a fell_back" in ask(found.client(), "a")
+    asked = rig.engine.next()
+    assert b"X-Anvil-Fallback: gpt; a fell_back" in ask(rig.client(), "a")
     asked.send(JSON_OK)
     assert first.read().status == 200
 
 
-def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world: Callable[..., World]) -> None:
-    found = world(a={**GPT, "fallback_after": 0.3}, patience=Patience(grace=0.0))
-    found.rig.mechanism.gate.clear()
-    found.rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
-    client = found.client()
+def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world: World) -> None:
+    rig = world(a={**GPT, "fallback_after": 0.3}, patience=Patience(grace=0.0))
+    rig.mechanism.gate.clear()
+    rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+    client = rig.client()
     answer = client.ask(b'{"model":"a","stream":true}')
     assert answer.clean
     assert b": anvil-mux gpt answers instead of a (fell_back)" in answer.body
     assert answer.body.endswith(b"data: {}\n\n")
 
 
-def test_no_fallback_once_the_client_has_seen_a_byte(world: Callable[..., World]) -> None:
-    found = world(a=GPT)
-    found.rig.engine.answer = None
-    client = found.client()
+def test_no_fallback_once_the_client_has_seen_a_byte(world: World) -> None:
+    rig = world(a=GPT)
+    rig.engine.answer = None
+    client = rig.client()
     client.post(b'{"model":"a","stream":true}')
-    asked = found.rig.engine.next()
+    asked = rig.engine.next()
     asked.send(SSE_HEAD + chunk(b"data: 1\n\n"))
     client.read_until(b"data: 1")
     asked.close()
     client.read_until(b"backend_unavailable")
-    assert found.rig.events.record().fallback_of == ""
+    assert rig.events.record().fallback_of == ""
 
 
 @pytest.mark.parametrize("code", [429, 500, 503, 529])
-def test_a_server_elsewhere_that_fails_has_its_fallback_too(world: Callable[..., World], code: int) -> None:
-    found = world(gpt={"fallback": ("a",)})
-    found.rig.other.answer = lambda _: status(code)
-    head = ask(found.client(), "gpt")
+def test_a_server_elsewhere_that_fails_has_its_fallback_too(world: World, code: int) -> None:
+    rig = world(gpt={"fallback": ("a",)})
+    rig.other.answer = lambda _: status(code)
+    head = ask(rig.client(), "gpt")
     assert b" 200 " in head
     assert b"X-Anvil-Fallback: a; gpt backend_unavailable" in head
 
 
-def test_an_open_circuit_falls_back_at_once(world: Callable[..., World]) -> None:
-    found = world(gpt={"fallback": ("a",)})
-    found.rig.mux.circuits.asked("gpt", "cannot be reached")
-    assert b"X-Anvil-Fallback: a; gpt circuit_open" in ask(found.client(), "gpt")
-    assert found.rig.other.connections == []
+def test_an_open_circuit_falls_back_at_once(world: World) -> None:
+    rig = world(gpt={"fallback": ("a",)})
+    rig.mux.circuits.asked("gpt", "cannot be reached")
+    assert b"X-Anvil-Fallback: a; gpt circuit_open" in ask(rig.client(), "gpt")
+    assert rig.other.connections == []
 
 
-def test_a_stream_that_does_not_begin_in_time_falls_back(world: Callable[..., World]) -> None:
-    found = world(gpt={"fallback": ("a",), "fallback_after": 0.01})
-    found.rig.other.answer = None
-    found.rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
-    client = found.client()
-    assert (
-        client.ask(b'{"model":"gpt","stream":true}').header(b"X-Anvil-Fallback")
-        == b"a; gpt backend_unavailable"
-    )
-    assert found.rig.other.next().was_left()
+def test_a_stream_that_does_not_begin_in_time_falls_back(world: World) -> None:
+    rig = world(gpt={"fallback": ("a",), "fallback_after": 0.01})
+    rig.other.answer = None
+    rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+    answer = rig.client().ask(b'{"model":"gpt","stream":true}')
+    assert answer.header(b"X-Anvil-Fallback") == b"a; gpt backend_unavailable"
+    assert rig.other.next().was_left()
 
 
-def test_a_key_falls_back_on_models_that_it_may_use_alone(world: Callable[..., World]) -> None:
+def test_a_key_falls_back_on_models_that_it_may_use_alone(world: World) -> None:
     keys = load(None, {"ANVIL_API_KEYS": "only-a-key models=a; both-keys models=a,gpt"})
-    found = world(a=GPT, keys=keys)
-    found.rig.mechanism.failure = LoadError("no such file")
+    rig = world(a=GPT, keys=keys)
+    rig.mechanism.failure = LoadError("no such file")
     alone, both = [
-        ask(found.client(), "a", extra=b"Authorization: Bearer %b\r\n" % key)
+        ask(rig.client(), "a", extra=b"Authorization: Bearer %b\r\n" % key)
         for key in (b"only-a-key", b"both-keys")
     ]
     assert b" 503 " in alone
@@ -340,58 +333,58 @@ def test_answers_that_may_not_be_severed_are_a_reason_to_fall_back_and_an_order_
     assert not is_reason(Cancelled("This request was taken out of its queue."))
 
 
-def test_what_is_wrong_with_the_request_is_told(world: Callable[..., World]) -> None:
-    found = world(a=GPT)
-    found.rig.engine.answer = lambda _: status(400)
-    assert b" 400 " in ask(found.client(), "a")
+def test_what_is_wrong_with_the_request_is_told(world: World) -> None:
+    rig = world(a=GPT)
+    rig.engine.answer = lambda _: status(400)
+    assert b" 400 " in ask(rig.client(), "a")
 
 
-def test_where_all_fail_the_last_error_is_told_with_where_it_came_from(world: Callable[..., World]) -> None:
-    found = world(a=GPT)
-    found.rig.mechanism.failure = LoadError("no such file")
-    found.rig.mux.circuits.asked("gpt", "cannot be reached")
-    head = ask(found.client(), "a")
+def test_where_all_fail_the_last_error_is_told_with_where_it_came_from(world: World) -> None:
+    rig = world(a=GPT)
+    rig.mechanism.failure = LoadError("no such file")
+    rig.mux.circuits.asked("gpt", "cannot be reached")
+    head = ask(rig.client(), "a")
     assert b" 503 " in head
     assert b"X-Anvil-Fallback: gpt; a load_failed" in head
-    assert found.rig.events.record().code == "circuit_open"
+    assert rig.events.record().code == "circuit_open"
 
 
 # Where they meet other features
 
 
-def test_what_a_preset_sets_does_not_reach_the_fallback(world: Callable[..., World]) -> None:
+def test_what_a_preset_sets_does_not_reach_the_fallback(world: World) -> None:
     hot = Preset("a-hot", set=(("temperature", 2),), system="Be wild.")
     keys = load(None, {"ANVIL_API_KEYS": "k-of-hot-and-gpt name=ann models=a-hot,gpt"})
-    found = world(a={**GPT, "presets": (hot,)}, keys=keys)
-    found.rig.mechanism.failure = LoadError("no such file")
+    rig = world(a={**GPT, "presets": (hot,)}, keys=keys)
+    rig.mechanism.failure = LoadError("no such file")
     seen: list[bytes] = []
-    found.rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
-    head = ask(found.client(), "a-hot", extra=b"Authorization: Bearer k-of-hot-and-gpt\r\n")
+    rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
+    head = ask(rig.client(), "a-hot", extra=b"Authorization: Bearer k-of-hot-and-gpt\r\n")
     assert b"X-Anvil-Fallback: gpt; a load_failed\r\n" in head
     assert seen == [b'{"model":"gpt"}']
-    record = found.rig.events.record()
+    record = rig.events.record()
     assert (record.model, record.preset, record.backend, record.key) == ("gpt", "", "gpt", "ann")
     assert record.gpu_seconds == 0.0
 
 
-def test_a_server_elsewhere_has_presets_of_its_own(world: Callable[..., World]) -> None:
-    found = world(gpt={"presets": (Preset("gpt-cold", set=(("temperature", 0),)),)})
+def test_a_server_elsewhere_has_presets_of_its_own(world: World) -> None:
+    rig = world(gpt={"presets": (Preset("gpt-cold", set=(("temperature", 0),)),)})
     seen: list[bytes] = []
-    found.rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
-    assert b" 200 " in ask(found.client(), "gpt-cold")
+    rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
+    assert b" 200 " in ask(rig.client(), "gpt-cold")
     assert json.loads(seen[0]) == {"model": "gpt", "temperature": 0}
 
 
-def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world: Callable[..., World]) -> None:
-    found = world(a=GPT)
-    found.rig.engine.answer = None
-    client = found.client()
+def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world: World) -> None:
+    rig = world(a=GPT)
+    rig.engine.answer = None
+    client = rig.client()
     client.post(b'{"model":"a"}')
-    asked = found.rig.engine.next()
+    asked = rig.engine.next()
     asked.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
     asked.close()
     assert client.read().header(b"X-Anvil-Fallback") == b"gpt; a backend_unavailable"
-    record = found.rig.events.record()
+    record = rig.events.record()
     assert (record.model, record.backend, record.gpu_seconds) == ("gpt", "gpt", 0.0)
 
 
@@ -399,76 +392,76 @@ CHAT = {"chat": AnyOf(("a", "gpt"))}
 
 
 def test_of_several_the_server_elsewhere_is_resident_unless_its_circuit_is_open(
-    world: Callable[..., World],
+    world: World,
 ) -> None:
-    found = world(any_of=CHAT)
-    client = found.client()
+    rig = world(any_of=CHAT)
+    client = rig.client()
     assert b"X-Anvil-Model: gpt\r\n" in ask(client, "chat")
-    assert found.rig.events.of("loading") == []
-    found.rig.mux.circuits.asked("gpt", "cannot be reached")
+    assert rig.events.of("loading") == []
+    rig.mux.circuits.asked("gpt", "cannot be reached")
     assert b"X-Anvil-Model: a\r\n" in ask(client, "chat")
-    found.rig.mux.circuits.asked("gpt", "")
+    rig.mux.circuits.asked("gpt", "")
     assert b"X-Anvil-Model: a\r\n" in ask(client, "chat"), "both are there, and it is preferred"
 
 
-def test_a_key_for_several_has_those_as_fallbacks_and_no_others(world: Callable[..., World]) -> None:
+def test_a_key_for_several_has_those_as_fallbacks_and_no_others(world: World) -> None:
     keys = load(None, {"ANVIL_API_KEYS": "k-of-chat models=chat; k-of-solo models=solo"})
     both = {"chat": AnyOf(("gpt", "a")), "solo": AnyOf(("gpt",))}
-    found = world(gpt={"fallback": ("a",)}, any_of=both, keys=keys)
-    found.rig.other.answer = lambda _: status(500)
-    head = ask(found.client(), "chat", extra=b"Authorization: Bearer k-of-chat\r\n")
+    rig = world(gpt={"fallback": ("a",)}, any_of=both, keys=keys)
+    rig.other.answer = lambda _: status(500)
+    head = ask(rig.client(), "chat", extra=b"Authorization: Bearer k-of-chat\r\n")
     assert b"X-Anvil-Model: a\r\n" in head
     assert b"X-Anvil-Fallback: a; gpt backend_unavailable\r\n" in head
-    assert b" 500 " in ask(found.client(), "solo", extra=b"Authorization: Bearer k-of-solo\r\n")
+    assert b" 500 " in ask(rig.client(), "solo", extra=b"Authorization: Bearer k-of-solo\r\n")
 
 
 def test_a_request_that_may_force_no_swap_goes_to_a_fallback_that_is_there(
-    world: Callable[..., World],
+    world: World,
 ) -> None:
-    found = world(a=GPT)
-    head = ask(found.client(), "a", extra=b"X-Anvil-Swap: never\r\n")
+    rig = world(a=GPT)
+    head = ask(rig.client(), "a", extra=b"X-Anvil-Swap: never\r\n")
     assert b"X-Anvil-Fallback: gpt; a nothing_resident\r\n" in head
-    assert found.rig.events.of("loading") == []
+    assert rig.events.of("loading") == []
 
 
-def test_a_fallback_forces_no_swap_either(world: Callable[..., World]) -> None:
-    found = world(gpt={"fallback": ("a",)}, any_of={"chat": AnyOf(("gpt",), swaps=False)})
-    found.rig.mux.circuits.asked("gpt", "cannot be reached")
-    client = found.client()
+def test_a_fallback_forces_no_swap_either(world: World) -> None:
+    rig = world(gpt={"fallback": ("a",)}, any_of={"chat": AnyOf(("gpt",), swaps=False)})
+    rig.mux.circuits.asked("gpt", "cannot be reached")
+    client = rig.client()
     answer = client.ask(b'{"model":"chat"}')
     assert answer.status == 503
     assert b"a is not loaded, and this request does not allow a swap" in answer.body
-    assert found.rig.events.of("loading") == []
+    assert rig.events.of("loading") == []
 
 
-def test_a_pause_leaves_servers_elsewhere_alone(world: Callable[..., World]) -> None:
-    found = world(a=GPT, gpt={"concurrency": 1})
-    assert b" 200 " in ask(found.client(), "a")
-    found.rig.other.answer = None
-    first, second = found.client(), found.client()
+def test_a_pause_leaves_servers_elsewhere_alone(world: World) -> None:
+    rig = world(a=GPT, gpt={"concurrency": 1})
+    assert b" 200 " in ask(rig.client(), "a")
+    rig.other.answer = None
+    first, second = rig.client(), rig.client()
     first.post(b'{"model":"gpt"}')
-    asked = found.rig.other.next()
+    asked = rig.other.next()
     second.post(b'{"model":"gpt"}')
-    found.rig.events.wait("queued", 2)
-    found.rig.mux.facts.paused(None)
-    found.rig.events.wait("stopped")
-    found.rig.other.answer = lambda _: JSON_OK
+    rig.events.wait("queued", 2)
+    rig.mux.facts.paused(None)
+    rig.events.wait("stopped")
+    rig.other.answer = lambda _: JSON_OK
     asked.send(JSON_OK)
     assert [client.read().status for client in (first, second)] == [200, 200]
-    assert b"X-Anvil-Fallback: gpt; a paused\r\n" in ask(found.client(), "a")
+    assert b"X-Anvil-Fallback: gpt; a paused\r\n" in ask(rig.client(), "a")
     # Its lease may end a moment after its answer.
-    assert seen(lambda: found.rig.mux.overview.wait_estimate("gpt").verdict, "served".__eq__) == "served"
+    assert seen(lambda: rig.mux.overview.wait_estimate("gpt").verdict, "served".__eq__) == "served"
 
 
-def test_a_keep_alive_does_not_evict_it(world: Callable[..., World]) -> None:
-    found = world()
-    lease = found.rig.mux.lease("gpt")
+def test_a_keep_alive_does_not_evict_it(world: World) -> None:
+    rig = world()
+    lease = rig.mux.lease("gpt")
     lease.keep_alive(0.0)
     lease.release()
-    slot = found.rig.mux._layout.slot("gpt")
+    slot = rig.mux._layout.slot("gpt")
     assert slot
     assert slot.ttl is None
-    assert found.rig.mux.overview.is_ready("gpt")
+    assert rig.mux.overview.is_ready("gpt")
 
 
 # TLS
@@ -476,22 +469,21 @@ def test_a_keep_alive_does_not_evict_it(world: Callable[..., World]) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 @pytest.mark.parametrize("trusted", [True, False])
-def test_tls_is_verified(world: Callable[..., World], tmp_path: Path, *, trusted: bool) -> None:
+def test_tls_is_verified(world: World, tmp_path: Path, *, trusted: bool) -> None:
     cert, key = make_certificate(tmp_path)
-    found = world()
-    gate = Encrypted(cert, key, found.rig.other.address)
+    rig = world()
+    gate = Encrypted(cert, key, rig.other.address)
     try:
         url = f"https://localhost:{gate.port}"
         far = Backend("gpt", "gpt", url=url, ca_file=cert if trusted else "", service=Service(key="sk-ours"))
-        rig = found.rig
         config = replace(rig.config, backends=(rig.config.backends[0], far))
         rig.mux.facts.reconfigure(config, {})
         rig.handler.reconfigure(config, load(None, {}))
-        client = found.client()
+        client = rig.client()
         answer = client.ask(b'{"model":"gpt"}')
         if trusted:
             assert answer.status == 200
-            found.rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+            rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
             assert client.ask(b'{"model":"gpt","stream":true}').body == b"data: {}\n\n"
         else:
             assert answer.status == 502

@@ -11,7 +11,7 @@ import pytest
 from anvil_mux.cli.main import main
 from anvil_mux.config.keys import Keyring, load
 from anvil_mux.proxy.operations import KeptPause
-from anvil_mux.scheduler.status import PauseState
+from anvil_mux.scheduler.slot import Pause
 from tests.fake_engine import JSON_OK, Rig
 
 Make = Callable[..., Rig]
@@ -23,7 +23,7 @@ def post(rig: Rig, path: bytes, body: bytes = b"{}") -> tuple[int, Any]:
     return answer.status, json.loads(answer.body)
 
 
-def paused(rig: Rig) -> PauseState | None:
+def paused(rig: Rig) -> Pause | None:
     return rig.mux.overview.status().pause
 
 

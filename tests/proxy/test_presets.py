@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.keys import Keyring, load
+from anvil_mux.config.keys import Key, Keyring, load
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.values import Preset
+from anvil_mux.errors import UnknownModel
+from anvil_mux.proxy.access import Access
 from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
 
 THINK = Preset("qwen-think", set=(("temperature", "1"), ("top_k", "9")), system="Think first.")
@@ -286,3 +288,53 @@ def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig
 def test_why_says_whose_preset_it_is(rig: Rig) -> None:
     told = rig.client().json(b"/why?model=qwen-fast")
     assert told["sentence"].startswith("qwen-fast is a preset of qwen. A request for qwen waits about")
+
+
+# Aliases that are patterns
+
+
+@pytest.fixture
+def patterns() -> Iterator[Rig]:
+    qwen = Backend("a", "qwen", ("0",), aliases=("claude-*", "gpt-[4]*"))
+    other = Backend("b", "b", ("0",), aliases=("claude-*-haiku*", "claude-3"))
+    made = Rig(backends=(qwen, other), gpus=(Gpu("0"),))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "model"),
+    [
+        ("claude-sonnet-4-5", "/v1/messages", "qwen"),
+        ("claude-4-haiku-latest", "/v1/messages", "b"),
+        ("claude-3", "/v1/chat/completions", "b"),
+        ("claude-x:latest", "/api/generate", "qwen"),
+        ("gpt-[4]o", "/v1/chat/completions", "qwen"),
+        ("gpt-4o", "/v1/chat/completions", None),
+        ("my-claude-3", "/v1/chat/completions", None),
+    ],
+)
+def test_a_name_that_is_none_stands_for_the_longest_alias_that_it_fits(
+    patterns: Rig, name: str, path: str, model: str | None
+) -> None:
+    client = patterns.client()
+    client.post(json.dumps({"model": name, "messages": [USER], "prompt": "x"}).encode(), path.encode())
+    if model is None:
+        assert client.read().status == 404
+        return
+    got = (patterns.engine if model == "qwen" else patterns.other).next()
+    assert json.loads(got.body)["model"] == model
+    got.send(*DONE)
+    client.read()
+    client = patterns.client()
+    client.send(b"GET /v1/models/%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % name.encode())
+    assert json.loads(client.read().body)["id"] == model
+
+
+def test_a_pattern_gives_no_key_another_model_for_one_that_it_may_not_use(patterns: Rig) -> None:
+    access = Access(patterns.config, Keyring(), only_local_hosts=False)
+    key = Key(b"", models=frozenset({"qwen"}))
+    assert access.find("claude-x", api="openai", key=key).model == "qwen"
+    for name in ("claude-3", "claude-1-haiku", "b"):
+        with pytest.raises(UnknownModel):
+            access.find(name, api="openai", key=key)

@@ -190,13 +190,15 @@ def test_chunks_are_taken_apart_for_a_client_of_http_1_0(rig: Rig) -> None:
     assert answer.body == b"data: 1\n\ndata: 2\n\n"
 
 
-def test_a_large_answer_with_a_length_passes_whole(rig: Rig) -> None:
+@pytest.mark.parametrize("more", [b"", b"more"])
+def test_a_large_answer_with_a_length_passes_whole_and_nothing_beyond_it(rig: Rig, more: bytes) -> None:
     content = bytes(range(256)) * 8192
-    rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content)
+    rig.engine.answer = lambda _: head + content + more
     client = rig.client()
     for _ in range(2):
         assert client.ask(ASK_A).body == content
-    assert len(rig.engine.connections) == 1
+    assert len(rig.engine.connections) == (2 if more else 1)
 
 
 def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(

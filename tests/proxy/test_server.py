@@ -308,8 +308,9 @@ def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.Mon
     assert seen(lambda: rig.server.hangs, lambda hangs: not hangs) is False
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["accepted", "watched"])
 def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
     receive, wrong = client.Client.receive, []
 
@@ -319,14 +320,17 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
             raise RuntimeError("a mistake")
         return receive(self)
 
+    one = rig.client() if watched else None
+    assert seen(lambda: rig.server.watched, lambda count: count == watched) == watched
     monkeypatch.setattr(client.Client, "receive", mistaken)
     monkeypatch.setattr(
         server, "safely", lambda thread, do, default: do()
     )  # a turn that succeeds says it is over
-    one, other = rig.client(), rig.client()
+    one = one or rig.client()
     one.send(ASK_LIVEZ)
     told = seen(lambda: clock.mistakes().get("acceptor"), lambda told: told is not None)
     assert told == "RuntimeError: a mistake"
+    other = rig.client()
     assert other.get(b"/livez").status == 200
     try:
         assert one.is_closed()

@@ -29,24 +29,6 @@ def test_after_a_failed_start_its_waiters_fail_and_the_others_are_served():
     driver.sound()
 
 
-def test_ten_requests_for_a_broken_model_put_the_resident_out_once():
-    driver = Driver(A, B).with_resident("a")
-    for n in range(10):
-        ticket = driver.request("b", n / 4)
-        for step in driver.steps(n / 4):
-            assert step == "evict a"
-            driver.core.evicted("a", n / 4)
-            assert driver.steps(n / 4) == ["load b"]
-            driver.core.load_failed("b", n / 4, LoadError("no"))
-            driver.request("a", n / 4, takes_lease=False)
-            assert driver.steps(n / 4) == ["load a"]
-            driver.core.loaded("a", n / 4)
-        assert ticket.error.code == "load_failed"
-        assert 1.0 <= ticket.error.retry_after <= 5.0
-    assert driver.tell("loading") == ["loading a", "loading b", "loading a"]
-    driver.sound()
-
-
 def test_the_cool_down_doubles_up_to_five_minutes_and_a_success_ends_it():
     driver = Driver(A)
     now, pauses = 0.0, []
@@ -337,13 +319,6 @@ def test_a_load_that_can_never_fit_is_refused_and_disturbs_nobody():
     assert driver.state("a") == "ready"
     assert list(driver.core.slots["a"].holders) == [lease]
     driver.sound()
-
-
-def test_nobody_is_put_out_for_a_model_that_does_not_fit_beside_a_pinned_one():
-    pinned, small, large = backend("p", vram=6, pin=True), backend("s", vram=4), backend("l", vram=5)
-    driver = Driver(pinned, small, large, gpus=TEN).with_resident("p").with_resident("s")
-    assert "beside the pinned p" in driver.request("l", 1.0).error.message
-    assert driver.steps(1.0) == []
 
 
 def test_a_line_that_a_pinned_load_shut_out_is_refused_and_blocks_nobody():

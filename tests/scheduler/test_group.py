@@ -35,19 +35,6 @@ def test_the_first_request_loads_and_the_second_reuses():
     driver.sound()
 
 
-def test_a_swap_stops_the_old_backend_before_it_starts_the_new():
-    driver = Driver(A, B).with_resident("a")
-    waiting = driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
-    assert driver.states() == {"a": "evicting", "b": "stopped"}
-    driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["load b"]
-    driver.core.loaded("b", 5.0)
-    assert waiting.backend == "b"
-    assert driver.steps(5.0) == []
-    driver.sound()
-
-
 def test_a_load_request_waits_like_a_request_but_holds_nothing():
     driver = Driver(A, B).with_resident("a")
     ticket = driver.request("a", 1.0, takes_lease=False)

@@ -22,6 +22,7 @@ from anvil_mux.scheduler.policies import (
     build_policy,
 )
 from tests.scheduler.test_policies import A_IS_UP, B_COMES, CLOSED, LOVED, OLD, THERE, YOUNG, replace, seen
+from tests.seeds import seeds
 
 # The contract of every policy in the registry
 
@@ -129,19 +130,21 @@ def test_a_policy_answers_every_snapshot_purely_in_time_and_with_what_can_be_don
     honoured(name, snapshot)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_honours_its_contract_whatever_it_is_shown(name):
-    for seed in range(3000):
+    for seed in seeds(800, of=3000):
         try:
             honoured(name, drawn(seed))
         except Exception as error:
             raise AssertionError(f"seed {seed}: {drawn(seed)}") from error
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_line_has_its_swap_in_the_end_if_the_policy_is_asked_whenever_it_wants_to_be(name):
     policy = build_policy(name)
-    for seed in range(300):
+    for seed in seeds(100, of=300):
         snapshot = drawn(seed)
         lines = tuple(replace(line, max_wait=min(line.max_wait, 60.0)) for line in snapshot.queues)
         snapshot = replace(snapshot, queues=lines)
@@ -173,10 +176,11 @@ def moved_on(seed, snapshot, decision):
     return replace(snapshot, now=now, residents=residents)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"adaptive"}))
 def test_an_answer_holds_for_the_leases_that_it_says_it_holds_for(name):
     policy = build_policy(name)
-    for seed in range(3000):
+    for seed in seeds(800, of=3000):
         snapshot = drawn(seed)
         decision = policy.decide(snapshot)
         if isinstance(decision, Stay) and decision.leases < FOREVER:
