@@ -30,11 +30,11 @@ ALLOWED = {
     "cluster": {"host.seam", "host.local", "host.engines", "host.check"},
     "serve": {"host.seam", "host.local", "host.hosts"},
     "lab": {"host.seam", "host.local", "host.check", "host.byhand", "host.engines"},
-    "cli": {"host.seam", "host.local", "host.engines", "host.check"},
+    "cli": {"host.seam", "host.local", "host.engines", "host.check", "host.left"},
 }
 """Package -> the modules of host/ that it may use. ``engines`` has what differs between engines;
-``local`` opens the host, ``hosts`` asks servers that are on none, and ``check`` and ``byhand`` are for
-commands on the same machine."""
+``local`` opens the host, ``hosts`` asks servers that are on none, and ``check``, ``byhand`` and ``left`` are
+for commands on the same machine."""
 
 OUTSIDE = sorted(module for module in MODULES if package(module) != "host")
 ITS_OWN = {"telemetry.eventlog": {"/proc/self/fd/"}}

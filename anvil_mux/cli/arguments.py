@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from anvil_mux.cluster.cluster import Cluster
     from anvil_mux.config.config import Config
     from anvil_mux.config.machines import Gpu, Machine
+    from anvil_mux.host.left import LeftEngines
     from anvil_mux.lab.workload import ClientGroups
     from anvil_mux.serve.remote import RunningMux
 
@@ -250,6 +251,26 @@ def with_scheme(url: str) -> str:
 def running_at(url: str) -> RunningMux | None:
     """The anvil-mux at this address, if it says that it runs here."""
     return next((each for each in _running() if each.url == url), None)
+
+
+def left_engines() -> list[LeftEngines]:
+    """The projects of this user that nobody serves, and of which engines run all the same, or may run."""
+    from anvil_mux.host.left import LeftEngines
+    from anvil_mux.serve import remote
+    from anvil_mux.state import state_folder
+
+    noted = [file.parent for file in sorted(state_folder("", os.environ).glob("*/services"))]
+    found = [LeftEngines(folder) for folder in noted if not remote.is_served(folder)]
+    return [each for each in found if each.names]
+
+
+def left_lines(project: str = "") -> Iterator[str]:
+    """A line for each of these projects, without this one."""
+    for each in left_engines():
+        runs, them = ("runs", "it") if len(each.names) == 1 else ("run", "them")
+        if each.project != project:
+            still = f"{', '.join(each.names)} still {runs}, and may hold a GPU"
+            yield f"left by {each.project}: {still}; `anvil-mux stop --all` ends {them}"
 
 
 def _running() -> list[RunningMux]:

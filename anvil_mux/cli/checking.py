@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anvil_mux.cli.arguments import add_cluster, add_files, add_json, configuration, reached
+from anvil_mux.cli.arguments import add_cluster, add_files, add_json, configuration, left_lines, reached
 from anvil_mux.cli.output import (
     Columns,
     answer,
@@ -104,6 +104,8 @@ def _check_files(given: argparse.Namespace) -> int:
     print_diagnostics(diagnostics)
     for line in _gpu_lines(gpus):
         say(line)
+    for line in left_lines(config.project):
+        say(f"warning: {line}")
     counts = f"{counted(config.backends, 'backend')}, {counted(warnings, 'warning')}"
     say(f"{counts}; will listen on {config.host}:{config.port}")
     return 0

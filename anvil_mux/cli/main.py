@@ -408,6 +408,11 @@ COMMANDS: dict[str, tuple[str, Command, Sequence[Add]]] = {
         operating.unload,
         [operating.add_unload, add_address],
     ),
+    "stop": (
+        "Stop the engines that an anvil-mux has left running, or all that a running one has loaded",
+        operating.stop,
+        [operating.add_stop, add_address],
+    ),
     "pause": (
         "Stop all models and load none until `resume`, to free the GPUs for other programs",
         operating.pause,

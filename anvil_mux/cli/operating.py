@@ -24,6 +24,7 @@ from anvil_mux.cli.arguments import (
     address,
     ask,
     configuration,
+    left_engines,
     reader,
     running_at,
 )
@@ -106,6 +107,39 @@ def _say_unloaded(found: Listed) -> None:
         say(f"{', '.join(found['models'])}: evicted once {whose} ended; loads are cancelled")
     else:
         say("nothing is loaded")
+
+
+def add_stop(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--all", action="store_true", help="those of every project that nobody serves")
+
+
+def stop(given: argparse.Namespace) -> int:
+    """End the engines that an anvil-mux has left; one that runs is asked to unload all its models."""
+    from anvil_mux.config.config import Config
+    from anvil_mux.host.left import LeftEngines
+    from anvil_mux.serve import remote
+    from anvil_mux.serve.state_files import locked
+    from anvil_mux.state import state_folder
+
+    if given.all:
+        projects = [each.project for each in left_engines()]
+    else:
+        projects = [configuration(given.files).project]
+        if remote.is_served(state_folder(projects[0], os.environ)):
+            return answer(given, ask(given, "POST", "/models/unload", {"all": True}), _say_unloaded)
+    stopped: dict[str, list[str]] = {}
+    for project in projects:
+        with locked(Config((), project=project)):
+            stopped[project] = LeftEngines(state_folder(project, os.environ)).stop()
+    return answer(given, {"stopped": stopped}, _say_stopped)
+
+
+def _say_stopped(found: Listed) -> None:
+    stopped = {project: names for project, names in found["stopped"].items() if names}
+    for project, names in stopped.items():
+        say(f"{project}: stopped {', '.join(names)}")
+    if not stopped:
+        say("no engine was left running")
 
 
 def pin(given: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from anvil_mux.cli import arguments
-from anvil_mux.cli.arguments import add_file, add_json, add_url, ask, read_positive
+from anvil_mux.cli.arguments import add_file, add_json, add_url, ask, left_lines, read_positive
 from anvil_mux.cli.output import (
     Columns,
     answer,
@@ -78,7 +78,11 @@ def add_events(command: argparse.ArgumentParser) -> None:
 
 
 def ps(given: argparse.Namespace) -> int:
-    return answer(given, ask(given, "GET", "/healthz", accept=(200, 503)), _print_status)
+    try:
+        return answer(given, ask(given, "GET", "/healthz", accept=(200, 503)), _print_status)
+    finally:
+        for line in () if given.json else left_lines():
+            say(line)
 
 
 def _print_status(status: StatusJson) -> None:

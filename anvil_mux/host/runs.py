@@ -180,6 +180,10 @@ class RunRecords:
         with self._writing, suppress(OSError):
             os.replace(self._file(name), self._spare(name))
 
+    def has_room(self, name: str) -> bool:
+        """Whether a service has a record, or room for one, as each has that is a process."""
+        return self._file(name).exists() or self._spare(name).exists()
+
     def make_room(self, names: Iterable[str]) -> None:
         """Have room on the disk for the record of each service, before another is evicted for it."""
         for name in names:

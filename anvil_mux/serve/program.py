@@ -261,8 +261,13 @@ class AnvilMux:
             unfit += [(backend, "on_exit: stop") for backend in left]
             left = []
         parts.adoption.stop_all(unfit)
+        if not left:
+            parts.say("stopped")
+            return
+        files = "".join(f" --file {file}" for file in config.files)
+        parts.say(f"`anvil-mux stop{files}` ends engines that are kept running")
         names = ", ".join(backend.name for backend in left)
-        parts.say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
+        parts.say(f"stopped; kept running for the next start (on_exit: keep): {names}")
 
     def _is_engine_here(self, backend: Backend) -> bool:
         """Whether a backend is an engine of ours, on a host that can be asked."""

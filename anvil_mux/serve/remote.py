@@ -65,13 +65,23 @@ def places(home: Path) -> list[RunningMux]:
         try:
             note = json.loads(file.read_text())
             place = RunningMux(str(note["url"]), tuple(map(str, note["files"])))
-            with open(file.with_name("lock")) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            found.append(place)
         except (OSError, ValueError, KeyError, TypeError):
             continue
+        if is_served(file.parent):
+            found.append(place)
     return found
+
+
+def is_served(folder: Path) -> bool:
+    """Whether an anvil-mux of this machine serves the project whose state ``folder`` this is."""
+    try:
+        with open(folder / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def choose(found: Sequence[RunningMux], files: Sequence[str | Path]) -> str | None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 import yaml
 
+from anvil_mux.cli.main import main
 from tests.docker.conftest import Stack
 from tests.docker.served import (
     BUSYBOX,
@@ -74,6 +75,26 @@ def test_a_restart_takes_frozen_containers_over_as_they_are(
         for model in stack.models:
             assert ask(mux, model) == ""
         assert [run_of(stack, model) for model in stack.models] == runs
+
+
+def test_containers_that_were_left_are_stopped_by_the_command_frozen_ones_too(
+    llamacpp_compose: MakeStack,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=2, services=dict.fromkeys(("model-1", "model-2"), FROZEN))
+    with lasting(stack) as mux:
+        for model in stack.models:
+            assert ask(mux, model) == ""
+    assert stack.up() == {"model-1", "model-2"}
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", stack.engine.host)
+    assert main(["ps", "--url", "127.0.0.1:1"]) == 3
+    assert f"left by {stack.project}: model-1, model-2 still run" in capsys.readouterr().err
+    assert main(["stop", "--all"]) == 0
+    assert capsys.readouterr().err == f"anvil-mux: {stack.project}: stopped model-1, model-2\n"
+    assert stack.up() == set()
 
 
 def test_what_was_still_loading_at_a_crash_and_does_not_answer_is_stopped_at_the_next_start(

@@ -558,4 +558,4 @@ def test_what_is_not_offered_says_so_in_ollamas_shape(rig: Rig, method: bytes, p
 def test_an_unknown_model_is_told_in_ollamas_shape(rig: Rig) -> None:
     answer = ask(rig, "/api/chat", model="nobody:latest", messages=[USER]).read()
     assert answer.status == 404
-    assert "Known models: a, org/b" in json.loads(answer.body)["error"]
+    assert "Known models: a, alias, org/b" in json.loads(answer.body)["error"]
