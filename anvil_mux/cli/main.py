@@ -390,7 +390,7 @@ COMMANDS: dict[str, tuple[str, Command, Sequence[Add]]] = {
     ),
     "config": ("Show the settings in effect", checking.show_config, [checking.add_config]),
     "import": (
-        "Convert the configuration of llama-swap or Ollama to a compose file",
+        "Convert the configuration of llama-swap, llama.cpp or Ollama to a compose file",
         importing.import_,
         [importing.add_import],
     ),
