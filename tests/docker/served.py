@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import openai
 from openai.types.chat import ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
@@ -63,16 +61,10 @@ def eventually(holds: Callable[[], bool], found: Callable[[], str] = lambda: "")
 # Clients
 
 
-def client_of(mux: Running, receive_buffer: int | None = None) -> openai.OpenAI:
-    """A client that does not hide a failed request by sending it again.
-
-    ``receive_buffer``: the bytes that its kernel takes of an answer that it does not read.
-    """
-    url, http = f"http://127.0.0.1:{mux.port}/v1", None
-    if receive_buffer is not None:
-        option = (socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        http = httpx.Client(transport=httpx.HTTPTransport(socket_options=[option]), timeout=PATIENCE)
-    return openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0, http_client=http)
+def client_of(mux: Running) -> openai.OpenAI:
+    """A client that does not hide a failed request by sending it again."""
+    url = f"http://127.0.0.1:{mux.port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0)
 
 
 def stream(client: openai.OpenAI, model: str, tokens: int) -> openai.Stream[ChatCompletionChunk]:

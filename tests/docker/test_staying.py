@@ -18,6 +18,7 @@ from tests.docker.served import (
     ask,
     client_of,
     count,
+    docker,
     error_of,
     eventually,
     is_idle,
@@ -28,9 +29,8 @@ from tests.docker.served import (
 
 MakeStack = Callable[..., Stack]
 FILM, CHAT = "model-1", "model-2"
-LONG, BUFFER = 6_000, 4_096
-"""Tokens of an answer, which is larger than all buffers on its way and so ends once its client reads it; the
-bytes of that client's own buffer."""
+LONG = 6_000
+"""Tokens of an answer that takes a second and more."""
 
 
 def of(**settings: object) -> dict[str, object]:
@@ -44,8 +44,9 @@ def test_a_long_answer_ends_before_its_model_makes_room_and_a_chat_is_severed(
     services = {FILM: of(drain_timeout="none"), CHAT: of()}
     stack = llamacpp_compose(tmp_path, models=2, top=top, services=services)
     with served(stack, "--policy", "eager") as mux, ThreadPoolExecutor(1) as pool:
-        with client_of(mux, BUFFER) as client, stream(client, FILM, LONG) as answer:
+        with client_of(mux) as client, stream(client, FILM, LONG) as answer:
             next(answer)
+            docker(stack, "pause", stack.container(FILM))
             asked = pool.submit(ask, mux, CHAT)
             eventually(lambda: state_of(mux, FILM) == "draining")
             eventually(
@@ -54,6 +55,7 @@ def test_a_long_answer_ends_before_its_model_makes_room_and_a_chat_is_severed(
             [waited] = mux.get(f"/why?model={CHAT}")["waits_for"]
             assert (waited["model"], waited["request"]) == (FILM, answer.response.headers["x-request-id"])
             assert mux.get("/healthz")["models"][FILM]["draining"]["seconds_left"] is None
+            docker(stack, "unpause", stack.container(FILM))
             chunks = list(answer)
             assert [each.usage.completion_tokens for each in chunks if each.usage] == [LONG]
         assert asked.result(PATIENCE) == ""
