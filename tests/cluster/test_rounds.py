@@ -22,7 +22,7 @@ from tests.cluster.site import Site, Stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(rig.why_not()), reason=rig.why_not())]
 
-ROUNDS = int(os.environ.get("ANVIL_CLUSTER_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("ANVIL_CLUSTER_ROUNDS", "2"))
 SEED = int(os.environ.get("ANVIL_CLUSTER_SEED", "1"))
 CLIENTS = 6
 MODELS = ("a", "b", "roam")

@@ -34,6 +34,10 @@ OURS = "10001:10001"
 GIB = 1 << 30
 
 pytestmark = [
+    pytest.mark.skipif(
+        not IMAGE and "ANVIL_IMAGE_TIER" in os.environ,
+        reason="`bin/test image` has these too",
+    ),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root sees what it expects of others' processes"),
     pytest.mark.skipif(COMPILER is None, reason="the stand-in for the CUDA driver needs a C compiler"),
 ]

@@ -35,7 +35,7 @@ from tests.docker.served import (
 )
 from tests.running import Running
 
-CLIENTS, TURNS = 8, 12
+CLIENTS, TURNS = 8, 8
 """How many alternate between the models, and how often each asks."""
 QUICK = 5.0
 """A limit for what must not wait for Docker, whose own time-outs are longer."""
