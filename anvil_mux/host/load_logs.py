@@ -26,6 +26,8 @@ SHORT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 """How engines say that a GPU's memory does not suffice, in the reason of a failed load or its last lines."""
+PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
+"""How engines say that they cannot have their port."""
 LOOK_SECONDS = 1.0
 LINES = 40
 
@@ -123,7 +125,7 @@ _CAUSES = (
         "also another --gpu-memory-utilization",
     ),
     (
-        re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE),
+        PORT_TAKEN,
         "another program has this port: let anvil-mux choose one ($PORT), or end that program",
     ),
     (

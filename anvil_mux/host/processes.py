@@ -33,6 +33,7 @@ from typing import IO
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, ConfigError, LoadError
+from anvil_mux.host.load_logs import PORT_TAKEN
 from anvil_mux.host.runs import (
     MARK,
     OURS,
@@ -54,8 +55,6 @@ KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT, LAST_PORT = 49152, 65535
 """The ports that no service is registered for (RFC 6335)."""
 PORT_TRIES = 100
-PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
-"""How engines say that they cannot have their port."""
 UNSEEN_SECONDS = 0.5
 """The pause before processes are looked at again, after no file could be opened for that."""
 REAP_SECONDS = 1.0
