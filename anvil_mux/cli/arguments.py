@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from anvil_mux.cluster.cluster import Cluster
     from anvil_mux.config.config import Config
     from anvil_mux.config.machines import Gpu, Machine
-    from anvil_mux.host.left import LeftEngines
     from anvil_mux.lab.workload import ClientGroups
     from anvil_mux.serve.remote import RunningMux
 
@@ -253,24 +252,24 @@ def running_at(url: str) -> RunningMux | None:
     return next((each for each in _running() if each.url == url), None)
 
 
-def left_engines() -> list[LeftEngines]:
-    """The projects of this user that nobody serves, and of which engines run all the same, or may run."""
-    from anvil_mux.host.left import LeftEngines
+def unserved() -> list[Path]:
+    """The state folders of this user's projects that have services, and that no anvil-mux serves."""
     from anvil_mux.serve import remote
     from anvil_mux.state import state_folder
 
     noted = [file.parent for file in sorted(state_folder("", os.environ).glob("*/services"))]
-    found = [LeftEngines(folder) for folder in noted if not remote.is_served(folder)]
-    return [each for each in found if each.names]
+    return [folder for folder in noted if not remote.is_served(folder)]
 
 
 def left_lines(project: str = "") -> Iterator[str]:
-    """A line for each of these projects, without this one."""
-    for each in left_engines():
-        runs, them = ("runs", "it") if len(each.names) == 1 else ("run", "them")
-        if each.project != project:
-            still = f"{', '.join(each.names)} still {runs}, and may hold a GPU"
-            yield f"left by {each.project}: {still}; `anvil-mux stop --all` ends {them}"
+    """A line for each project that nobody serves and whose engines run all the same, but for this one."""
+    from anvil_mux.host.left import LeftEngines
+
+    for left in map(LeftEngines, unserved()):
+        if left.names and left.project != project:
+            runs, them = ("runs", "it") if len(left.names) == 1 else ("run", "them")
+            still = f"{', '.join(left.names)} still {runs}, and may hold a GPU"
+            yield f"left by {left.project}: {still}; `anvil-mux stop --all` ends {them}"
 
 
 def _running() -> list[RunningMux]:

@@ -24,9 +24,9 @@ from anvil_mux.cli.arguments import (
     address,
     ask,
     configuration,
-    left_engines,
     reader,
     running_at,
+    unserved,
 )
 from anvil_mux.cli.output import (
     PROGRESS_SECONDS,
@@ -122,23 +122,29 @@ def stop(given: argparse.Namespace) -> int:
     from anvil_mux.state import state_folder
 
     if given.all:
-        projects = [each.project for each in left_engines()]
+        folders = unserved()
     else:
-        projects = [configuration(given.files).project]
-        if remote.is_served(state_folder(projects[0], os.environ)):
+        folders = [state_folder(configuration(given.files).project, os.environ)]
+        if remote.is_served(folders[0]):
             return answer(given, ask(given, "POST", "/models/unload", {"all": True}), _say_unloaded)
-    stopped: dict[str, list[str]] = {}
-    for project in projects:
-        with locked(Config((), project=project)):
-            stopped[project] = LeftEngines(state_folder(project, os.environ)).stop()
-    return answer(given, {"stopped": stopped}, _say_stopped)
+    projects: list[LeftEngines] = []
+    for folder in folders:
+        with locked(Config((), project=folder.name)):
+            projects.append(LeftEngines(folder))
+            projects[-1].stop()
+    problems = [f"{each.project}: {each.problem}" for each in projects if each.problem]
+    stopped = {each.project: each.names for each in projects if each.names}
+    if stopped or not problems:
+        answer(given, {"stopped": stopped}, _say_stopped)
+    if problems:
+        raise BackendError("; ".join(problems))
+    return 0
 
 
-def _say_stopped(found: Listed) -> None:
-    stopped = {project: names for project, names in found["stopped"].items() if names}
-    for project, names in stopped.items():
+def _say_stopped(result: Listed) -> None:
+    for project, names in result["stopped"].items():
         say(f"{project}: stopped {', '.join(names)}")
-    if not stopped:
+    if not result["stopped"]:
         say("no engine was left running")
 
 

@@ -1,8 +1,8 @@
 """Engines that run on although no anvil-mux serves their project: one has left them there, or was killed.
 
 The state folder of a project notes its services (``adopt.Notes``) and has a record, or room for one, of each
-that is a process; the others are containers.
-That is enough to find and end them, whatever has become of the compose files.
+that is a process; the others are containers. That is enough to find and end them, whatever has become of the
+compose files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
-from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.errors import MuxError
 from anvil_mux.host.adopt import Notes
 from anvil_mux.host.local import build_runtime
 from anvil_mux.host.runs import RunRecords
@@ -48,10 +48,7 @@ class LeftEngines:
         """The names of their backends."""
         return [backend.name for _, backend in self._running]
 
-    def stop(self) -> list[str]:
-        """End them; their names. BackendError if one cannot be ended, or if it is not known which run."""
+    def stop(self) -> None:
+        """End them; BackendError if one cannot be ended."""
         for runtime, backend in self._running:
             runtime.stop(backend)
-        if self.problem:
-            raise BackendError(self.problem)
-        return self.names

@@ -70,3 +70,18 @@ def test_an_anvil_mux_that_runs_unloads_its_models_and_its_engines_are_not_left(
         assert "a: evicted once its requests have ended" in capsys.readouterr().err
         running.tells(r"a: stopped")
     assert not is_alive(engine)
+
+
+def test_containers_that_cannot_be_asked_for_are_no_engines_that_do_not_run(
+    left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    contained = tmp_path / "anvil-mux" / "contained"
+    contained.mkdir()
+    (contained / "services").write_text("b")
+    engine = engine_pid(tmp_path, "a")
+    assert main(["stop", "--all"]) == 1
+    seen = capsys.readouterr().err
+    assert f"{PROJECT}: stopped a\n" in seen
+    assert "contained: Cannot connect to the Docker daemon" in seen
+    assert not is_alive(engine)
