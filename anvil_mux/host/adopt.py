@@ -23,8 +23,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import gib
+from anvil_mux.config.service import Service
 from anvil_mux.errors import MuxError
 from anvil_mux.host import engines
 from anvil_mux.host.cuda_checkpoint import Checkpointer

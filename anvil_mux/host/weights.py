@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import HERE, Mounts, flag_values
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import HERE, Mounts, Service, flag_values
 from anvil_mux.protocol import foreign
 
 MOST_FILES = 512

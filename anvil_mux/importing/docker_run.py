@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from anvil_mux.config import devices
+from anvil_mux.config import service
 
 ServiceKeys = dict[str, Any]
 
@@ -33,13 +33,13 @@ class ContainerRun:
     @property
     def reserves(self) -> bool:
         """Whether it reserves GPUs."""
-        return devices.is_nvidia(self.service) or devices.reserves_others(self.service) is not None
+        return service.is_nvidia(self.service) or service.reserves_others(self.service) is not None
 
     @property
     def gpus(self) -> list[str]:
         """The ids of the GPUs that it names, or counts."""
-        asked = devices.reserved(self.service)
-        others = devices.reserves_others(self.service)
+        asked = service.reserved(self.service)
+        others = service.reserves_others(self.service)
         return [*(asked if isinstance(asked, tuple) else ()), *(others.ids if others else ())]
 
 

@@ -33,9 +33,8 @@ from typing import Any, NamedTuple, TextIO
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import INHERITED, SERVICE_SETTINGS, SETTINGS, Backend, Config, inherited
-from anvil_mux.config.kinds import ENDLESS, SECONDS_OR_NONE
+from anvil_mux.config.kinds import ENDLESS, SECONDS_OR_NONE, fields_of
 from anvil_mux.config.machines import Gpu
-from anvil_mux.config.settings import fields_of
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.events import KINDS, Event, parse, to_json
 from anvil_mux.state import MOST, once, open_regular
