@@ -21,7 +21,7 @@ from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.queueing import bound_seconds, in_round
 from anvil_mux.scheduler.slot import HOLDING, TRANSITIONS, Slot
-from anvil_mux.telemetry.situation import BackendRecord, Situation
+from anvil_mux.telemetry.eventlog import BackendRecord, Situation
 
 ROUNDING = 1e-6
 """Seconds by which sums of moments may be off."""

@@ -29,11 +29,11 @@ from anvil_mux.telemetry.eventlog import (
     BadLog,
     EventLog,
     Rotation,
+    Situation,
     config_of,
     header,
     read,
 )
-from anvil_mux.telemetry.situation import Situation
 from tests.cli.demo import PROJECT, compose, stream
 from tests.cli.demo import run as run_serve
 from tests.lab.test_simulate import LAYOUTS, world
