@@ -20,8 +20,7 @@ from anvil_mux.config.interpolate import Document
 from anvil_mux.config.kinds import with_texts
 from anvil_mux.config.machines import ALL
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Note, Written
-from anvil_mux.importing.docker_run import ServiceKeys
+from anvil_mux.importing import Note, ServiceKeys, Written
 from anvil_mux.importing.roles import (
     Role,
     about_vram,
