@@ -56,7 +56,7 @@ from anvil_mux.proxy.exchange import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.placement import Placement
-from anvil_mux.serve.state_files import locked
+from anvil_mux.serve.files import locked
 
 SLACK_SECONDS = 60.0
 ASK_PAUSE = 0.01
