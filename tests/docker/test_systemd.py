@@ -1,8 +1,8 @@
 """The services of contrib/ for one machine under a real systemd, the first process of a container.
 
-The container has this machine's /usr, and engines are local processes of the service. NVML and the CUDA driver
-are stand-ins; the driver's attaches to the engine, which the kernel, and the service's filter of system calls,
-may refuse.
+The container has this machine's /usr, and engines are local processes of the service. NVML and the CUDA
+driver are stand-ins; the driver's attaches to the engine, which the kernel, and the service's filter of
+system calls, may refuse.
 """
 
 from __future__ import annotations
