@@ -12,7 +12,7 @@ from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.layout import BY_NAME, Layout
 from anvil_mux.scheduler.model import settings_of
-from anvil_mux.scheduler.steps import FoundBackend, Load
+from anvil_mux.scheduler.slot import FoundBackend, Load
 from tests.lab.facts import Death, HostBack, HostGone, HostLost, PauseBegun, PauseEnded, Reload, Unloading
 from tests.lab.test_simulate import one
 from tests.multiplexer.stage import Player

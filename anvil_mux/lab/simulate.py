@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, Protocol
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
 from anvil_mux.lab.engines import ALONE, Batch, Batching, Engines, NextEnd, Outcome, Perform
+from anvil_mux.scheduler.admission import no_room_to_wait
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.queueing import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
+from anvil_mux.scheduler.slot import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 
 
 class Arrival(NamedTuple):

@@ -21,25 +21,21 @@ from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.machines import Gpu, gpu_name
 from anvil_mux.errors import UnknownModel
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
+from anvil_mux.scheduler.admission import nearest
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.memory import HostMemory, Placement, build_eviction
 from anvil_mux.scheduler.model import Model, model_settings, settings_of
-from anvil_mux.scheduler.placement import Placement, gpu_groups
-from anvil_mux.scheduler.planner import worth
 from anvil_mux.scheduler.policies import build_policy
-from anvil_mux.scheduler.queueing import nearest
 from anvil_mux.scheduler.slot import HostRecord, Pause, Slot
-from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import Common, SharedSettings
+from anvil_mux.scheduler.state import Common, SharedSettings, worth
 
 BY_NAME = attrgetter("name")
-
 T = TypeVar("T")
 
 
@@ -407,3 +403,33 @@ def _exchange(table: dict[str, T], other: Mapping[str, T]) -> None:
     """Have a table say what another one says."""
     table.clear()
     table.update(other)
+
+
+def gpu_groups(
+    backends: Iterable[Backend], before: Callable[[Backend], Iterable[str]] = lambda _: ()
+) -> list[tuple[str, list[Backend]]]:
+    """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
+
+    GPUs are tied by a backend that needs several of them. ``before``: the GPU groups that a backend goes on
+    from; backends that go on from the same one stay together.
+    """
+    groups: dict[int, tuple[set[str], list[Backend]]] = {}  # by the place of the last backend
+    of_tie: dict[str, int] = {}
+    for place, backend in enumerate(backends):
+        ties = {f"gpu {gpu}" for gpu in backend.gpu_names}
+        ties |= {f"group {group}" for group in before(backend)}
+        members: list[Backend] = []
+        for found in sorted({of_tie[tie] for tie in ties if tie in of_tie}):
+            its_ties, its_members = groups.pop(found)
+            ties |= its_ties
+            members = members + its_members if members else its_members
+        members.append(backend)
+        groups[place] = ties, members
+        of_tie.update(dict.fromkeys(ties, place))
+    return [(group_name(members), members) for _, members in groups.values()]
+
+
+def group_name(members: Sequence[Backend]) -> str:
+    """The name of a GPU group, after the GPUs of its backends."""
+    gpus = sorted({gpu for backend in members for gpu in backend.gpu_names})
+    return "+".join(gpus) or gpu_name(members[0].host, f"no-gpu:{members[0].name}")

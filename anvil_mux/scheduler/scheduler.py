@@ -31,22 +31,23 @@ from anvil_mux.scheduler.events import PAUSED, Cause, Event, Leaving
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.layout import BY_NAME, Exchanged, Layout, shared_settings
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import could_spill, with_room
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.slot import TRANSITIONS, Slot
-from anvil_mux.scheduler.steps import (
+from anvil_mux.scheduler.slot import (
     NO_USAGE,
     NOTHING,
     RUNS,
+    TRANSITIONS,
     Cancel,
     Effects,
     Evict,
     FoundBackend,
+    Slot,
     Step,
     Ticket,
     TokenUsage,
     Wait,
 )
+from anvil_mux.scheduler.state import could_spill, with_room
 
 AFTER_MISTAKE_SECONDS = 1.0
 """When a GPU group is asked again in which something went wrong."""
