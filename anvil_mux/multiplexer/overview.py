@@ -134,7 +134,8 @@ class Overview:
         """Take a picture, consistent for each model and each GPU group: the lock is held for moments."""
         with self._lock:
             now, layout = self._clock.now(), self._layout
-            names, groups, known = list(layout.models), [group.name for group in layout.groups], layout.gpus
+            names, groups = list(layout.models), [group.name for group in layout.groups]
+            known = layout.settings.gpus
             hosts = tuple(filter(None, [host_state(host, now) for host in layout.records]))
             pause = replace(layout.pause) if layout.pause.is_on else None
         models = tuple(self._each(names, self._model_states))

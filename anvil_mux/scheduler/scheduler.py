@@ -406,13 +406,13 @@ class Scheduler:
 
     def reconfigured(self, config: Config, now: float, expected: Iterable[str] = ()) -> Effects:
         """Another configuration holds from now on; ``expected``: backends that may run already."""
-        change, settings = compare(self.layout.config, config), shared_settings(config)
+        change, settings = compare(self.layout.settings.config, config), shared_settings(config)
         self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
         for group in self.layout.groups:
             group.retire(leaving, settings.models.keys(), now)
-        if not self.layout.served <= settings.models.keys():
+        if not self.layout.settings.models.keys() <= settings.models.keys():
             self.costs.keep(settings.models.__contains__)
         self.layout.take(settings)
         exchange = self.layout.regroup()
@@ -457,7 +457,7 @@ class Scheduler:
         ``gone``: groups that are not asked any more, in which tickets may have ended.
         """
         found = _Gathered([], [], [], [])
-        if self.layout.moved:
+        if self.layout.moving and self.layout.moved:
             exchange = self.layout.regroup()
             still = [group for group in groups if self.layout.by_name.get(group.name) is group]
             gone, groups = exchange.gone, {*still, *self._exchanged(exchange, now)}

@@ -51,9 +51,9 @@ class SharedSettings(NamedTuple):
     """Whether routing uses the figures of engines, besides our own counts."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Common:
-    """The objects that all GPU groups share."""
+    """The settings, tables and objects that all GPU groups share; ``Layout`` (layout.py) keeps them."""
 
     settings: SharedSettings
     """The settings of the configuration that holds; a reload puts others in their place."""
@@ -62,11 +62,13 @@ class Common:
     """Whether ``leased`` and ``released`` are emitted; all other events are rarer."""
     costs: Costs
     footprints: Footprints
-    hosts: Mapping[str, HostRecord]
-    memories: Mapping[str, HostMemory]
+    hosts: dict[str, HostRecord] = field(default_factory=dict)
+    """All hosts, by name."""
+    memories: dict[str, HostMemory] = field(default_factory=dict)
     """Host -> its memory."""
-    models: Mapping[str, Model]
-    groups_of: Mapping[str, list[Any]]
+    models: dict[str, Model] = field(default_factory=dict)
+    """All models, also those that are about to go."""
+    groups_of: dict[str, list[Any]] = field(default_factory=dict)
     """Model -> the GPU groups that have backends of it, by name."""
     blamed: dict[str, object] = field(default_factory=dict)
     """Kind of cause -> the plug-in of which a mistake was reported."""

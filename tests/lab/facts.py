@@ -19,7 +19,7 @@ class Unloading(NamedTuple):
     model: str
 
     def tell(self, scheduler: Scheduler) -> Effects:
-        served = self.model in scheduler.layout.served
+        served = self.model in scheduler.layout.settings.models
         return scheduler.unload_asked(self.model, self.at) if served else NOTHING
 
 
