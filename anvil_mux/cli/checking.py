@@ -377,7 +377,7 @@ def _print_schema() -> int:
     from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
     from anvil_mux.config.settings import compose_schema
     from anvil_mux.routing import pipeline
-    from anvil_mux.scheduler.eviction import EVICTIONS
+    from anvil_mux.scheduler.memory import EVICTIONS
     from anvil_mux.scheduler.policies import POLICIES
 
     print_json(

@@ -64,7 +64,7 @@ WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
 """The standby levels, and ``stop``; levels.py performs them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 MaxWait = float | str
-"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/queueing.py)."""
+"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/admission.py)."""
 INHERITED: dict[str, Any] = {
     "drain_timeout": 30.0,
     "home_after": 300.0,
@@ -330,7 +330,7 @@ class Backend:
         shown="",
         page="standby.md#the-levels",
     )
-    """The standby levels, from the lightest to the deepest: see levels.py and standby.py."""
+    """The standby levels, from the lightest to the deepest: see levels.py and slot.py."""
     demote_after: float | None = _of_engines(
         None,
         SECONDS,

@@ -54,8 +54,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.connections import Address
 from anvil_mux.proxy.exchange import Exchange, Relay
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import LeastRecentlyUsed
-from anvil_mux.scheduler.placement import Placement
+from anvil_mux.scheduler.memory import LeastRecentlyUsed, Placement
 from anvil_mux.serve.state_files import locked
 
 SLACK_SECONDS = 60.0

@@ -34,8 +34,8 @@ from anvil_mux.scheduler.costs import Cost, Costs, Footprint, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.slot import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 from anvil_mux.scheduler.waits import LogProgress
 
 log = logging.getLogger(__name__)
@@ -153,8 +153,7 @@ class SchedulerDriver:
                 each.granted = Granted(self.backends[each.backend], self.runs[each.backend])
 
     def _job(self, step: Step) -> Job:
-        slot = self.scheduler.layout.slot(step.backend)
-        assert slot is not None, step
+        slot = self.scheduler.layout.of_backend[step.backend].slots[step.backend]
         if isinstance(step, Load):
             self.backends[step.backend] = slot.backend
         return Job(step, slot.backend)
@@ -310,26 +309,17 @@ class SchedulerDriver:
             self._take(config, config.names)
             effects = self.scheduler.reconfigured(config, now, expected=expected)
             layout = self.scheduler.layout
-            self.backends |= layout.wanted
-            self.backends |= {slot.name: slot.backend for slot in layout.slots}
-            self._forget_gone()
+            known = dict(layout.settings.wanted)
+            known |= {slot.name: slot.backend for slot in layout.slots}
+            self.backends |= known
+            tables: tuple[dict[str, Any], ...] = (self.runs, self.loads, self.reported, self.prompts)
+            for name in self.backends.keys() - known.keys():  # those that have left their GPUs for good
+                del self.backends[name]
+                for table in tables:
+                    table.pop(name, None)
             return effects
 
         self.apply(fact)
-
-    def _forget_gone(self) -> None:
-        """Forget the backends that the configuration has no longer, and that have left their GPUs."""
-        layout = self.scheduler.layout
-        tables: tuple[dict[str, Any], ...] = (
-            self.backends,
-            self.runs,
-            self.loads,
-            self.reported,
-            self.prompts,
-        )
-        for name in [each for each in self.backends if each not in layout.wanted and not layout.slot(each)]:
-            for table in tables:
-                table.pop(name, None)
 
 
 class RequestCounts:

@@ -35,12 +35,11 @@ from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, cut
 from anvil_mux.multiplexer.facts import Facts
 from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.admission import no_room_to_wait
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.events import Cause, Event, Severance
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.queueing import no_room_to_wait
-from anvil_mux.scheduler.slot import IS_PAUSED
-from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
+from anvil_mux.scheduler.slot import IS_PAUSED, NO_USAGE, NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
 
 TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""

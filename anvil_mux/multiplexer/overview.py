@@ -20,12 +20,12 @@ from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.admission import no_room_to_wait
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import expected_load
-from anvil_mux.scheduler.queueing import no_room_to_wait
-from anvil_mux.scheduler.slot import LOADING
+from anvil_mux.scheduler.slot import LOADING, NO_WORK
+from anvil_mux.scheduler.state import expected_load
 from anvil_mux.scheduler.status import (
     GpuState,
     KeptPrompts,
@@ -37,7 +37,6 @@ from anvil_mux.scheduler.status import (
     host_state,
     model_state,
 )
-from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.waits import (
     ComingLoad,
     LogProgress,
@@ -135,7 +134,8 @@ class Overview:
         """Take a picture, consistent for each model and each GPU group: the lock is held for moments."""
         with self._lock:
             now, layout = self._clock.now(), self._layout
-            names, groups, known = list(layout.models), [group.name for group in layout.groups], layout.gpus
+            names, groups = list(layout.models), [group.name for group in layout.groups]
+            known = layout.settings.gpus
             hosts = tuple(filter(None, [host_state(host, now) for host in layout.records]))
             pause = replace(layout.pause) if layout.pause.is_on else None
         models = tuple(self._each(names, self._model_states))

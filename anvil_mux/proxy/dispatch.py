@@ -62,8 +62,8 @@ from anvil_mux.proxy.question import Question, StoredResponses, previous_answer,
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.queueing import MOST_CRASHES
-from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, Crash
+from anvil_mux.scheduler.admission import MOST_CRASHES
+from anvil_mux.scheduler.slot import NO_USAGE, NO_WORK, Crash
 
 EXPLAIN = b"x-anvil-explain"
 """The header of a request that is not to be sent on: where it would go, and why, is the answer."""

@@ -21,7 +21,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import Cancel, Demote, Effects, Evict, FoundBackend, Load, Step, Ticket
+from anvil_mux.scheduler.slot import Cancel, Demote, Effects, Evict, FoundBackend, Load, Step, Ticket
 from tests.explorer.worlds import Fact, SmallWorld
 
 MakeScheduler = Callable[..., Scheduler]

@@ -28,7 +28,7 @@ from anvil_mux.cli import main as cli
 from anvil_mux.cli.arguments import configuration
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
-from anvil_mux.scheduler.eviction import EVICTIONS
+from anvil_mux.scheduler.memory import EVICTIONS
 from anvil_mux.scheduler.policies import POLICIES
 from tests.values.cases import Brief
 from tests.values.values import ODD, Change, as_text, changed, places
