@@ -112,8 +112,8 @@ class RemoteHost:
     def hello(self, limit: float = LIMIT_SECONDS) -> dict[str, str]:
         """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
         begun = self._clock.now()
-        said = self._control.call(self.name, "hello", "", limit)
-        found: dict[str, str] = frames.read(dict[str, str], said, is_foreign=True)
+        answer = self._control.call(self.name, "hello", "", limit)
+        found: dict[str, str] = frames.read(dict[str, str], answer, is_foreign=True)
         self.round_trip_seconds = self._clock.now() - begun
         if (version := found.get("version")) != __version__:
             raise OtherVersion(
