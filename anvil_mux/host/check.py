@@ -29,9 +29,9 @@ def gpus_here() -> tuple[HostGpu, ...]:
     """The GPUs of this machine; none is looked for where there is no driver of theirs."""
     if not any(map(os.path.exists, DRIVERS)) and "NVIDIA_VISIBLE_DEVICES" not in os.environ:
         return ()
-    from anvil_mux.host import gpu
+    from anvil_mux.host import gpus
 
-    return gpu.probe().listed
+    return gpus.probe().listed
 
 
 class VendorGpus(NamedTuple):
@@ -45,14 +45,14 @@ class VendorGpus(NamedTuple):
 
 def gpus_by_vendor() -> list[VendorGpus]:
     """Look at the GPUs of this machine, vendor by vendor."""
-    from anvil_mux.host import amd_intel, nvml
+    from anvil_mux.host import gpus
 
-    nvidias, cards = nvml.probe(), amd_intel.probe()
+    nvidias, cards = gpus.nvidia_gpus(), gpus.amd_intel_gpus()
     driver = nvidias.driver and f"driver {nvidias.driver}"
     found = [VendorGpus("NVIDIA", nvidias.listed, nvidias.why_none or driver)]
-    for vendor, name in amd_intel.NAMES.items():
+    for vendor, name in gpus.VENDOR_NAMES.items():
         own = tuple(each for each in cards.listed if each.id.startswith(vendor))
-        unseen = bool(own) and not amd_intel.clients()[1]
+        unseen = bool(own) and not gpus.clients()[1]
         note = (
             "only some of the processes that hold their memory are known: root alone sees all"
             if unseen
@@ -60,6 +60,15 @@ def gpus_by_vendor() -> list[VendorGpus]:
         )
         found.append(VendorGpus(name, own, note if own else cards.why_none or "no card in /sys/class/drm"))
     return found
+
+
+def bus(backend: Backend) -> float | None:
+    """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
+    from anvil_mux.host import gpus
+
+    known, found = gpus.buses(), gpus.probe()
+    links = [known.get(reading.gpu.id) for each in backend.gpus if (reading := found.find(each))]
+    return sum(link or 0.0 for link in links) if links and all(links) else None
 
 
 def why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
@@ -121,10 +130,10 @@ def missing_rights(config: HostConfig) -> list[str]:
     """A warning for each right that a checkpoint needs, and whoever runs this has not."""
     if not any("checkpoint" in backend.evict_to for backend in config.backends):
         return []
-    from anvil_mux.host import rights
+    from anvil_mux.host import cuda_checkpoint
     from anvil_mux.host.local import build_runtime
 
-    return rights.warnings(config, build_runtime(config))
+    return cuda_checkpoint.missing_rights(config, build_runtime(config))
 
 
 def missing_files(config: HostConfig) -> list[str]:

@@ -18,11 +18,10 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import engines, levels
-from anvil_mux.host.adopt import Adopter, Awake, Notes
 from anvil_mux.host.cuda_checkpoint import Checkpointer
-from anvil_mux.host.freed import PATIENCE
-from anvil_mux.host.levels import Swapper
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host.gpus import Gpus
+from anvil_mux.host.levels import PATIENCE, Swapper
+from anvil_mux.host.local import Adopter, Awake, Notes
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.host import load_logs
-from anvil_mux.host.load_logs import LoadLogs, cause, stage_of
+from anvil_mux.host import engines
+from anvil_mux.host.engines import LoadLogs, cause, stage_of
 from anvil_mux.host.seam import LoadSaid
 
 GUARD = 20.0
@@ -55,7 +55,7 @@ def test_the_last_line_that_says_something_counts() -> None:
 
 
 def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_logs, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.0)
     told = {"a": threading.Event(), "b": threading.Event()}
     read: list[str] = []
 
@@ -81,7 +81,7 @@ def test_a_log_that_was_read_too_late_says_nothing() -> None:
     logs = LoadLogs(tail, pytest.fail)
     loading = logs.reading(A)
     loading.__enter__()
-    assert logs._turn() == load_logs.LOOK_SECONDS
+    assert logs._turn() == engines.LOOK_SECONDS
     assert logs._turn() is None
 
 
