@@ -9,8 +9,8 @@ of the kernel sees to it that of two agents of one name, such as one that is end
 only one changes anything; commands that an agent had begun hold it too.
 
 Whatever may take long is a step (``RunningSteps``): it is begun, goes on whatever becomes of who began it,
-and its result is asked for. What came of it is kept until the owner is another, so that nothing is lost where
-an answer did not arrive; of steps that are over the last ``MOST_KEPT`` are kept.
+and its result is asked for. What came of it is kept for its owner, so that nothing is lost where an answer
+did not arrive; of steps that are over the last ``MOST_KEPT`` are kept.
 
 In a cluster of Ray the agent lives in an actor (``HostActor``), which hands calls on.
 """
@@ -201,7 +201,6 @@ class Agent:
         with self._changed:
             if not self._ownership.claim(owner._replace(name=description or owner.name), takeover):
                 return
-            self._steps.forget_all()
             self._is_new_owner = True
             if self._host:
                 self._host.news(sys.maxsize, 0.0)  # what happened before concerns the owner before
@@ -377,10 +376,6 @@ class RunningSteps:
         for step in self._under_way():
             step.cancel()
         return self._changed.wait_for(lambda: not self._under_way(), timeout)
-
-    def forget_all(self) -> None:
-        """Forget what came of steps, since their owner is another now; those under way go on."""
-        self._steps = {key: step for key, step in self._steps.items() if not step.is_done}
 
     def _under_way(self) -> list[RunningStep]:
         return [each for each in self._steps.values() if not each.is_done]
