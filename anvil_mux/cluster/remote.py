@@ -126,8 +126,8 @@ class RemoteHost:
     def claim(self) -> None:
         """Make the host ours; Claimed if another anvil-mux has it, Fenced if one has taken it from us."""
         if not self._is_ours:  # greater than whoever had it before; from then on nobody may be greater
-            seen = frames.read(int, self.hello().get("epoch", "0"), is_foreign=True)
-            self.owner = self.owner._replace(epoch=max(self.owner.epoch, seen + 1))
+            epoch = frames.read(int, self.hello().get("epoch", "0"), is_foreign=True)
+            self.owner = self.owner._replace(epoch=max(self.owner.epoch, epoch + 1))
         self._call(None, "claim", self.owner.name, self.takeover)
         self._is_ours = True
 

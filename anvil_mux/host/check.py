@@ -146,9 +146,9 @@ def missing_files(config: HostConfig) -> list[str]:
         return []
     sees_all = is_process or not any(map(os.path.exists, IN_CONTAINER))
     return [
-        Diagnostic(f"service {name}: {said}", key=("services", name, key))
+        Diagnostic(f"service {name}: {text}", key=("services", name, key))
         for name, backend in {backend.service_name: backend for backend in config.backends}.items()
-        for key, place, said in (_programs if is_process else _mounts)(backend, folders)
+        for key, place, text in (_programs if is_process else _mounts)(backend, folders)
         if sees_all or any(folder in Path(place).parents for folder in folders)
     ]
 
@@ -163,8 +163,8 @@ def _programs(backend: Backend, folders: Sequence[Path]) -> Iterator[tuple[str, 
     program = backend.service.command[0]
     path = os.path.normpath(os.path.join(folder, program)) if "/" in program else program
     if shutil.which(path, path=known.get("PATH", os.environ.get("PATH"))) is None:
-        said = f"its program {path} is not there, or may not be run"
-        yield "command", path, said if "/" in program else f"its program {program} is not on PATH"
+        text = f"its program {path} is not there, or may not be run"
+        yield "command", path, text if "/" in program else f"its program {program} is not on PATH"
     yield from _weights(backend)
 
 
@@ -173,9 +173,9 @@ def _mounts(backend: Backend, folders: Sequence[Path]) -> Iterator[tuple[str, st
     absent = [place for _, place in backend.service.mounts if place and not os.path.exists(place)]
     for place in absent:
         yield "volumes", place, f"it mounts {place}, which is not there: Docker makes an empty folder of it"
-    for key, place, said in _weights(backend):
+    for key, place, text in _weights(backend):
         if not any(Path(each) in (Path(place), *Path(place).parents) for each in absent):
-            yield key, place, said
+            yield key, place, text
 
 
 def _weights(backend: Backend) -> Iterator[tuple[str, str, str]]:

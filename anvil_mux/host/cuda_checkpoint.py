@@ -106,8 +106,8 @@ class Checkpointer:
 
         ``insist`` allows several GPUs.
         """
-        seen = self._probe()
-        return _why_not_driver(seen) or _why_not_gpus(seen, gpus, insist) or self._why_not_tool(seen, gpus)
+        found = self._probe()
+        return _why_not_driver(found) or _why_not_gpus(found, gpus, insist) or self._why_not_tool(found, gpus)
 
     def find(self, pids: Iterable[int]) -> tuple[int, ...]:
         """Find the processes of a service that hold GPU memory; () if none does."""
@@ -197,32 +197,32 @@ class Checkpointer:
             self._wait(STATE_PAUSE)
         return state
 
-    def _why_not_tool(self, seen: Gpus, gpus: Sequence[str]) -> str | None:
+    def _why_not_tool(self, found: Gpus, gpus: Sequence[str]) -> str | None:
         try:
             with self._connect() as driver:
                 tool = driver.tool()
         except BackendError as error:
             return error.message
         # With the library, what calls the driver has initialized it, which does as well.
-        lazy = [each for each in gpus if (reading := seen.find(each)) and reading.persistence is False]
+        lazy = [each for each in gpus if (reading := found.find(each)) and reading.persistence is False]
         if tool == "program" and lazy:
             return f"GPU {lazy[0]} is not in persistence mode (turn it on: nvidia-smi -pm 1)"
         return None
 
 
-def _why_not_driver(seen: Gpus) -> str | None:
-    if seen.why_none is not None:
-        return f"needs an NVIDIA GPU ({seen.why_none})"
-    if seen.driver_branch is None or seen.driver_branch < DRIVER_BRANCH:
-        return f"needs NVIDIA driver {DRIVER_BRANCH} or later, and this is {seen.driver or 'unknown'}"
+def _why_not_driver(found: Gpus) -> str | None:
+    if found.why_none is not None:
+        return f"needs an NVIDIA GPU ({found.why_none})"
+    if found.driver_branch is None or found.driver_branch < DRIVER_BRANCH:
+        return f"needs NVIDIA driver {DRIVER_BRANCH} or later, and this is {found.driver or 'unknown'}"
     return None
 
 
-def _why_not_gpus(seen: Gpus, gpus: Sequence[str], insist: bool) -> str | None:
+def _why_not_gpus(found: Gpus, gpus: Sequence[str], insist: bool) -> str | None:
     if len(gpus) > 1 and not insist:
         return "holds several GPUs, from which processes that work together often do not come back"
     for name in gpus:
-        reading = seen.find(name)
+        reading = found.find(name)
         if reading is None:
             return f"NVML finds no GPU {name}"
         if reading.mig:
@@ -360,8 +360,8 @@ def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights
     """
     rights = rights or Rights.here()
     if contained:
-        seen = names_our_processes(os.environ)
-        rights = rights if seen is None else replace(rights, sees_host=seen)
+        sees_host = names_our_processes(os.environ)
+        rights = rights if sees_host is None else replace(rights, sees_host=sees_host)
     users: set[ProcessOwner] = set()
     if rights.sees_host or not contained:  # else the ids mean other processes here, or none
         with suppress(MuxError):  # Docker is away, which others report
@@ -384,8 +384,8 @@ def owners(pids: Iterable[int]) -> set[ProcessOwner]:
     found = set()
     for pid in pids:
         with suppress(OSError):
-            seen = Path("/proc", str(pid)).stat()
-            found.add((seen.st_uid, seen.st_gid))
+            status = Path("/proc", str(pid)).stat()
+            found.add((status.st_uid, status.st_gid))
     return found
 
 
@@ -398,12 +398,12 @@ def owner_of(backend: Backend, env: Mapping[str, str]) -> ProcessOwner | None:
     user, _, group = backend.service.user.partition(":")
     try:
         path = find_endpoint(env).path
-        seen = os.stat(path) if path else None
+        status = os.stat(path) if path else None
     except (OSError, MuxError):
-        seen = None
-    rootless = seen is not None and seen.st_uid != 0
+        status = None
+    rootless = status is not None and status.st_uid != 0
     if user in ("", "root", "0"):
-        return (seen.st_uid, seen.st_gid) if seen and rootless else (0, 0)
+        return (status.st_uid, status.st_gid) if status and rootless else (0, 0)
     if rootless or not user.isdecimal() or not (group or "0").isdecimal():
         return None
     return int(user), int(group or "0")

@@ -49,7 +49,7 @@ from anvil_mux.host.engine_client import (
     has_error,
     option_values,
 )
-from anvil_mux.host.seam import LoadSaid
+from anvil_mux.host.seam import LoadStage
 from anvil_mux.protocol.completions import count
 
 FIRST_PAUSE = 0.01
@@ -510,10 +510,10 @@ def _load_adapter(client: EngineClient, name: str, path: str) -> None:
     asked = {"lora_name": name, "lora_path": path}
     status, answer = client.ask("POST", ADAPTER_ROUTE, asked, client.deadline - client.now())
     if status >= 300 or has_error(answer):
-        said = answer[:300].decode("utf-8", "replace")
+        words = answer[:300].decode("utf-8", "replace")
         raise LoadError(
             f"{client.backend.name} did not load the LoRA adapter {name} from {path}: "
-            f"POST {ADAPTER_ROUTE} answers {status}: {said}"
+            f"POST {ADAPTER_ROUTE} answers {status}: {words}"
         )
 
 
@@ -539,7 +539,7 @@ class LoadLogs:
     """Reads the logs of engines while they load, and of no others."""
 
     def __init__(
-        self, tail: Callable[[Backend, int], Sequence[str]], tell: Callable[[LoadSaid], object]
+        self, tail: Callable[[Backend, int], Sequence[str]], tell: Callable[[LoadStage], object]
     ) -> None:
         self._tail = tail
         self._tell = tell
@@ -589,21 +589,21 @@ _WORDS = (
 _DOTS = re.compile(r"\.{2,}")
 
 
-def stage_of(backend: str, lines: Sequence[str]) -> LoadSaid | None:
+def stage_of(backend: str, lines: Sequence[str]) -> LoadStage | None:
     """Read the last line of a backend's log that says something of its load."""
     return next(filter(None, (_of_line(backend, line) for line in reversed(lines))), None)
 
 
-def _of_line(backend: str, line: str) -> LoadSaid | None:
+def _of_line(backend: str, line: str) -> LoadStage | None:
     if _DOTS.fullmatch(line.strip()):
-        return LoadSaid(backend, READING, min(len(line.strip()) / 100, 1.0))
+        return LoadStage(backend, READING, min(len(line.strip()) / 100, 1.0))
     for pattern, stage in _BARS:
         if bars := pattern.findall(line):
             percent, left = bars[-1]
-            return LoadSaid(backend, stage, int(percent) / 100, _seconds(left))
+            return LoadStage(backend, stage, int(percent) / 100, _seconds(left))
     for pattern, stage in _WORDS:
         if found := pattern.search(line):
-            return LoadSaid(backend, stage, float(found[1]) if pattern.groups else None)
+            return LoadStage(backend, stage, float(found[1]) if pattern.groups else None)
     return None
 
 

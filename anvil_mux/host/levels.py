@@ -172,8 +172,8 @@ class Swapper:
         if not died:
             self._save_prompts(backend)
             self._await_notice(backend)
-        said = tuple(self.log_tail(backend)) if died else ()
-        return replace(self._stop_or_kill(backend, held), died=died or "", log=said)
+        lines = tuple(self.log_tail(backend)) if died else ()
+        return replace(self._stop_or_kill(backend, held), died=died or "", log=lines)
 
     def stop(self, backend: Backend) -> None:
         """Stop a backend however it is, without a look at its GPUs."""

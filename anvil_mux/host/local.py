@@ -62,7 +62,7 @@ from anvil_mux.host.seam import (
     HostNews,
     Inventory,
     Loaded,
-    LoadSaid,
+    LoadStage,
     PhaseTook,
     PromptsKept,
     Runtime,
@@ -370,7 +370,7 @@ def _subject(what: object) -> object:
     match what:
         case GpusSeen():
             return "gpus"
-        case LoadSaid(backend):
+        case LoadStage(backend):
             return "load", backend
         case PromptsKept(backend):
             return "prompts", backend

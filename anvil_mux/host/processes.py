@@ -214,8 +214,8 @@ class ProcessRuntime:
 
     def is_frozen(self, backend: Backend) -> bool:
         record = self._records.read(backend.name)
-        seen = stat_of(record.pid) if record is not None and record.is_alive() else None
-        return seen is not None and seen.state in "Tt"
+        stat = stat_of(record.pid) if record is not None and record.is_alive() else None
+        return stat is not None and stat.state in "Tt"
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:

@@ -209,7 +209,7 @@ class GpusSeen(NamedTuple):
     sight: Sight
 
 
-class LoadSaid(NamedTuple):
+class LoadStage(NamedTuple):
     """The stage that a load is in, as the engine's log says."""
 
     backend: str
@@ -248,7 +248,7 @@ class WeightsRead(NamedTuple):
     seconds: float
 
 
-AnyNews = ServiceEnded | GpusSeen | LoadSaid | PhaseTook | PromptsKept | WeightsRead
+AnyNews = ServiceEnded | GpusSeen | LoadStage | PhaseTook | PromptsKept | WeightsRead
 """The things that may happen."""
 
 

@@ -190,9 +190,9 @@ class _Finder:
         parts = name.split("/")
         place = (*OLLAMA_NAMES[: max(3 - len(parts), 0)], *parts)
         for store in self._folders((("OLLAMA_MODELS", ""),), STORES):
-            said = _json(store.joinpath("manifests", *place, tag or "latest"))
+            manifest = _json(store.joinpath("manifests", *place, tag or "latest"))
             try:
-                layers = [(str(each["mediaType"]), str(each["digest"])) for each in said["layers"]]
+                layers = [(str(each["mediaType"]), str(each["digest"])) for each in manifest["layers"]]
             except (KeyError, TypeError):
                 continue
             read = [digest for kind, digest in layers if kind.rpartition(".")[2] in OLLAMAS]
