@@ -1,4 +1,4 @@
-"""The engines: for each family one row, how it sleeps and wakes, and what is asked of one that runs.
+"""The engines: for each family one row, how it sleeps and wakes, what is asked of one that runs, and its log.
 
 ``await_ready`` has a deadline, a way to learn that the service ended and one to end the wait, so it fails at
 once when the engine has died, and never waits for longer than it was told.
@@ -19,17 +19,26 @@ Ollama    unloads at keep_alive 0, and says so before the memory is back. A mode
           /api/generate, and loaded by an empty /api/embed.
 llama.cpp unloads in router mode only, that is, if it was started without a model.
 
+How far a load is an engine's log says, which a thread of its own reads, since Docker may be slow. The
+patterns are those of vLLM and SGLang (progress bars, of which a line may hold many), llama.cpp (a dot for
+each percent) and Ollama. Why an engine ended stands in one line among many: llama.cpp prints its cause first
+and then each function that passed it on, a Python engine its traceback twice, once for its worker. ``cause``
+finds that line, and knows what helps against the commonest causes.
+
 To add an engine: a row in ``ENGINES`` and, if it can sleep, a class with the methods of ``SleepApi``.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import requests
 
+from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.service import USUAL_PORTS
 from anvil_mux.errors import BackendError, LoadError, is_shortage
@@ -40,6 +49,7 @@ from anvil_mux.host.engine_client import (
     has_error,
     option_values,
 )
+from anvil_mux.host.seam import LoadStage
 from anvil_mux.protocol.completions import count
 
 FIRST_PAUSE = 0.01
@@ -500,8 +510,182 @@ def _load_adapter(client: EngineClient, name: str, path: str) -> None:
     asked = {"lora_name": name, "lora_path": path}
     status, answer = client.ask("POST", ADAPTER_ROUTE, asked, client.deadline - client.now())
     if status >= 300 or has_error(answer):
-        said = answer[:300].decode("utf-8", "replace")
+        words = answer[:300].decode("utf-8", "replace")
         raise LoadError(
             f"{client.backend.name} did not load the LoRA adapter {name} from {path}: "
-            f"POST {ADAPTER_ROUTE} answers {status}: {said}"
+            f"POST {ADAPTER_ROUTE} answers {status}: {words}"
         )
+
+
+# Its log: how far its load is
+
+CAUSE_LINES = 200
+"""The last lines of a log among which the cause of an end is looked for."""
+SHORT_OF_MEMORY = re.compile(
+    r"out ?of ?(device ?)?memory|(cuda|hip)malloc failed|(failed|unable) to allocate|free memory on device|"
+    r"no available memory|(not enough|insufficient) memory",
+    re.IGNORECASE,
+)
+"""How engines say that a GPU's memory does not suffice, in the reason of a failed load or its last lines."""
+PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
+"""How engines say that they cannot have their port."""
+LOOK_SECONDS = 1.0
+LINES = 40
+
+READING, COMPILING, CAPTURING, WARMING = "reading weights", "compiling", "capturing CUDA graphs", "warming up"
+
+
+class LoadLogs:
+    """Reads the logs of engines while they load, and of no others."""
+
+    def __init__(
+        self, tail: Callable[[Backend, int], Sequence[str]], tell: Callable[[LoadStage], object]
+    ) -> None:
+        self._tail = tail
+        self._tell = tell
+        self._loading: dict[str, Backend] = {}
+        self.worker = Worker("load-logs", self._turn, first=None)
+
+    @contextmanager
+    def reading(self, backend: Backend) -> Iterator[None]:
+        """Have the log of the backend read meanwhile. Any thread."""
+        self._loading[backend.name] = backend
+        self.worker.wake()
+        try:
+            yield
+        finally:
+            del self._loading[backend.name]
+
+    def _turn(self) -> float | None:
+        backends = list(self._loading.values())
+        for backend in backends:
+            found = stage_of(backend.name, self._tail(backend, LINES))
+            if found and backend.name in self._loading:
+                self._tell(found)
+        return LOOK_SECONDS if backends else None
+
+
+_PERCENT = r":\s{1,9}(\d{1,3})%(?:[^\r\[]{0,99}\[[\d:]{1,20}<([\d:]{1,20}))?"
+_BARS = (
+    (re.compile(rf"checkpoint shards{_PERCENT}"), READING),
+    (re.compile(rf"Captur(?:e|ing) (?:CUDA graph|cudagraph|batches)[^\r%]{{0,99}}?{_PERCENT}"), CAPTURING),
+    (re.compile(rf"Compiling num tokens[^\r%]{{0,99}}?{_PERCENT}"), COMPILING),
+    (re.compile(rf"(?:\.safetensors|\.gguf|\.bin|Fetching \d{{1,9}} files){_PERCENT}"), "downloading"),
+)
+"""Everything in them has a bound: whatever an engine prints is read in one pass."""
+_WORDS = (
+    (re.compile(r"model load progress (0\.\d+|1\.0)"), READING),
+    (
+        re.compile(r"Starting to load model|loading model tensors|llama_model_loader: loaded meta data"),
+        READING,
+    ),
+    (re.compile(r"torch\.compile|Dynamo bytecode transform|Compiling a graph"), COMPILING),
+    (
+        re.compile(r"Loading weights took|Model loading took|KV cache|llama_context: construct|warming up"),
+        WARMING,
+    ),
+    (re.compile(r"Graph capturing finished|Capture cuda graph end"), WARMING),
+)
+_DOTS = re.compile(r"\.{2,}")
+
+
+def stage_of(backend: str, lines: Sequence[str]) -> LoadStage | None:
+    """Read the last line of a backend's log that says something of its load."""
+    return next(filter(None, (_of_line(backend, line) for line in reversed(lines))), None)
+
+
+def _of_line(backend: str, line: str) -> LoadStage | None:
+    if _DOTS.fullmatch(line.strip()):
+        return LoadStage(backend, READING, min(len(line.strip()) / 100, 1.0))
+    for pattern, stage in _BARS:
+        if bars := pattern.findall(line):
+            percent, left = bars[-1]
+            return LoadStage(backend, stage, int(percent) / 100, _seconds(left))
+    for pattern, stage in _WORDS:
+        if found := pattern.search(line):
+            return LoadStage(backend, stage, float(found[1]) if pattern.groups else None)
+    return None
+
+
+def _seconds(clock: str) -> float | None:
+    """Turn ``1:02:03`` into seconds."""
+    total = 0.0
+    for part in clock.split(":"):
+        if not part.isdigit():
+            return None
+        total = 60 * total + int(part)
+    return total
+
+
+# Why it ended
+
+_CAUSES = (
+    (
+        SHORT_OF_MEMORY,
+        "it needs more GPU memory than is free: a shorter context or a smaller quantization helps, for vLLM "
+        "also another --gpu-memory-utilization",
+    ),
+    (
+        PORT_TAKEN,
+        "another program has this port: let anvil-mux choose one ($PORT), or end that program",
+    ),
+    (
+        re.compile(
+            r"(?<!object file: )No such file or directory|FileNotFoundError|is not a valid model identifier|"
+            r"does not appear to have a file named"
+        ),
+        "check the path in its command; in a container it is a path inside, below what `volumes` mounts",
+    ),
+    (
+        re.compile(
+            r"unknown model architecture|[Mm]odel architectures? .{1,200} not supported|"
+            r"does not recognize this architecture"
+        ),
+        "this version of the engine does not know this kind of model: a newer one may",
+    ),
+    (
+        re.compile(
+            r"libcuda\.so|No CUDA GPUs are available|no CUDA-capable device|Failed to infer device type|"
+            r"CUDA driver version is insufficient|invalid device: CUDA"
+        ),
+        "it sees no GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES, and of a container the GPUs that it "
+        "reserves",
+    ),
+)
+_FIRST_ERROR = re.compile(r"^[\d.]{10,20} E ")
+"""The level of a line of llama.cpp, whose first error is the cause of the others."""
+_ERROR = re.compile(r"(?:^|[ .])(?:[A-Z]\w{0,60}(?:Error|Exception)|[Ee]rror|fatal|panic): ")
+_RETOLD = re.compile(r"Engine core initialization failed|failed to load model")
+"""Lines that pass on what another one has said before."""
+_ONLY_INSIDE = re.compile(
+    r"(?:listening|running) on (?:https?://)?(?:127\.0\.0\.1|localhost|\[::1\])", re.IGNORECASE
+)
+_BEFORE_THE_TEXT = re.compile(
+    r"^(?:\([^)]{1,80}\) )?(?:[\d.]{10,20} [A-Z] (?:[a-z]{3} {1,20})?|\[[\d :.,TZ-]{10,40}[^\]]{0,40}\] |"
+    r"[A-Z]{4,8} [\d-]{5,10} [\d:.,]{8,15} (?:\[[^\]]{1,80}\] )?)?\s*"
+)
+"""Process, time, level and place, as vLLM, llama.cpp and SGLang print them."""
+_MOST_TEXT = 300
+
+
+def cause(lines: Sequence[str], *, ended: bool, contained: bool) -> str:
+    """The end of a sentence: the line of a log that says why a load failed, and what helps; "" if none does.
+
+    ``ended``: whether the engine has ended; ``contained``: whether it runs in a container.
+    """
+    if not ended:
+        if contained and (line := next(filter(_ONLY_INSIDE.search, reversed(lines)), "")):
+            return f": {_text(line)}; nobody outside reaches it there: add --host 0.0.0.0 to its command"
+        return ""
+    for pattern, advice in _CAUSES:
+        if line := next(filter(pattern.search, lines), ""):
+            return f": {_text(line)}; {advice}"
+    if line := next(filter(_FIRST_ERROR.search, lines), ""):
+        return f": {_text(line)}"
+    errors = [line for line in lines if _ERROR.search(line) and not _RETOLD.search(line)]
+    return f": {_text(errors[-1])}" if errors else ""
+
+
+def _text(line: str) -> str:
+    text = _BEFORE_THE_TEXT.sub("", line.strip())
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."

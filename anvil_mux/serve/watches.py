@@ -39,7 +39,7 @@ from anvil_mux.host.seam import (
     AnyNews,
     GpusSeen,
     Host,
-    LoadSaid,
+    LoadStage,
     PhaseTook,
     PromptsKept,
     ServiceEnded,
@@ -444,7 +444,7 @@ class NewsReader:
                 self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
                 if self._mux.overview.leaves_gpus():  # who plays does not want to wait 10 s
                     self._host.watch_gpus()
-            case LoadSaid(backend, stage, fraction, seconds_left):
+            case LoadStage(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):
                 self._mux.overview.note_prompts(backend, KeptPrompts(prompts, tokens, size))

@@ -40,7 +40,7 @@ from anvil_mux.host.seam import (
     HostNews,
     Inventory,
     Loaded,
-    LoadSaid,
+    LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
@@ -123,7 +123,7 @@ TRUTHS = [
         [
             HostNews(1, ServiceEnded("a", "why", ("l",), 3)),
             HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))})),
-            HostNews(3, LoadSaid("a", "reading", 0.5)),
+            HostNews(3, LoadStage("a", "reading", 0.5)),
             HostNews(4, PhaseTook("a", "load", 0.25)),
             HostNews(5, PromptsKept("a", 1, 2, 3)),
             HostNews(6, WeightsRead("a", 1, 2.5)),

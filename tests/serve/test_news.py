@@ -9,7 +9,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import (
     GpusSeen,
     HostNews,
-    LoadSaid,
+    LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
@@ -61,7 +61,7 @@ def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
 def test_each_kind_of_news_is_told_once() -> None:
     _, told = handed_on(
         ServiceEnded("a", "exited with code 1", ("last words",), 7),
-        LoadSaid("a", "reading weights", 0.5, 3.0),
+        LoadStage("a", "reading weights", 0.5, 3.0),
         PhaseTook("a", "load", 2.0),
         PhaseTook("gone", "load", 2.0),
         PhaseTook("a", "of a kind that is not known", 2.0),
@@ -79,7 +79,7 @@ def test_each_kind_of_news_is_told_once() -> None:
 
 
 def test_a_host_has_no_news_of_the_backends_of_others() -> None:
-    listener = Listener(ServiceEnded("a", "ended"), LoadSaid("a", "x"), PromptsKept("a", 1, 1, 1))
+    listener = Listener(ServiceEnded("a", "ended"), LoadStage("a", "x"), PromptsKept("a", 1, 1, 1))
     reader = NewsReader("h", cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
     reader.read()
     assert listener.told == []
