@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 from anvil_mux.config.compose import Compose, run_compose
 from anvil_mux.config.config import Config, Judge
-from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic
-from anvil_mux.config.kinds import meant, nearest
+from anvil_mux.config.kinds import Diagnostic, as_diagnostic, meant, nearest
 from anvil_mux.config.loading import ConfigReader
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.reading import Problems

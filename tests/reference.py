@@ -11,7 +11,7 @@ from pathlib import Path
 
 from anvil_mux.cli import main as cli
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.config.settings import Setting, describe, plain
+from anvil_mux.config.kinds import Setting, describe, plain
 from anvil_mux.host import engines
 from anvil_mux.host.levels import LEVELS, SLEEPS
 from anvil_mux.protocol import api

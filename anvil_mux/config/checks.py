@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from anvil_mux.config.backends import BackendReader
 from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
-from anvil_mux.config.kinds import AUTO, gib, meant, nearest
+from anvil_mux.config.kinds import AUTO, Diagnostic, KeyPath, as_yaml, gib, meant, nearest
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.reading import Problems
 from anvil_mux.config.values import Preset

@@ -22,10 +22,10 @@ from anvil_mux.config.checks import Checks, Names
 from anvil_mux.config.compose import Compose, Layers, combine, origins
 from anvil_mux.config.config import SETTINGS, Backend, Config, Judge, models_by_name
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.kinds import filled
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.placement import Places
 from anvil_mux.config.reading import Problems
-from anvil_mux.config.settings import filled
 from anvil_mux.config.values import AnyOf
 from anvil_mux.errors import ConfigError
 

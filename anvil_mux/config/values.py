@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from anvil_mux.config import kinds
-from anvil_mux.config.diagnostic import as_yaml, unfit
-from anvil_mux.config.kinds import FLAGS, NAMES, SECONDS, TEXT, ValueKind, read_seconds, show
+from anvil_mux.config.kinds import FLAGS, NAMES, SECONDS, TEXT, ValueKind, as_yaml, read_seconds, show, unfit
 from anvil_mux.protocol import foreign
 
 # Fields of questions

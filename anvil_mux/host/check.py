@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.host.seam import HostConfig, HostGpu
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.errors import BackendError, CheckpointFailed, MuxError
 from anvil_mux.host.cuda_driver import Driver
 from anvil_mux.host.docker_endpoint import find_endpoint

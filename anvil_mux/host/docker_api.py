@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from anvil_mux.clock import count_in
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host.docker_endpoint import START_IT, Connection, Endpoint, Unreachable
 from anvil_mux.host.seam import LOOPBACK, url_of

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 import requests
 
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import USUAL_PORT
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import USUAL_PORT, Service
 from anvil_mux.errors import BackendError
 from anvil_mux.protocol import foreign
 

@@ -39,8 +39,8 @@ from typing import ClassVar
 import requests
 
 from anvil_mux.clock import Worker
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import USUAL_PORTS
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import USUAL_PORTS, Service
 from anvil_mux.errors import BackendError, LoadError, is_shortage
 from anvil_mux.host.engine_client import (
     LONGEST_PAUSE,

@@ -36,9 +36,9 @@ from pathlib import Path
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import gib
-from anvil_mux.config.service import Mounts
+from anvil_mux.config.service import Mounts, Service
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import cuda_checkpoint, engines, gpus
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand

@@ -37,8 +37,8 @@ from typing import Any
 
 from anvil_mux import state
 from anvil_mux.clock import Clock
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import HERE, Mounts, flag_values
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import HERE, Mounts, Service, flag_values
 from anvil_mux.host.gpus import cache_room
 from anvil_mux.protocol import foreign
 from anvil_mux.state import open_regular

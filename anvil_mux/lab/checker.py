@@ -21,7 +21,7 @@ from anvil_mux.scheduler.memory import LeastRecentlyUsed, Placement
 from anvil_mux.scheduler.model import model_settings
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import HOLDING, TRANSITIONS, Slot
-from anvil_mux.telemetry.situation import BackendRecord, Situation
+from anvil_mux.telemetry.eventlog import BackendRecord, Situation
 
 ROUNDING = 1e-6
 """Seconds by which sums of moments may be off."""

@@ -19,7 +19,7 @@ from anvil_mux.proxy.operations import HostReports, Keep, Operations, Reloads
 from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.reply import JSON, TEXT, Reply
 from anvil_mux.proxy.reports import OF_ONE, Captures, Diagnosis, Lists, Probes, UsageSince, report_usage
-from anvil_mux.telemetry.feed import Feed
+from anvil_mux.telemetry.journal import Feed
 
 
 class LocalRoute(NamedTuple):

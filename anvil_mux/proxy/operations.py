@@ -41,7 +41,7 @@ from anvil_mux.proxy.question import read_json, resolve
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.scheduler.status import ModelState
 from anvil_mux.telemetry import healthz
-from anvil_mux.telemetry.feed import Feed
+from anvil_mux.telemetry.journal import Feed
 
 LOOK_SECONDS = 0.25
 COMMENT_SECONDS = 15.0

@@ -23,8 +23,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple, Protocol
 
 from anvil_mux.clock import YEAR_SECONDS
-from anvil_mux.config.diagnostic import unfit
-from anvil_mux.config.kinds import meant, show
+from anvil_mux.config.kinds import meant, show, unfit
 from anvil_mux.scheduler.events import DECISIONS, POLICY, Cause, mistake
 
 FOREVER = math.inf

@@ -43,7 +43,6 @@ from anvil_mux.serve.watches import HostWatches
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import EventLog, Rotation
-from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.journal import NORMAL, VERBOSE, Journal
 from anvil_mux.telemetry.metrics import Metrics
 from anvil_mux.telemetry.usage import Usage
@@ -135,11 +134,9 @@ class Parts:
             usage=Usage(folder / "usage", self.say),
             circuits=self._circuits,
         )
-        self.feed = Feed()
         self.journal = Journal(
             self.metrics,
             wall=self.clock.wall,
-            feed=self.feed,
             tail=self._last_words,
             housekeeping=self._keep_house,
             access=opened.access,
@@ -208,7 +205,7 @@ class Parts:
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
         local = Local(
             self.mux,
-            self.feed,
+            self.journal.feed,
             capture=self.config.capture,
             metrics=self.journal.scrape,
             checks={self.config.runtime: self._runtime_problem},

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from anvil_mux.clock import Worker, side_by_side
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.host.hosts import Finding, look_at_server
 from anvil_mux.multiplexer.circuits import Circuit, Circuits
 from anvil_mux.multiplexer.multiplexer import Multiplexer

@@ -12,10 +12,9 @@ import pytest
 
 from anvil_mux.cli.checking import vram_to_declare
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic, Setting
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.reading import FOLDER, page_of
-from anvil_mux.config.settings import Setting
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 from anvil_mux.serve.configuration import open_address

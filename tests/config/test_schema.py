@@ -16,7 +16,7 @@ from anvil_mux import plugins
 from anvil_mux.cli.main import main
 from anvil_mux.config import interpolate
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.config.settings import COMPOSE, Setting
+from anvil_mux.config.kinds import COMPOSE, Setting
 from tests.test_docs import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -16,7 +16,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.lab.checker import check
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.slot import Cancel, Demote, Effects, Evict, Load, Step, Ticket
-from anvil_mux.telemetry.situation import Situation
+from anvil_mux.telemetry.eventlog import Situation
 from tests.explorer.worlds import Fact, SmallWorld
 
 _HOLDING = frozenset(("loading", "up", "evicting", "stuck"))

@@ -12,8 +12,9 @@ import pytest
 import requests
 
 from anvil_mux.cli import main as cli
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import local
 from anvil_mux.host.cuda_checkpoint import Checkpointer, Rights, is_frozen

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
 from anvil_mux.host.containers import ContainerRuntime

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from anvil_mux import clock
-from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.config.service import mounts_of_process
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service, mounts_of_process
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.prompts import PromptFiles

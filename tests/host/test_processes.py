@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import processes
 from anvil_mux.host.processes import ProcessRuntime

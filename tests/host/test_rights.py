@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import cuda_checkpoint
 from anvil_mux.host.cuda_checkpoint import Rights, names_our_processes, owner_of

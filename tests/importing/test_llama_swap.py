@@ -13,7 +13,7 @@ from anvil_mux.cli.main import main
 from anvil_mux.config import interpolate
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Written, docker_run, llama_swap, swap_models
+from anvil_mux.importing import Written, llama_swap, swap_models
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -364,7 +364,7 @@ def test_containers_beside_processes_stay_processes(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_docker_run(words: str, expected: dict[str, Any]) -> None:
-    made = docker_run.read(["docker", "run", *words.split(), "img"])
+    made = swap_models.read_container(["docker", "run", *words.split(), "img"])
     assert (made.service, made.unknown) == ({"image": "img", **expected}, [])
 
 
@@ -401,7 +401,7 @@ NVIDIA = {"driver": "nvidia", "capabilities": ["gpu"]}
 def test_gpus_of_docker_run_are_those_that_docker_reads(
     words: list[str], expected: dict[str, Any], gpus: list[str]
 ) -> None:
-    made = docker_run.read(["docker", "run", "--gpus", *words, "img"])
+    made = swap_models.read_container(["docker", "run", "--gpus", *words, "img"])
     assert made.service["deploy"]["resources"]["reservations"]["devices"] == [expected]
     assert (made.gpus, made.reserves, made.unknown) == (gpus, True, [])
 
@@ -410,7 +410,7 @@ def test_gpus_of_docker_run_are_those_that_docker_reads(
     "words", ["--gpus two", "--gpus device=0,1", "--gpus size=1", "--ulimit nofile=many"]
 )
 def test_what_docker_would_refuse_is_an_option_without_a_counterpart(words: str) -> None:
-    assert docker_run.read(["docker", "run", *words.split(), "img"]).unknown == [words]
+    assert swap_models.read_container(["docker", "run", *words.split(), "img"]).unknown == [words]
 
 
 # Who is resident beside whom

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import load
 from anvil_mux.config.machines import Gpu
+from anvil_mux.config.service import Service
 from anvil_mux.config.values import AnyOf, Preset
 from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.hosts import ExternalServer

@@ -11,7 +11,8 @@ import pytest
 
 from anvil_mux.cli.screen import models_table
 from anvil_mux.clock import Clock
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.host.hosts import Finding, look_at_server
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.serve.polling import ExternalServers, warnings
