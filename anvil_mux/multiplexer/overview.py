@@ -326,11 +326,17 @@ class Overview:
         """Model -> its card: what is set, else what was said; of several backends what holds for each."""
         found: dict[str, list[ModelCard]] = {}
         for backend in self._driver.config.backends:
-            read = self._driver.cards.get(backend.name)
-            is_of_this = read is not None and read.described == backend.description
-            said = read.card if read and is_of_this else NOTHING_KNOWN
-            found.setdefault(backend.model, []).append(backend.own_card.over(said))
+            found.setdefault(backend.model, []).append(self._card(backend))
         return {model: together(each) for model, each in found.items()}
+
+    def card(self, model: str) -> ModelCard:
+        """The same of one model."""
+        return together([self._card(each) for each in self._driver.config.backends if each.model == model])
+
+    def _card(self, backend: Backend) -> ModelCard:
+        read = self._driver.cards.get(backend.name)
+        said = read.card if read and read.described == backend.description else NOTHING_KNOWN
+        return backend.own_card.over(said) if backend.context or backend.capabilities else said
 
     def last_words(self, backend: str) -> tuple[str, ...]:
         """The last lines of a backend's engine before it failed; () once it is loaded again."""

@@ -440,7 +440,8 @@ def _about(card: ModelCard, anthropic: bool) -> dict[str, object]:
         outputs = ["text"] if card.is_textual else ["embeddings"] if card.can("embeddings") else []
         about["architecture"] = {"input_modalities": inputs, "output_modalities": outputs}
     if card.capabilities and not anthropic:
-        about["capabilities"] = [name for name in CAPABILITIES if card.can(name)]
+        text = ["completion"] if card.is_textual else []
+        about["capabilities"] = text + [name for name in CAPABILITIES if card.can(name) and name not in text]
     return about
 
 

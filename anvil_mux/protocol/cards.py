@@ -80,6 +80,8 @@ NOTHING_KNOWN = ModelCard()
 def together(cards: Iterable[ModelCard]) -> ModelCard:
     """Make a card that holds whichever of several backends answers, as far as is known of each."""
     cards = list(cards)
+    if len(cards) == 1:
+        return cards[0]
     names = [name for name in CAPABILITIES if any(name in card.capabilities for card in cards)]
     return ModelCard(
         min([card.context for card in cards if card.context], default=None),
@@ -100,7 +102,8 @@ def read(found: object, model: str) -> ModelCard:
 def _entry(entries: list[object], model: str) -> dict[str, Any]:
     """The model's own entry, or the only one that is no adapter's."""
     known = [each for each in entries if isinstance(each, dict)]
-    named = [each for each in known if {each.get("id"), each.get("name")} & {model, f"{model}:latest"}]
+    own = (model, f"{model}:latest")  # Ollama's tag
+    named = [each for each in known if each.get("id") in own or each.get("name") in own]
     bases = [each for each in known if not each.get("parent")]
     return named[0] if named else bases[0] if len(bases) == 1 else {}
 

@@ -53,7 +53,6 @@ from anvil_mux.errors import (
 )
 from anvil_mux.multiplexer.multiplexer import Lease, Multiplexer, Tend
 from anvil_mux.protocol import api, http1, naming
-from anvil_mux.protocol.cards import NOTHING_KNOWN
 from anvil_mux.protocol.completions import TWO_STAGE_PATHS, finite
 from anvil_mux.proxy.access import FallbackStep
 from anvil_mux.proxy.attempt import Attempt
@@ -143,7 +142,7 @@ class Dispatcher:
         query, model = question.context.request.query, question.target.model
         if question.context.route.path != "/props" or ("autoload=" in query and naming.may_load(query)):
             return b""
-        card = self._mux.overview.cards().get(model, NOTHING_KNOWN)
+        card = self._mux.overview.card(model)
         is_to_ask = card.context is None or self._mux.overview.is_ready(model)
         return b"" if is_to_ask else api.props(model, card)
 

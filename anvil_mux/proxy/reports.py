@@ -212,7 +212,7 @@ class Lists:
         context = reply.context
         name = ollama.name_in(parse(read_json(context, reply.client)))
         model = reply.record.model = context.access.find(name, api=context.api, key=context.key).model
-        card = self._mux.overview.cards().get(model, NOTHING_KNOWN)
+        card = self._mux.overview.card(model)
         reply.whole(200, [JSON], ollama.show(model, self._started, card))
 
     def _offered(self, context: RequestContext) -> list[Offered]:
@@ -230,7 +230,8 @@ class Lists:
         whichever does.
         """
         access, found = context.access, dict[str, tuple[str, ModelCard]]()
-        any_of, cards = access.config.any_of, self._mux.overview.cards()
+        any_of = access.config.any_of
+        cards = self._mux.overview.cards() if any_of else {}
         states = {m.model: m.offered_state for m in self._mux.overview.status().models} if any_of else {}
         for name in any_of:
             models = [access.meant(each).model for each in access.choices(name, context.key)]

@@ -131,7 +131,8 @@ def test_the_length_is_told_by_every_name_that_clients_look_for() -> None:
 
 def test_what_a_model_can_do_is_told_where_it_is_known() -> None:
     said = entry(SEES)
-    assert said["capabilities"] == ["tools", "vision"]
+    assert said["capabilities"] == ["completion", "tools", "vision"]
+    assert entry(EMBEDS)["capabilities"] == ["embeddings"]
     assert said["architecture"] == {"input_modalities": ["text", "image"], "output_modalities": ["text"]}
     assert entry(EMBEDS)["architecture"]["output_modalities"] == ["embeddings"]
     assert "capabilities" not in entry(SEES, anthropic=True)

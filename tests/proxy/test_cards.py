@@ -56,7 +56,7 @@ def test_clients_of_anthropic_get_no_list_where_they_look_for_an_object(make_rig
     shown = entries(rig, extra=b"anthropic-version: 2023-06-01\r\n")["a"]
     assert shown["max_input_tokens"] == 4096
     assert "capabilities" not in shown
-    assert entries(rig)["a"]["capabilities"] == ["tools"]
+    assert entries(rig)["a"]["capabilities"] == ["completion", "tools"]
 
 
 def test_settings_win_and_show_before_the_first_load(make_rig: Callable[..., Rig]) -> None:
@@ -65,7 +65,7 @@ def test_settings_win_and_show_before_the_first_load(make_rig: Callable[..., Rig
     rig.mux.overview.note_card(CardRead("a", "d", SAID))
     rig.mux.overview.note_card(CardRead("a-2", "d", ModelCard(2048, {"vision": True})))
     shown = entries(rig)["a"]
-    assert (shown["context_length"], shown["capabilities"]) == (1024, ["vision"])
+    assert (shown["context_length"], shown["capabilities"]) == (1024, ["completion", "vision"])
 
 
 def test_presets_have_their_models_card_and_any_of_what_holds_for_each(make_rig: Callable[..., Rig]) -> None:
