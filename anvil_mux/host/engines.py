@@ -33,8 +33,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar
+from urllib.parse import quote
 
 import requests
 
@@ -50,6 +51,8 @@ from anvil_mux.host.engine_client import (
     option_values,
 )
 from anvil_mux.host.seam import LoadStage
+from anvil_mux.protocol import cards, foreign
+from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.protocol.completions import count
 
 FIRST_PAUSE = 0.01
@@ -74,6 +77,8 @@ a second, so the last pause is longer than that: each look is an answer, too.
 UNKNOWN = 2
 """The level to wake from where it is not known: weights read anew are right in any case."""
 ADAPTER_ROUTE = "/v1/load_lora_adapter"
+CARD_BYTES = 1 << 20
+"""The most that is read of what an engine says of its model: with its template, licence and tensors."""
 
 
 # How engines sleep
@@ -243,6 +248,7 @@ ENGINES: dict[str, Engine] = {
     "openai": Engine(must_have_health=False),
     "vllm": Engine(
         sleeps=Vllm(),
+        enabled_by=(("--enable-auto-tool-choice", "tools"), ("--reasoning-parser", "thinking")),
         at_once_words=("--max-num-seqs",),
         control=_routes(
             """/sleep /wake_up /is_sleeping /pause /resume /is_paused /abort_requests /collective_rpc
@@ -256,6 +262,8 @@ ENGINES: dict[str, Engine] = {
         port=USUAL_PORTS["sglang"],
         at_once_words=("--max-running-requests",),
         alive="/v1/models",  # at its health route it generates a token
+        describes=("GET /v1/models", "GET /model_info"),
+        enabled_by=(("--tool-call-parser", "tools"), ("--reasoning-parser", "thinking")),
         shown=_routes("/health /metrics /v1/models /model_info /get_model_info"),
         control=_routes(
             """/release_memory_occupation /resume_memory_occupation /pause_generation /continue_generation
@@ -269,6 +277,11 @@ ENGINES: dict[str, Engine] = {
         sleeps=LlamaCpp(),
         port=USUAL_PORTS["llamacpp"],
         names_file=True,
+        describes=("GET /props?autoload=false&model=%s",),
+        enabled_by=(
+            *((word, "embeddings") for word in ("--embedding", "--embeddings", "LLAMA_ARG_EMBEDDINGS")),
+            *((word, "reranking") for word in ("--rerank", "--reranking", "LLAMA_ARG_RERANKING")),
+        ),
         slots="/slots",
         at_once=4,
         at_once_words=("-np", "--parallel", "LLAMA_ARG_N_PARALLEL"),
@@ -282,6 +295,7 @@ ENGINES: dict[str, Engine] = {
         at_once=1,
         at_once_words=("OLLAMA_NUM_PARALLEL",),
         health="/",
+        describes=("GET /api/ps", "POST /api/show"),  # the length that it gave it, and what it can do
         shown=_routes("/api/tags /api/version /v1/models"),
         loads_at_first_request=True,
         control=_routes("/api/pull /api/push /api/create /api/copy /api/delete /api/blobs/ /api/ps"),
@@ -289,6 +303,7 @@ ENGINES: dict[str, Engine] = {
     "tabbyapi": Engine(
         port=USUAL_PORTS["tabbyapi"],
         models="/v1/model",
+        describes=("GET /v1/model",),
         shown=_routes("/health /v1/model /v1/models"),
         control=_routes("/v1/model/ /v1/lora/ /v1/template/ /v1/sampling/ /v1/download /v1/auth/ /v1/token/"),
     ),
@@ -457,6 +472,24 @@ def probe(backend: Backend, url: str) -> None:
             raise client.complaint("a request for one token", error) from None
     if flaw:
         raise BackendError(flaw.why)
+
+
+def model_card(backend: Backend, url: str) -> ModelCard:
+    """Ask the engine for its model's card; what it does not answer within a few seconds is not known."""
+    service = backend.service
+    words = {*dict(service.environment), *(word.partition("=")[0] for word in service.command)}
+    with _within(LOOK_TIMEOUT, backend, url) as client:
+        found = ModelCard(
+            capabilities={name: True for word, name in client.engine.enabled_by if word in words}
+        )
+        for question in client.engine.describes:
+            method, path = question.replace("%s", quote(client.model, safe="")).split(" ")
+            asked = {"model": client.model} if method == "POST" else None
+            with suppress(requests.RequestException, ValueError):
+                status, answer = client.ask(method, path, asked, most=CARD_BYTES)
+                if status < 300:
+                    found = found.over(cards.read(foreign.read(answer), client.model))
+    return found
 
 
 def await_notice(backend: Backend, url: str) -> None:

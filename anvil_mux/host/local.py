@@ -29,7 +29,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,7 @@ from anvil_mux.host.seam import (
     LOOPBACK,
     AnyNews,
     Awake,
+    CardRead,
     Evicted,
     Found,
     GpusSeen,
@@ -72,6 +74,7 @@ from anvil_mux.host.seam import (
 )
 from anvil_mux.host.starter import Detached
 from anvil_mux.host.weights import ReadAhead, weights_of
+from anvil_mux.protocol.cards import NOTHING_KNOWN
 from anvil_mux.state import state_folder, text_of, write_whole
 
 log = logging.getLogger(__name__)
@@ -147,6 +150,7 @@ class LocalHost:
         self._read_ahead = ReadAhead(self._weights, lambda *read: self._board.put(WeightsRead(*read)))
         self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
+        self._cards = CardReader(self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
         self._reads_gpus = bool(found.readings)
         self._is_to_monitor = False
@@ -163,6 +167,7 @@ class LocalHost:
         self._is_to_monitor = self._reads_gpus
         self._watch.start()
         self._load_logs.worker.start()
+        self._cards.worker.start()
         for backend in self._config.backends:
             self._prompts.tell(backend)
 
@@ -201,7 +206,10 @@ class LocalHost:
     def adopt(self, backend: Backend) -> Found:
         self._loads.pop(backend.name, None)
         self._backends[backend.name] = backend
-        return self._adopter.look(backend, self._urls.get(backend.name, ""))
+        found = self._adopter.look(backend, self._urls.get(backend.name, ""))
+        if isinstance(found, Awake):
+            self._cards.order(backend, found.url)
+        return found
 
     def ended(self, backend: Backend) -> str | None:
         return self._swapper.ended(backend)
@@ -240,6 +248,7 @@ class LocalHost:
         with self._read_ahead.pausing(), reading:
             loaded = self._swapper.load(backend, level, number)
         self._loads[backend.name] = number
+        self._cards.order(backend, loaded.url)
         return loaded
 
     def cancel(self, backend: Backend, number: int) -> None:
@@ -299,6 +308,7 @@ class LocalHost:
         self._read_ahead.order(())
         self._board.close()
         self._load_logs.worker.close()
+        self._cards.worker.close()
         self._gpu_monitor.worker.close()
         self._watch.close()
         self.runtime.close()
@@ -326,10 +336,36 @@ class LocalHost:
             self._board.put(ServiceEnded(name, why, tuple(lines), load))
 
 
+class CardReader:
+    """Asks engines that have just been loaded or adopted for their model cards: each once, one by one.
+
+    Nobody waits for that, and an engine that does not say it is not asked again before its next load.
+    """
+
+    def __init__(self, tell: Callable[[CardRead], object]) -> None:
+        self._tell = tell
+        self._due = deque[tuple[Backend, str]]()
+        self.worker = Worker("model-cards", self._turn, first=None)
+
+    def order(self, backend: Backend, url: str) -> None:
+        """Have the engine at ``url`` asked. Any thread; never blocks."""
+        self._due.append((backend, url))
+        self.worker.wake()
+
+    def _turn(self) -> float | None:
+        if not self._due:
+            return None
+        backend, url = self._due.popleft()
+        card = engines.model_card(backend, url)
+        if card != NOTHING_KNOWN:
+            self._tell(CardRead(backend.name, backend.description, card))
+        return 0.0
+
+
 class NewsBoard:
     """The news that any thread puts up, and one fetches.
 
-    Of the use of GPUs, of how far a load is and of prompts on disk only the last is kept. Beyond
+    Of the use of GPUs, how far a load is, prompts on disk and model cards only the last is kept. Beyond
     ``MOST_NEWS`` the oldest are forgotten: then nobody fetches any, as where a host serves a single command.
     """
 
@@ -374,6 +410,8 @@ def _subject(what: object) -> object:
             return "load", backend
         case PromptsKept(backend):
             return "prompts", backend
+        case CardRead(backend):
+            return "card", backend
     return None
 
 

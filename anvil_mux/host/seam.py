@@ -19,6 +19,7 @@ from anvil_mux.config.kinds import gib
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError
+from anvil_mux.protocol.cards import ModelCard
 
 LOOPBACK = "127.0.0.1"
 """The address of engines that only their own machine is to reach."""
@@ -239,6 +240,16 @@ class PromptsKept(NamedTuple):
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class CardRead:
+    """An engine was asked, after its load or its adoption, for its model card; the last news counts."""
+
+    backend: str
+    described: str
+    """The backend's ``description`` then: of another one it says nothing."""
+    card: ModelCard
+
+
 class WeightsRead(NamedTuple):
     """Weights of a backend were read into the page cache before its load."""
 
@@ -248,7 +259,7 @@ class WeightsRead(NamedTuple):
     seconds: float
 
 
-AnyNews = ServiceEnded | GpusSeen | LoadStage | PhaseTook | PromptsKept | WeightsRead
+AnyNews = ServiceEnded | GpusSeen | LoadStage | PhaseTook | PromptsKept | CardRead | WeightsRead
 """The things that may happen."""
 
 

@@ -29,7 +29,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
 from anvil_mux.host.hosts import AnyHost
-from anvil_mux.host.seam import Evicted
+from anvil_mux.host.seam import CardRead, Evicted
 from anvil_mux.scheduler.costs import Cost, Costs, Footprint, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
@@ -77,6 +77,7 @@ class SchedulerDriver:
         emit_leases: bool,
         costs: Iterable[Cost],
         footprints: Iterable[Footprint],
+        cards: Iterable[CardRead],
         close_idle: Callable[[EngineRun], object],
     ) -> None:
         self._host = host
@@ -108,6 +109,8 @@ class SchedulerDriver:
         """Backend -> what its log said last of a load, and when."""
         self.prompts: dict[str, KeptPrompts] = {}
         """Backend -> its prompts on disk, of those that keep some."""
+        self.cards = {each.backend: each for each in cards}
+        """Backend -> what its engine said last of its model."""
         self._changed = clock.condition(self.lock)
         self._jobs: deque[Job] = deque()
         self._ask_at = -FOREVER
@@ -312,7 +315,13 @@ class SchedulerDriver:
             known = dict(layout.settings.wanted)
             known |= {slot.name: slot.backend for slot in layout.slots}
             self.backends |= known
-            tables: tuple[dict[str, Any], ...] = (self.runs, self.loads, self.reported, self.prompts)
+            tables: tuple[dict[str, Any], ...] = (
+                self.runs,
+                self.loads,
+                self.reported,
+                self.prompts,
+                self.cards,
+            )
             for name in self.backends.keys() - known.keys():  # those that have left their GPUs for good
                 del self.backends[name]
                 for table in tables:

@@ -30,6 +30,7 @@ from anvil_mux.errors import (
     WaitedTooLong,
 )
 from anvil_mux.host.hosts import AnyHost
+from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuits, Permit
 from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, cut
 from anvil_mux.multiplexer.facts import Facts
@@ -195,6 +196,7 @@ class Multiplexer:
         log_leases: bool = True,
         costs: Iterable[Cost] = (),
         footprints: Iterable[Footprint] = (),
+        cards: Iterable[CardRead] = (),
         clock: Clock | None = None,
         has_heard: Callable[[tuple[str, int], float], bool] = lambda address, since: False,
         close_idle: Callable[[EngineRun], object] = lambda run: None,
@@ -208,6 +210,7 @@ class Multiplexer:
             emit_leases=log_leases,
             costs=costs,
             footprints=footprints,
+            cards=cards,
             close_idle=close_idle,
         )
         self.scheduler, self.tell = self._driver.scheduler, self._driver.tell

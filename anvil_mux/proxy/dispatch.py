@@ -123,6 +123,8 @@ class Dispatcher:
             reply.chosen = target.preset or target.model
         if translation and translation.unloads:
             self._answer_and_unload(question, reply)
+        elif known := self._props(question):
+            reply.whole(200, [JSON], known)
         elif not naming.may_load(question.context.request.query) and not self._mux.overview.is_ready(
             target.model
         ):
@@ -131,6 +133,18 @@ class Dispatcher:
             self._send_in_turn(question, reply)
         else:
             self._send(question, reply)
+
+    def _props(self, question: Question) -> bytes:
+        """The /props of a model that is not loaded, where it is asked for them; empty: its engine has to say.
+
+        Nothing is loaded to answer that, unless the client says that it wants to.
+        """
+        query, model = question.context.request.query, question.target.model
+        if question.context.route.path != "/props" or ("autoload=" in query and naming.may_load(query)):
+            return b""
+        card = self._mux.overview.card(model)
+        is_to_ask = card.context is None or self._mux.overview.is_ready(model)
+        return b"" if is_to_ask else api.props(model, card)
 
     def _answer_and_unload(self, question: Question, reply: Reply) -> None:
         """A question in Ollama's API after which the model is unloaded; it may ask for nothing else."""

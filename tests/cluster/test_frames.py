@@ -32,6 +32,7 @@ from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, Mu
 from anvil_mux.host.seam import (
     AnyNews,
     Awake,
+    CardRead,
     Evicted,
     Found,
     GpusSeen,
@@ -50,6 +51,7 @@ from anvil_mux.host.seam import (
     Unfit,
     WeightsRead,
 )
+from anvil_mux.protocol.cards import ModelCard
 from tests.seeds import seeds
 
 
@@ -128,6 +130,7 @@ TRUTHS = [
             HostNews(4, PhaseTook("a", "load", 0.25)),
             HostNews(5, PromptsKept("a", 1, 2, 3)),
             HostNews(6, WeightsRead("a", 1, 2.5)),
+            HostNews(7, CardRead("a", "d", ModelCard(4096, {"tools": True}))),
         ],
     ),
 ]

@@ -88,6 +88,7 @@ VALUES: list[Any] = [
         ["a", "b"],
         ["sleep", "stop"],
         ["stop", "nap"],
+        ["tools", "vision"],
         [["0"], ["1"]],
         ["/docs", "/sdapi/"],
     ),

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import (
+    CardRead,
     GpusSeen,
     HostNews,
     LoadStage,
@@ -17,11 +18,13 @@ from anvil_mux.host.seam import (
     ServiceEnded,
     WeightsRead,
 )
+from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.waits import LogProgress
 from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")
+CARD = CardRead("a", "d", ModelCard(4096, {"tools": True}))
 
 
 class Listener:
@@ -68,6 +71,8 @@ def test_each_kind_of_news_is_told_once() -> None:
         PromptsKept("a", 2, 900, 4096),
         WeightsRead("a", 4096, 0.5),
         WeightsRead("gone", 4096, 0.5),
+        CARD,
+        CardRead("gone", "d", ModelCard(4096)),
     )
     assert told == [
         ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
@@ -75,6 +80,7 @@ def test_each_kind_of_news_is_told_once() -> None:
         ("took", A, "load", 2.0, {}),
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
         ("read_ahead", A, 4096, 0.5, {}),
+        ("note_card", CARD, {}),
     ]
 
 
