@@ -116,13 +116,27 @@ class Questions:
     def _chosen(self, question: Question) -> Question:
         """The question for the one of several names that is to serve it, as things are at this moment."""
         context, before = question.context, question.target
-        rule = before.rules[0]
+        rule = self._of_earlier(question) or before.rules[0]
         if rule.when:
             rule = fitting(before.rules, _contents(question))
         name = self._mux.overview.choose(rule.models)
         found = _target(context, context.access.meant(name)._replace(rules=before.rules))
         target = replace(found, never_swaps=before.never_swaps, rules=(rule,))
         return replace(question, target=target)
+
+    def _of_earlier(self, question: Question) -> Rule | None:
+        """The model that has the answer which a question goes on from, if it is one of several and resident.
+
+        (What that answer was about, such as an image, does not stand in the question.)
+        """
+        context, body = question.context, question.body
+        if context.route.beat != "responses" or isinstance(body, Spool):
+            return None
+        if (kept := self._stored.find(previous_answer(body), context.key)) is None:
+            return None
+        names = names_in(question.target.rules)
+        own = [name for name in names if context.access.meant(name).model == kept.model][:1]
+        return Rule(tuple(own)) if own and self._mux.overview.is_ready(kept.model) else None
 
     def _read(self, context: RequestContext, client: Client) -> Question:
         route, query = context.route, context.request.query

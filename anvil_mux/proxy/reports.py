@@ -329,8 +329,9 @@ class Diagnosis:
             sentence = f"{first}{stop} {healthz.fallback_words(state['fallback'])}{line_end}{log}"
         if rule:
             more |= {"any_of": list(names_in(rules)), "chosen": chosen, "when": dict(rule.when)}
-            why = f" Here it is {chosen} ({rule.conditions or 'no condition'})." if len(rules) > 1 else ""
-            sentence = f"{name} stands for {words_of(rules)}.{why} {sentence}"
+            why = f" ({rule.conditions})" if rule.when else ""
+            here = f" For this request that is {chosen}{why}." if len(rules) > 1 else ""
+            sentence = f"{name} stands for {words_of(rules)}.{here} {sentence}"
         elif name != model:
             what = "a preset of" if access.meant(name).preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"

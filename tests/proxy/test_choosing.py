@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Keyring, load
 from anvil_mux.config.values import AnyOf, Preset, Rule
@@ -210,6 +211,18 @@ def test_a_reload_changes_the_rules(rig: Rig) -> None:
     assert chosen(ask(client, tools=[{}])) == "a; tools: true"
 
 
+def test_who_goes_on_from_an_answer_stays_with_the_model_that_has_it(make_rig: Callable[..., Rig]) -> None:
+    rig = answering(make_rig, backends=(A, replace(B, gpus=("0",))))
+    said = b'{"id":"resp_1"}'
+    rig.engine.answer = lambda _: OK.replace(b"%d" % len(CHAT), b"%d" % len(said)).replace(CHAT, said)
+    image = [{"role": "user", "content": [{"type": "input_image"}]}]
+    assert chosen(ask(rig.client(), "/v1/responses", input=image)) == "a; images: true"
+    goes_on = {"input": "What is to be seen there?", "previous_response_id": "resp_1"}
+    assert chosen(ask(rig.client(), "/v1/responses", **goes_on)) == "a"
+    assert chosen(ask(rig.client(), "/v1/responses", input="hi")) == "b"  # a is evicted, and has lost it
+    assert chosen(ask(rig.client(), "/v1/responses", **goes_on)) == "b"
+
+
 # Keys
 
 
@@ -262,14 +275,24 @@ def test_why_says_which_rule_would_choose(rig: Rig) -> None:
     client = rig.client()
     why = client.json(b"/why?model=auto")
     assert why["sentence"].startswith(
-        "auto stands for a if images: true, else b. Here it is b (no condition). A request for b"
+        "auto stands for a if images: true, else b. For this request that is b. A request for b"
     )
     why = client.json(b"/why?model=auto&with=images,tools&tokens=9")
     assert (why["model"], why["chosen"], why["when"]) == ("a", "a", {"images": True})
     assert why["sentence"].startswith(
-        "auto stands for a if images: true, else b. Here it is a (images: true). A request for a"
+        "auto stands for a if images: true, else b. For this request that is a (images: true). A request"
     )
     assert client.get(b"/why?model=auto&with=video").status == 400
+
+
+def test_the_command_why_asks_for_it(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{rig.address[1]}"
+    assert main(["why", "auto", "--with", "tools,images", "--url", url]) == 0
+    assert "For this request that is a (images: true)." in capsys.readouterr().out
+    assert main(["why", "auto", "--url", url]) == 0
+    assert "For this request that is b." in capsys.readouterr().out
+    assert main(["ps", "--url", url]) == 0
+    assert "auto: a if images: true, else b" in capsys.readouterr().out.splitlines()
 
 
 def test_explain_says_it_by_the_same_header(rig: Rig) -> None:
