@@ -176,7 +176,7 @@ class Rule(NamedTuple):
     @property
     def conditions(self) -> str:
         """The conditions, as a file has them; "" for none."""
-        return as_yaml(dict(self.when))[1:-1] if self.when else ""
+        return ", ".join([f"{name}: {str(wanted).lower()}" for name, wanted in self.when])
 
     @property
     def words(self) -> str:

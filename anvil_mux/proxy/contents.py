@@ -7,7 +7,7 @@ already, in OpenAI's words.
 APIs differ in where a part of a message stands and in what it is called. So any object in a conversation, or
 in what a tool gave back, counts by its ``type`` and by its keys. How long a prompt is, nobody knows without
 the tokenizer of the model that is still to be chosen: its bytes are taken for tokens as routing does at
-first, and each value has one more for what stands around it. Images and audio have no more than that.
+first, and each value has one more for what stands around it. Images, audio and files have no more than that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ IMAGES = frozenset(
 """The types, or keys, of parts that a model must be able to see."""
 AUDIO = frozenset(("audio", "audio_url", "input_audio"))
 """The types, or keys, of parts that it must be able to hear."""
-_MEDIA = IMAGES | AUDIO
+_NO_TEXT = IMAGES | AUDIO | {"base64", "file_data"}
+"""The types, or keys, of what is no text, however long."""
 _CONVERSATION = ("system", "messages", "input", "prompt")
 """The fields of bodies, of all APIs, in which such parts may stand."""
 
@@ -91,7 +92,7 @@ def _tokens(body: Mapping[str, Any]) -> int:
             size += len(each.encode("utf-8", "surrogatepass"))
         elif isinstance(each, list):
             left += each
-        elif isinstance(each, dict) and _MEDIA.isdisjoint(_kinds(each)):
+        elif isinstance(each, dict) and _NO_TEXT.isdisjoint(_kinds(each)):
             size += sum(map(len, each))
             left += each.values()
     return round(size / prefix.BYTES_PER_TOKEN) + values

@@ -269,12 +269,14 @@ def fitting(rules: tuple[Rule, ...], contents: Contents) -> Rule:
 
 
 def _contents(question: Question) -> Contents:
-    route = question.context.route
+    route, body = question.context.route, question.body
     if question.translation:
         return in_json(question.translation.question)
-    if isinstance(question.body, Spool) or route.model_in not in ("json", "path"):
+    if route.model_in == "multipart":
         return in_form(route)
-    return in_json(parse(question.body))
+    if isinstance(body, Spool) or route.model_in not in ("json", "path"):
+        return Contents()
+    return in_json(parse(body))
 
 
 def resolve(context: RequestContext, named: str | None) -> str:
