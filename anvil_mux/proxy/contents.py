@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anvil_mux.config.values import Rule, When
+from anvil_mux.errors import BadRequest
 from anvil_mux.protocol.api import Route
 from anvil_mux.routing import prefix
 
@@ -55,6 +56,15 @@ def in_json(body: Mapping[str, Any]) -> Contents:
 def in_form(route: Route) -> Contents:
     """The contents of a form, by where it is sent: its file is an image to change, or sound to write down."""
     return Contents(images="/images/" in route.path, audio="/audio/" in route.path)
+
+
+def chosen_by(rules: Sequence[Rule], contents: Contents) -> Rule:
+    """The rule that chooses for a request; BadRequest if none does."""
+    rule = first_fit(rules, contents)
+    if rule is None:
+        needed = "; or ".join(rule.conditions for rule in rules)
+        raise BadRequest(f"no model of this name takes such a request: it would need {needed}", param="model")
+    return rule
 
 
 def first_fit(rules: Sequence[Rule], contents: Contents) -> Rule | None:

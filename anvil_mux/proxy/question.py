@@ -27,7 +27,7 @@ from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext
 from anvil_mux.proxy.client import Client, Spool
-from anvil_mux.proxy.contents import Contents, first_fit, in_form, in_json
+from anvil_mux.proxy.contents import Contents, chosen_by, in_form, in_json
 
 SESSIONS = "/v1/realtime/"
 """How the paths begin at which a session is described, which may name a model within."""
@@ -118,7 +118,7 @@ class Questions:
         context, before = question.context, question.target
         rule = self._of_earlier(question) or before.rules[0]
         if rule.when:
-            rule = fitting(before.rules, _contents(question))
+            rule = chosen_by(before.rules, _contents(question))
         name = self._mux.overview.choose(rule.models)
         found = _target(context, context.access.meant(name)._replace(rules=before.rules))
         target = replace(found, never_swaps=before.never_swaps, rules=(rule,))
@@ -257,15 +257,6 @@ def _never_swaps(request: http1.Request) -> bool:
     if value not in (b"never", b"allowed"):
         raise BadRequest("X-Anvil-Swap must be never or allowed", param="X-Anvil-Swap")
     return value == b"never"
-
-
-def fitting(rules: tuple[Rule, ...], contents: Contents) -> Rule:
-    """The rule that chooses for a request; BadRequest if none does."""
-    rule = first_fit(rules, contents)
-    if rule is None:
-        needed = "; or ".join(rule.conditions for rule in rules)
-        raise BadRequest(f"no model of this name takes such a request: it would need {needed}", param="model")
-    return rule
 
 
 def _contents(question: Question) -> Contents:

@@ -27,9 +27,9 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.completions import finite, parse
 from anvil_mux.proxy.access import RequestContext
-from anvil_mux.proxy.contents import Contents, first_fit
+from anvil_mux.proxy.contents import Contents, chosen_by, first_fit
 from anvil_mux.proxy.operations import Reloads
-from anvil_mux.proxy.question import fitting, read_json
+from anvil_mux.proxy.question import read_json
 from anvil_mux.proxy.reply import JSON, TEXT, Capture, Reply
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.status import ModelState
@@ -303,7 +303,7 @@ class Diagnosis:
         if tokens is None:
             raise BadRequest("`tokens` is a whole number", param="tokens")
         rules = access.rules(name, reply.context.key)
-        rule = fitting(rules, _contents(query, tokens)) if rules else None
+        rule = chosen_by(rules, _contents(query, tokens)) if rules else None
         chosen = self._mux.overview.choose(rule.models) if rule else name
         model = self._mux.resolve(chosen)
         found = self._mux.overview.wait_estimate(model)
