@@ -99,7 +99,7 @@ def _check_files(given: argparse.Namespace) -> int:
         print()
     print_columns({key.upper(): cell for key, cell in _columns(config).items()}, config.backends)
     for name, choice in config.any_of.items():
-        print(f"{name}: any of {', '.join(choice.models)}{'' if choice.swaps else ', swap: never'}")
+        print(f"{name}: {choice.words}")
     print_diagnostics(diagnostics)
     for line in _gpu_lines(gpus):
         say(line)

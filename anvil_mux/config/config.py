@@ -594,8 +594,8 @@ class Config:
     any_of: dict[str, AnyOf] = _live(
         dict,
         ANY_OF,
-        "Names that stand for several models, in order of preference; one that is resident serves "
-        "(see policies.md).",
+        "Names that stand for several models: the first whose conditions fit a request serves it, and among "
+        "equals one that is resident (see policies.md).",
         shown="",
         page="policies.md#any-model-that-is-loaded-any_of",
     )

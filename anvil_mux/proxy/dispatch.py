@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from anvil_mux.config.values import names_in
 from anvil_mux.errors import (
     BackendError,
     BadRequest,
@@ -119,8 +120,9 @@ class Dispatcher:
     def answer(self, question: Question, reply: Reply) -> None:
         """Answers ``question`` from the engine of its model; MuxError if that comes to nothing."""
         target, translation = question.target, question.translation
-        if target.choices:
-            reply.chosen = target.preset or target.model
+        for rule in target.rules:
+            name = target.preset or target.model
+            reply.chosen = f"{name}; {rule.conditions}" if rule.when else name
         if translation and translation.unloads:
             self._answer_and_unload(question, reply)
         elif known := self._props(question):
@@ -254,7 +256,7 @@ class Dispatcher:
     def _nothing_resident(self, question: Question) -> NothingResident:
         """The error of a request that may force no swap, with the models that are resident for its key."""
         context, target = question.context, question.target
-        wanted = " or ".join(target.choices or (target.preset or target.model,))
+        wanted = " or ".join(names_in(target.rules) or (target.preset or target.model,))
         ready = [name for name in self._mux.overview.residents() if context.access.may_use(context.key, name)]
         text = f"{wanted} is not loaded, and this request does not allow a swap (swap: never)."
         there = f"Resident: {', '.join(ready)}." if ready else "No model is resident."

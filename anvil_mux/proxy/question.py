@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
-from anvil_mux.config.values import Preset
+from anvil_mux.config.values import Preset, Rule, names_in
 from anvil_mux.errors import BadRequest, Forbidden, NotFound, UnknownModel
 from anvil_mux.host.engines import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -27,6 +27,7 @@ from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext
 from anvil_mux.proxy.client import Client, Spool
+from anvil_mux.proxy.contents import Contents, chosen_by, in_form, in_json
 
 SESSIONS = "/v1/realtime/"
 """How the paths begin at which a session is described, which may name a model within."""
@@ -55,8 +56,9 @@ class Target:
     """The preset that they name, if they name one."""
     never_swaps: bool = False
     """Whether they may force no swap: what is ready serves them, or nothing does."""
-    choices: tuple[str, ...] = ()
-    """The models of which any serves them, in order of preference, where their name stands for several."""
+    rules: tuple[Rule, ...] = ()
+    """The rules by which their model is chosen, where their name stands for several; once it is, the one that
+    chose it."""
     chain: FallbackChain = ()
     """The models that they go to in turn, if the model has fallbacks."""
 
@@ -109,14 +111,32 @@ class Questions:
     def read(self, context: RequestContext, client: Client) -> Question:
         """Read body and model of a request; BadRequest, NotFound, UnknownModel. To be closed."""
         question = self._read(context, client)
-        return self._chosen(question) if question.target.choices else question
+        return self._chosen(question) if question.target.rules else question
 
     def _chosen(self, question: Question) -> Question:
         """The question for the one of several names that is to serve it, as things are at this moment."""
         context, before = question.context, question.target
-        name = self._mux.overview.choose(before.choices)
-        found = _target(context, context.access.meant(name)._replace(choices=before.choices))
-        return replace(question, target=replace(found, never_swaps=before.never_swaps))
+        rule = self._of_earlier(question) or before.rules[0]
+        if rule.when:
+            rule = chosen_by(before.rules, _contents(question))
+        name = self._mux.overview.choose(rule.models)
+        found = _target(context, context.access.meant(name)._replace(rules=before.rules))
+        target = replace(found, never_swaps=before.never_swaps, rules=(rule,))
+        return replace(question, target=target)
+
+    def _of_earlier(self, question: Question) -> Rule | None:
+        """The model that has the answer which a question goes on from, if it is one of several and resident.
+
+        (What that answer was about, such as an image, does not stand in the question.)
+        """
+        context, body = question.context, question.body
+        if context.route.beat != "responses" or isinstance(body, Spool):
+            return None
+        if (kept := self._stored.find(previous_answer(body), context.key)) is None:
+            return None
+        names = names_in(question.target.rules)
+        own = [name for name in names if context.access.meant(name).model == kept.model][:1]
+        return Rule(tuple(own)) if own and self._mux.overview.is_ready(kept.model) else None
 
     def _read(self, context: RequestContext, client: Client) -> Question:
         route, query = context.route, context.request.query
@@ -224,8 +244,8 @@ def _target(context: RequestContext, found: Named, named: str | None = None) -> 
         unchanged_at=backend if unchanged else None,
         preset=found.preset,
         never_swaps=_never_swaps(context.request) or not (found.swaps and (key is None or key.swaps)),
-        choices=found.choices,
-        chain=access.chain(key, model, found.choices),
+        rules=found.rules,
+        chain=access.chain(key, model, names_in(found.rules)),
     )
 
 
@@ -237,6 +257,17 @@ def _never_swaps(request: http1.Request) -> bool:
     if value not in (b"never", b"allowed"):
         raise BadRequest("X-Anvil-Swap must be never or allowed", param="X-Anvil-Swap")
     return value == b"never"
+
+
+def _contents(question: Question) -> Contents:
+    route, body = question.context.route, question.body
+    if question.translation:
+        return in_json(question.translation.question)
+    if route.model_in == "multipart":
+        return in_form(route)
+    if isinstance(body, Spool) or route.model_in not in ("json", "path"):
+        return Contents()
+    return in_json(parse(body))
 
 
 def resolve(context: RequestContext, named: str | None) -> str:
@@ -356,7 +387,7 @@ def _check_session(context: RequestContext, aim: Target, named: str | None, body
     UnknownModel.
     """
     key, backends = context.key, context.access.config.backends
-    models = {aim.model, *aim.choices, *(step.model for step in aim.chain)}
+    models = {aim.model, *names_in(aim.rules), *(step.model for step in aim.chain)}
     if key is None or key.admin or not any(each.url and each.model in models for each in backends):
         return
     there = names_there(context.access, key, aim.model)

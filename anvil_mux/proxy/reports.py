@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, unquote
 from anvil_mux import __version__
 from anvil_mux.clock import count_in, mistakes
 from anvil_mux.config.kinds import read_seconds
+from anvil_mux.config.values import names_in, words_of
 from anvil_mux.errors import BadRequest, CircuitOpen, NotFound, UnknownModel
 from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -26,6 +27,7 @@ from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard, together
 from anvil_mux.protocol.completions import finite, parse
 from anvil_mux.proxy.access import RequestContext
+from anvil_mux.proxy.contents import Contents, chosen_by, first_fit
 from anvil_mux.proxy.operations import Reloads
 from anvil_mux.proxy.question import read_json
 from anvil_mux.proxy.reply import JSON, TEXT, Capture, Reply
@@ -134,10 +136,14 @@ class Probes:
         }
 
     def _any_of(self) -> dict[str, dict[str, object]]:
-        """The names that stand for several models, and the one that would serve now."""
-        choose = self._mux.overview.choose
-        found = self._mux.overview.any_of().items()
-        return {name: {**each.to_json(), "serves": choose(each.models)} for name, each in found}
+        """The names that stand for several models, and the one that would serve a plain request now."""
+        told: dict[str, dict[str, object]] = {}
+        for name, each in self._mux.overview.any_of().items():
+            rule = first_fit(each.rules, Contents())
+            serves = self._mux.overview.choose(rule.models) if rule else None
+            words = each.words if each.has_conditions else f"{each.words}; now {serves}"
+            told[name] = {**each.to_json(), "words": words, "serves": serves}
+        return told
 
     def _external_states(self) -> dict[str, dict[str, object]]:
         """Model -> the part of its state that the scheduler does not know; see ``healthz.external_state``."""
@@ -182,7 +188,7 @@ class Lists:
         if not name:
             return self.models(reply)
         meant = context.access.find(name, api=context.api, key=context.key)
-        if meant.choices:
+        if meant.rules:
             entries = [entry for entry in self._choices(context) if entry["id"] == name]
         else:
             wanted = (meant.model, meant.preset)
@@ -234,7 +240,8 @@ class Lists:
         cards = self._mux.overview.cards() if any_of else {}
         states = {m.model: m.offered_state for m in self._mux.overview.status().models} if any_of else {}
         for name in any_of:
-            models = [access.meant(each).model for each in access.choices(name, context.key)]
+            names = names_in(access.rules(name, context.key))
+            models = [access.meant(each).model for each in names]
             own = [states[model] for model in models if model in states]
             if own:
                 card = together([cards[model] for model in models if model in cards])
@@ -319,11 +326,13 @@ class Diagnosis:
     def why(self, reply: Reply) -> None:
         access = reply.context.access
         name, query = _named(reply.context)
-        choices = access.choices(name, reply.context.key)
-        model = self._mux.resolve(self._mux.overview.choose(choices) if choices else name)
         tokens = count_in(query.get("tokens", ["0"])[-1])
         if tokens is None:
             raise BadRequest("`tokens` is a whole number", param="tokens")
+        rules = access.rules(name, reply.context.key)
+        rule = chosen_by(rules, _contents(query, tokens)) if rules else None
+        chosen = self._mux.overview.choose(rule.models) if rule else name
+        model = self._mux.resolve(chosen)
         found = self._mux.overview.wait_estimate(model)
         stages = self._mux.overview.explain(model, Work(tokens=tokens), staged=True)
         if found.verdict == "served" and not all(
@@ -345,9 +354,11 @@ class Diagnosis:
             first, line_end, log = sentence.partition("\n")  # below it are lines of the engine's log
             stop = "" if first.endswith(".") else "."
             sentence = f"{first}{stop} {healthz.fallback_words(state['fallback'])}{line_end}{log}"
-        if choices:
-            more["any_of"] = list(choices)
-            sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"
+        if rule:
+            more |= {"any_of": list(names_in(rules)), "chosen": chosen, "when": dict(rule.when)}
+            why = f" ({rule.conditions})" if rule.when else ""
+            here = f" For this request that is {chosen}{why}." if len(rules) > 1 else ""
+            sentence = f"{name} stands for {words_of(rules)}.{here} {sentence}"
         elif name != model:
             what = "a preset of" if access.meant(name).preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
@@ -360,6 +371,14 @@ class Diagnosis:
         except CircuitOpen as error:
             return found.refused(error.message)
         return found._replace(because=f"{server} answers for it.") if found.verdict == "served" else found
+
+
+def _contents(query: Mapping[str, Sequence[str]], tokens: int) -> Contents:
+    """The contents of the request that the query is about: ``with=images,tools``."""
+    said = set(",".join(query.get("with", ())).split(",")) - {""}
+    if unknown := said - {"images", "audio", "tools"}:
+        raise BadRequest(f"`with` names images, audio or tools, not {unknown.pop()}", param="with")
+    return Contents(images="images" in said, audio="audio" in said, tools="tools" in said, tokens=tokens)
 
 
 def _named(context: RequestContext) -> tuple[str, dict[str, list[str]]]:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.values import AnyOf
+from anvil_mux.config.values import AnyOf, Rule
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.demo import compose
@@ -539,7 +539,7 @@ def test_a_model_is_tried_as_it_comes_and_all_at_once(mux: Running, page: Chromi
 
 
 def test_a_name_for_several_models_is_shown_and_can_be_tried(opened: Opened) -> None:
-    rig, page = opened("a", any_of={"chat": AnyOf(("org/b", "a"))})
+    rig, page = opened("a", any_of={"chat": AnyOf((Rule(("org/b", "a")),))})
     page.wait("document.getElementById('choices').textContent === 'chat: any of org/b, a; now a'")
     page.ask("document.getElementById('try-text').value = 'x', null")
     page.ask("document.getElementById('try-model').value = 'chat', null")

@@ -186,7 +186,7 @@ _SETTINGS: dict[str, Any] = {
         "store": "redis://127.0.0.1:1/0",
         "policies": {f"my_{name}": policy for name, policy in yaml.safe_load(_SHIPPED.read_text()).items()},
     },
-    "any_of": {"either": ["a", "b"]},
+    "any_of": {"either": ["a", {"model": ["b"], "when": {"images": True, "tokens_over": 9}}]},
     "hooks": [
         {"on": ["ready"], "run": ["true"], "timeout": 5},
         {"on": "ready", "url": "http://127.0.0.1:1/x"},
