@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Set
 from types import MappingProxyType
 
-from anvil_mux.errors import Cancelled, LoadError, UnknownModel
+from anvil_mux.errors import Cancelled, LoadError, Overloaded, UnknownModel
 from anvil_mux.scheduler.events import ADOPTED, UNLOADED, Cause, Event, Leaving, ending
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
@@ -20,6 +20,10 @@ from anvil_mux.scheduler.slot import LOADING, TRANSITIONS, Slot
 from anvil_mux.scheduler.steps import NO_USAGE, Crash, FoundBackend, Ticket, TokenUsage
 from anvil_mux.scheduler.upkeep import Upkeep
 
+HINT_SECONDS = 60.0
+"""How long a hint holds, and what was loaded for one is not evicted for another."""
+MOST_HINTS = 32
+"""The most models that are hinted at at once."""
 INCOMPLETE = Cause("incomplete")
 NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
@@ -79,7 +83,7 @@ class GroupFacts(Upkeep):
 
         It does where swaps are held back if the policy says so, if there is a choice of victims, or if a
         drain, memory or another replica may depend on it; and at the end of a drain, and where a ttl or the
-        return of a home backend begins.
+        return of a home backend begins, or a hint may wait for it.
         """
         if self.deferred:
             if self.swaps or self.idlers or self.routed or self.memory.budget is not None:
@@ -90,7 +94,7 @@ class GroupFacts(Upkeep):
         if slot.holders:
             return False
         comes_back = bool(self.homes) and not slot.backend.home
-        return slot.state == "draining" or slot.ttl is not None or comes_back
+        return slot.state == "draining" or slot.ttl is not None or comes_back or bool(self.common.hints)
 
     # Before this program came
 
@@ -389,6 +393,7 @@ class GroupFacts(Upkeep):
             slot.unloaded = True
         ready = [slot for slot in slots if slot.state == "ready"]
         given_up = self._give_up_load(model, is_ready, now)
+        self.common.hints.pop(model.name, None)
         for slot in ready:
             self.begin_eviction(slot, now, UNLOADED)
         standby = [] if is_ready else [slot for slot in slots if self.may_be_stopped(slot)]
@@ -427,6 +432,20 @@ class GroupFacts(Upkeep):
             model.unload_when_idle = True
             return False
         return self.unload(model, now)
+
+    def hint(self, model: Model, now: float) -> None:
+        """A client will ask for ``model`` soon; Overloaded if too many such hints are pending.
+
+        It holds for ``HINT_SECONDS``, and is forgotten once the model is resident or coming, or asked for.
+        """
+        hints = self.common.hints
+        for name in [name for name, since in hints.items() if now >= since + HINT_SECONDS]:
+            del hints[name]
+        if model.name in hints or model.ready or model.is_coming:
+            return
+        if len(hints) >= MOST_HINTS:
+            raise Overloaded(f"Hints for {MOST_HINTS} models are pending already; no more are kept.")
+        hints[model.name] = now
 
     def pin(self, model: Model, now: float, *, pinned: bool) -> None:
         """Keep ``model``, once it is resident, from being evicted for others; or do so no longer."""

@@ -16,8 +16,8 @@ backend in standby:
 * A backend that made way for other programs comes back in the same way once they have left its GPUs for that
   long, where there is room.
 
-Two other such loads are begun elsewhere: one that wakes a backend on its way to a deeper standby level, and
-another replica of a busy model (group.py).
+Other such loads are begun elsewhere: one that wakes a backend on its way to a deeper standby level, and in
+group.py another replica of a busy model, and one that a client has hinted at.
 """
 
 from __future__ import annotations
@@ -167,14 +167,17 @@ class Upkeep(Swaps):
     def begin_preload(self, now: float) -> bool:
         """Begin the next load for which no request waits; whether there is any."""
         found = self._next_preload(now) or self._next_return(now)
-        if found is None:
-            return False
+        if found:
+            self.preload(found, now)
+        return found is not None
+
+    def preload(self, found: Preload, now: float) -> None:
+        """Begin a preload, or the evictions of its victims."""
         for victim in found.victims:
             severs = Cause("evicted", found.target.model)
             self.begin_eviction(victim, now, found.cause, severs=severs)
         if not found.victims:
             self.begin(found.target, [], now, found.cause, preload=True)
-        return True
 
     def _next_preload(self, now: float) -> Preload | None:
         """The next preload; backends for which there is no room any more are passed over.
