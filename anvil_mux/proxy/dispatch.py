@@ -59,7 +59,7 @@ from anvil_mux.proxy.access import FallbackStep
 from anvil_mux.proxy.attempt import Attempt
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.exchange import BrokenOff, EngineUnreachable, Failed, Relay, Unanswered
-from anvil_mux.proxy.question import Question, StoredResponses, previous_answer, retarget
+from anvil_mux.proxy.question import Question, StoredResponses, heed_hint, previous_answer, retarget
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
@@ -230,6 +230,7 @@ class Dispatcher:
         try:  # as `with lease` does, in half the time
             record.waited += lease.waited
             record.backend = lease.backend.name
+            heed_hint(self._mux, context)  # not before: its own model stays while it has this lease
             reply.routed, record.foreseen = (_chosen(lease), lease.foreseen) if lease.why else ("", None)
             if lease.backend.url:
                 lease.permit = self._mux.circuits.begin(lease.backend.name)

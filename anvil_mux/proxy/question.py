@@ -12,6 +12,7 @@ answer, and says so.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -20,19 +21,21 @@ from typing import NamedTuple
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
 from anvil_mux.config.values import Preset, Rule, names_in
-from anvil_mux.errors import BadRequest, Forbidden, NotFound, UnknownModel
+from anvil_mux.errors import BadRequest, Forbidden, MuxError, NotFound, UnknownModel
 from anvil_mux.host.engines import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext
 from anvil_mux.proxy.client import Client, Spool
-from anvil_mux.proxy.contents import Contents, chosen_by, in_form, in_json
+from anvil_mux.proxy.contents import Contents, chosen_by, first_fit, in_form, in_json
 
 SESSIONS = "/v1/realtime/"
 """How the paths begin at which a session is described, which may name a model within."""
 SWAP = b"x-anvil-swap"
 """The header by which a request says whether it may force a swap: never, or allowed."""
+WARM = b"x-anvil-warm"
+"""The header by which a client says which model it will ask for next."""
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
 MOST_ANSWERS = 10_000
@@ -43,6 +46,8 @@ _PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(re
 _FIRST_EVENT_BYTES = 64 * 1024
 
 QuestionBody = bytes | bytearray | Spool
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -273,6 +278,34 @@ def _contents(question: Question) -> Contents:
 def resolve(context: RequestContext, named: str | None) -> str:
     """The one model that a client's name stands for; BadRequest if it stands for several."""
     return context.access.find_one(named, api=context.api, key=context.key)
+
+
+def hint(mux: Multiplexer, context: RequestContext, named: str) -> str:
+    """Have the model preloaded for which a client's name stands, if nobody is in the way, and return it.
+
+    MuxError if its key may not use it, or may have nothing loaded.
+    """
+    found = context.access.find(named, api=context.api, key=context.key)
+    if not found.swaps or not (context.key is None or context.key.swaps):
+        raise Forbidden(f"nothing is loaded for {named} at the word of this client (swap: never)")
+    if found.rules:
+        # What the request will contain is not known yet.
+        rule = first_fit(found.rules, Contents())
+        name = mux.overview.choose(rule.models) if rule else resolve(context, named)
+        found = context.access.meant(name)
+    mux.tell(mux.scheduler.hinted, found.model)
+    return found.model
+
+
+def heed_hint(mux: Multiplexer, context: RequestContext) -> None:
+    """Heed the hint in the header of a request, if there is one. No request fails for its hint."""
+    named = context.request.fields.get(WARM)
+    if named is None:
+        return
+    try:
+        hint(mux, context, named.decode("utf-8", "replace"))
+    except MuxError as error:
+        log.debug("request %s: X-Anvil-Warm is ignored: %s", context.id, error.message)
 
 
 def _from_json(context: RequestContext, client: Client) -> Question:

@@ -28,7 +28,7 @@ from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard, together
 from anvil_mux.protocol.completions import finite, parse
 from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.contents import Contents, chosen_by, first_fit
-from anvil_mux.proxy.operations import Reloads
+from anvil_mux.proxy.operations import OF_ONE, Reloads
 from anvil_mux.proxy.question import read_json
 from anvil_mux.proxy.reply import JSON, TEXT, Capture, Reply
 from anvil_mux.routing.routing import Work
@@ -37,7 +37,6 @@ from anvil_mux.scheduler.waits import WaitEstimate
 from anvil_mux.telemetry import healthz
 from anvil_mux.telemetry.accesslog import Served
 
-OF_ONE = "/v1/models/"
 LOG_LINES = 200
 MAX_LOG_LINES = 5000
 WEEK = "7d"

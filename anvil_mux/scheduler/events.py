@@ -65,7 +65,7 @@ FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
 """Causes of a state that a backend was found in, and no step has led to."""
 CLEARING = frozenset(("host_drained", "paused", "others_hold"))
 """Causes of an eviction after which nothing is loaded on the host, or on that GPU."""
-PRELOADS = frozenset(("preload", "missing_stage", "home", "gpu_given_back", "wake_to_demote"))
+PRELOADS = frozenset(("preload", "hinted", "missing_stage", "home", "gpu_given_back", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
 """Causes for which a request is severed to be sent to another replica."""
@@ -174,6 +174,7 @@ SENTENCES = DECISIONS | {
     "surplus": "its model is already loaded as often as `most` allows",
     "standby_full": "no room for standby level {way}",
     "preload": "preloaded before the first request",
+    "hinted": "preloaded because a client said that it will ask for it",
     "missing_stage": "preloaded because the other stage is loaded",
     "home": "home model, and its GPUs are idle",
     "gpu_given_back": "other programs have left its GPUs for {seconds:.0f} s",

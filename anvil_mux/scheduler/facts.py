@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Set
 
-from anvil_mux.errors import Cancelled, UnknownModel
+from anvil_mux.errors import Cancelled, Overloaded, UnknownModel
 from anvil_mux.scheduler.events import ADOPTED, UNLOADED, Cause, Event, Leaving, ending
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
@@ -27,6 +27,10 @@ from anvil_mux.scheduler.slot import (
 )
 from anvil_mux.scheduler.swaps import Swaps
 
+HINT_SECONDS = 60.0
+"""How long a hint holds, and what was loaded for one is not evicted for another."""
+MOST_HINTS = 32
+"""The most models that are hinted at at once."""
 INCOMPLETE = Cause("incomplete")
 
 
@@ -85,7 +89,7 @@ class GroupFacts(Swaps):
 
         It does where swaps are held back if the policy says so, if there is a choice of victims, or if a
         drain, memory or another replica may depend on it; and at the end of a drain, and where a ttl or the
-        return of a home backend begins.
+        return of a home backend begins, or a hint may wait for it.
         """
         if self.deferred:
             if self.swaps or self.idlers or self.routed or self.memory.budget is not None:
@@ -96,7 +100,7 @@ class GroupFacts(Swaps):
         if slot.holders:
             return False
         comes_back = bool(self.homes) and not slot.backend.home
-        return slot.state == "draining" or slot.ttl is not None or comes_back
+        return slot.state == "draining" or slot.ttl is not None or comes_back or bool(self.common.hints)
 
     # Before this program came
 
@@ -285,6 +289,7 @@ class GroupFacts(Swaps):
             slot.unloaded = True
         ready = [slot for slot in slots if slot.state == "ready"]
         given_up = self._give_up_load(model, is_ready, now)
+        self.common.hints.pop(model.name, None)
         for slot in ready:
             self.begin_eviction(slot, now, UNLOADED)
         standby = [] if is_ready else [slot for slot in slots if self.may_be_stopped(slot)]
@@ -323,6 +328,20 @@ class GroupFacts(Swaps):
             model.unload_when_idle = True
             return False
         return self.unload(model, now)
+
+    def hint(self, model: Model, now: float) -> None:
+        """A client will ask for ``model`` soon; Overloaded if too many such hints are pending.
+
+        It holds for ``HINT_SECONDS``, and is forgotten once the model is resident or coming, or asked for.
+        """
+        hints = self.common.hints
+        for name in [name for name, since in hints.items() if now >= since + HINT_SECONDS]:
+            del hints[name]
+        if model.name in hints or model.ready or model.is_coming:
+            return
+        if len(hints) >= MOST_HINTS:
+            raise Overloaded(f"Hints for {MOST_HINTS} models are pending already; no more are kept.")
+        hints[model.name] = now
 
     def pin(self, model: Model, now: float, *, pinned: bool) -> None:
         """Keep ``model``, once it is resident, from being evicted for others; or do so no longer."""

@@ -16,10 +16,10 @@ It is one object in five layers, each a module that builds on those before it:
 
 The next step is looked for in this order: swaps under way go on, upkeep is done, the oldest overdue queue
 gets its swap, a queue of higher priority takes over the drain for a lower one, the policy is asked, a load
-that no request waits for any more is cancelled for a queue, and a preload is begun. Which backends could be
-loaded, and whom they evict, state.py says; what the policy is shown, ``snapshot``. The policy proposes, the
-group disposes: an overdue queue waits for no policy, and the GPUs that it needs go to no younger queue
-meanwhile.
+that no request waits for any more is cancelled for a queue, and a preload is begun, first for clients who say
+that they will ask for a model. Which backends could be loaded, and whom they evict, state.py says; what the
+policy is shown, ``snapshot``. The policy proposes, the group disposes: an overdue queue waits for no policy,
+and the GPUs that it needs go to no younger queue meanwhile.
 
 Upkeep is what happens to backends although no queue needs their GPUs, preloads included. Backends
 that could not be stopped are stopped again; those in standby are demoted when their time has come or host
@@ -32,6 +32,7 @@ backend in standby:
 * Preloads are of backends that are configured so, and of stages that a model in use lacks. They evict no
   backend that has had work. Of a model with a ``most`` so many backends are preloaded, where there is room
   first.
+* A hint says that a client will ask for a model soon: see ``_begin_hinted``.
 * A home backend comes back when nothing else was wanted on its GPUs for a while: the residents that must go
   for it have no lease, and were not used for ``home_after``. Once its load has failed, or it was unloaded by
   hand, it waits until a request has loaded it.
@@ -54,11 +55,11 @@ Invariants:
     loaded instead on GPUs that nobody holds, where it is served no later. A queue of higher priority takes a
     drain over, but not that for an overdue queue. One begun is finished, unless its load is cancelled: when
     it is unloaded by hand (requests that wait for it fail), or when nobody waits for it any more and another
-    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend, which makes way
-    for a queue. If a target that nobody waits for any more does not fit although its victims have left, no
-    others go for it: the swap ends. Requests that wait behind others at a busy replica count as waiting for
-    another replica, if no queue waits for its GPUs; so do those in the queue of a resident model whose
-    backends take only so many at once.
+    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend and that of
+    a hint, which make way for a queue. If a target that nobody waits for any more does not fit
+    although its victims have left, no others go for it: the swap ends. Requests that wait behind others at a
+    busy replica count as waiting for another replica, if no queue waits for its GPUs; so do those in the
+    queue of a resident model whose backends take only so many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
     in no other swap, oldest queue first, and no younger queue gets those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
@@ -86,9 +87,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from anvil_mux.config.kinds import gib
-from anvil_mux.scheduler.admission import lack_of_memory, reserved
+from anvil_mux.scheduler.admission import lack_of_memory, nearest, reserved
 from anvil_mux.scheduler.events import PAUSED, POLICY, UNLOADED, Cause, Event
-from anvil_mux.scheduler.facts import GroupFacts
+from anvil_mux.scheduler.facts import HINT_SECONDS, GroupFacts
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import (
     FOREVER,
@@ -99,6 +100,7 @@ from anvil_mux.scheduler.policies import (
     Spill,
     Stay,
     Swapping,
+    SwapTo,
     Unload,
     ask,
 )
@@ -174,7 +176,7 @@ class GpuGroup(GroupFacts):
                 self._evict_idle(now)
                 or self._begin_swap(models, now)
                 or self._cancel_unwanted(models, now)
-                or (not (models or self.swaps) and self._begin_preload(now))
+                or (not (models or self.swaps) and (self._begin_hinted(now) or self._begin_preload(now)))
             ):
                 return self._wait(self._next_moment(models, now), now)
 
@@ -189,7 +191,7 @@ class GpuGroup(GroupFacts):
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
         moments = [model.queue.overdue_at for model in models]
         moments += self._upkeep_moments(now)
-        for slot in self.stayers if models or self.preloads else ():
+        for slot in self.stayers if models or self.preloads or self.common.hints else ():
             moments.append(slot.stays_until)
         for swap in self.swaps:
             moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
@@ -275,9 +277,56 @@ class GpuGroup(GroupFacts):
         slot = swap.target
         if slot is None or slot.state != "loading" or swap.cancel:
             return False
-        if swap.preload and swap.cause.kind != "home":
+        if swap.preload and swap.cause.kind not in ("home", "hinted"):
             return False
         return not (slot.pinned or self.models[slot.model].queue.tickets)
+
+    # Hints
+
+    def _begin_hinted(self, now: float) -> bool:
+        """Begin a load that a client has hinted at, or the evictions that make room for it.
+
+        Nobody waits for it. So it evicts only who is idle, whom a queue that began with the hint would evict
+        by the policy's word, and nobody in standby; nor what was loaded for another hint a moment ago.
+        """
+        hints = self.common.hints
+        for name in [name for name in hints if name in self.models]:
+            model, since = self.models[name], hints[name]
+            if model.ready or model.is_coming or model.queue.tickets or now >= since + HINT_SECONDS:
+                del hints[name]
+            elif model.is_spread and nearest(self.groups_of(model), model, now) is not self:
+                continue
+            elif found := plan(self, model, set(), now, self._unhinted(now)):
+                if found.victims and self._may_evict_for(found, since, now):
+                    self._preload(Preload(found.target, found.victims, Cause("make_room", name)), now)
+                    return True
+                if not found.victims and self.memory.has_room(found.target):
+                    del hints[name]
+                    self._preload(Preload(found.target, [], Cause("hinted")), now)
+                    return True
+        return False
+
+    def _unhinted(self, now: float) -> set[str]:
+        """The backends that are not evicted for a hint."""
+        return self.staying(now) | {
+            slot.name
+            for slot in self.placement.active
+            if slot.holders
+            or slot.state == "standby"
+            or self.models[slot.model].queue.tickets
+            or not (slot.has_had_work or now >= slot.loaded + HINT_SECONDS)
+        }
+
+    def _may_evict_for(self, found: Plan, since: float, now: float) -> bool:
+        """Whether the policy would evict them for a request that had come at the moment ``since``."""
+        name = found.target.model
+        contest = contests(self, {name: found})[0]
+        seen = snapshot(self, now, contest.plans, here=contest.residents)
+        queue = seen.queues[0]._replace(oldest=since, newest=since)
+        decision = ask(self.policy, seen._replace(queues=(queue,)))
+        if isinstance(decision, Stay):
+            self._ask_again = min(self._ask_again, decision.until, decision.again)
+        return isinstance(decision, SwapTo)
 
     # The policy
 
@@ -481,14 +530,17 @@ class GpuGroup(GroupFacts):
     def _begin_preload(self, now: float) -> bool:
         """Begin the next load for which no request waits; whether there is any."""
         found = self._next_preload(now) or self._next_return(now)
-        if found is None:
-            return False
+        if found:
+            self._preload(found, now)
+        return found is not None
+
+    def _preload(self, found: Preload, now: float) -> None:
+        """Begin a preload, or the evictions of its victims."""
         for victim in found.victims:
             severs = Cause("evicted", found.target.model)
             self.begin_eviction(victim, now, found.cause, severs=severs)
         if not found.victims:
             self.begin(found.target, [], now, found.cause, preload=True)
-        return True
 
     def _next_preload(self, now: float) -> Preload | None:
         """The next preload; backends for which there is no room any more are passed over.

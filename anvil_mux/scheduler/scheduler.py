@@ -383,6 +383,15 @@ class Scheduler:
         is_now = group.unload_when_idle(found, now) if when_idle else group.unload(found, now)
         return self._settle(self.layout.groups_of[model], now) if is_now else NOTHING
 
+    def hinted(self, model: str, now: float) -> Effects:
+        """A client will ask for a model soon: it is preloaded if nobody is in the way; or UnknownModel.
+
+        Overloaded: too many hints are pending.
+        """
+        group, found = self.layout.find(model)
+        group.hint(found, now)
+        return self._settle(self.layout.groups_of[model], now)
+
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
         """Whether a model, once it is resident, is kept from being evicted for others; or UnknownModel."""
         group, found = self.layout.find(model)

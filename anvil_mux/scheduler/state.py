@@ -72,6 +72,8 @@ class Common:
     """Model -> the GPU groups that have backends of it, by name."""
     blamed: dict[str, object] = field(default_factory=dict)
     """Kind of cause -> the plug-in of which a mistake was reported."""
+    hints: dict[str, float] = field(default_factory=dict)
+    """The models that clients said they will ask for, and when they did: see ``GroupFacts.hint``."""
     touched: dict[Any, None] = field(default_factory=dict)
     """The GPU groups in which something has changed, until those that share a model with them were asked
     (scheduler.py)."""

@@ -220,6 +220,8 @@ class Witness:
         for model in dict.fromkeys(each.model for each in self._config.backends):
             if "unload" in may:
                 yield ("unload", model)
+            if "hint" in may:
+                yield ("hint", model)
             if "pin" in may:
                 yield ("unpin" if model in self._flags["pin"] else "pin", model)
         if "pause" in may:

@@ -138,5 +138,8 @@ class LoneGroup:
     def unload_when_idle(self, model: str, at: float) -> bool:
         return self.group.unload_when_idle(self.state.models[model], at)
 
+    def hint(self, model: str, at: float) -> None:
+        self.group.hint(self.state.models[model], at)
+
     def pin(self, model: str, at: float, pinned: bool) -> None:
         self.group.pin(self.state.models[model], at, pinned=pinned)
