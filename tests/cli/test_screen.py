@@ -191,7 +191,10 @@ def test_other_programs_that_hold_a_gpu_are_named_the_largest_first() -> None:
         (model((8, 4), a=on("h1", lost=True), b=on("h2")), "h2/0"),
         (model((8, 4), a=on("h1", lost=True)), "h1/0"),
         (model((8, 4), a=on("h1", gpus=[])), "h1"),
-        (model((9, 9), **{f"b{n}": on(f"h{n}") for n in range(7)}), "h0/0, h1/0, h2/0, h3/0, h4/0 and 2 more"),
+        (
+            model((9, 9), **{f"b{n}": on(f"h{n}") for n in range(7)}),
+            "h0/0, h1/0, h2/0, h3/0, h4/0 and 2 more",
+        ),
     ],
 )
 def test_a_row_says_where_a_model_is_or_how_many_hosts_may_have_it(about: dict[str, Any], place: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import pytest
 import yaml
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.values import AnyOf
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.demo import compose
-from tests.fake_engine import JSON_OK, Rig
+from tests.proxy.conftest import Opened
 from tests.running import Running, serving
 
 pytestmark = [
@@ -29,7 +27,6 @@ pytestmark = [
 ODD = "org/<b>odd</b>"
 HEALTH = "document.getElementById('health').textContent"
 READY = f"{HEALTH} === 'all is well'"
-LAST_TURN = "document.getElementById('talk').lastChild"
 
 
 @pytest.fixture(scope="module")
@@ -121,30 +118,6 @@ def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux: Running, page: C
 
 
 # Several hosts
-
-
-Opened = Callable[..., tuple[Rig, Chromium]]
-
-
-@pytest.fixture
-def opened(make_rig: Callable[..., Rig], browser: Chromium) -> Iterator[Opened]:
-    """Opens the page of a rig that has adopted some backends.
-
-    Every question is answered with yes there; it must do nothing wrong.
-    """
-
-    def open_page(*adopted: str, **settings: object) -> tuple[Rig, Chromium]:
-        rig = make_rig(**settings)
-        rig.mux.facts.adopt(dict.fromkeys(adopted, rig.engine.url))
-        browser.leave()
-        browser.size(1280, 900)
-        browser.open("http://{}:{}/".format(*rig.address))
-        browser.wait("document.readyState === 'complete' && !!state")
-        browser.ask("window.questions = [], window.confirm = text => questions.push(text) > 0, null")
-        return rig, browser
-
-    yield open_page
-    assert browser.problems == []
 
 
 def test_servers_elsewhere_and_fallbacks(opened: Opened) -> None:
@@ -363,14 +336,6 @@ def test_a_waiting_request_is_explained_and_can_be_cancelled(mux: Running, page:
     page.wait("document.getElementById('queued').children.length === 0")
 
 
-def test_the_log_of_an_engine_opens_and_closes_with_the_keyboard(mux: Running, page: Chromium) -> None:
-    assert mux.chat("a")[0] == 200
-    press(page, "a", "Log")
-    page.wait("document.getElementById('log-lines').textContent.includes('a: listens on')")
-    page.press("Escape", 27)
-    page.wait("document.getElementById('log').hidden")
-
-
 def test_a_refusal_is_told(page: Chromium) -> None:
     page.ask("post('models/load', {model: 'nope'})")
     page.wait("document.getElementById('notices').textContent.includes('The model `nope` does not exist')")
@@ -544,44 +509,6 @@ def test_before_a_pause_severs_requests_it_is_asked(opened: Opened) -> None:
         page.ask("document.getElementById('pause').click()")
         page.wait("questions.length === 1")
         page.wait(f"{state_of('a')} === 'draining'")
-
-
-def test_a_model_is_tried_as_it_comes_and_all_at_once(mux: Running, page: Chromium) -> None:
-    told, answer = f"{LAST_TURN}.lastChild.textContent", f"{LAST_TURN}.children[1].textContent"
-    page.ask("document.getElementById('try-text').value = 'Say hello.', null")
-    page.ask("document.getElementById('try-model').value = 'a', null")
-    page.ask("document.getElementById('try-send').click()")
-    page.wait(f"speaking === null && {told}.startsWith('first token after ')")
-    streamed = page.ask(answer)
-    assert streamed
-    assert re.search(r"^first token after .+; \d+ tokens?, [\d.]+ tokens/s", page.ask(told))
-    page.ask("document.getElementById('try-text').value = 'Say hello.', null")
-    page.ask("document.getElementById('try-stream').click()")
-    page.ask("document.getElementById('try-send').click()")
-    page.wait(f"speaking === null && / in /.test({told})")
-    assert page.ask(answer) == streamed
-
-
-def test_a_name_for_several_models_is_shown_and_can_be_tried(opened: Opened) -> None:
-    rig, page = opened("a", any_of={"chat": AnyOf(("org/b", "a"))})
-    page.wait("document.getElementById('choices').textContent === 'chat: any of org/b, a; now a'")
-    page.ask("document.getElementById('try-text').value = 'x', null")
-    page.ask("document.getElementById('try-model').value = 'chat', null")
-    page.ask("document.getElementById('try-send').click()")
-    asked = rig.engine.next()
-    assert json.loads(asked.body)["model"] == "a"
-    asked.send(JSON_OK)
-
-
-def test_what_is_wrong_with_a_try_is_said(opened: Opened) -> None:
-    rig, page = opened()
-    rig.mux.facts.paused(None)
-    page.wait(f"{HEALTH}.startsWith('paused')")
-    page.ask("document.getElementById('try-text').value = 'x', null")
-    page.ask("document.getElementById('try-send').click()")
-    page.wait(f"speaking === null && {LAST_TURN}?.lastChild.textContent.startsWith('anvil-mux is paused')")
-    assert page.ask("document.getElementById('try-text').value") == "x"
-    page.problems.clear()  # Chromium itself notes the 503
 
 
 def test_usage_and_a_request_with_its_bodies_are_shown(

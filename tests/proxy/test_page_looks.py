@@ -139,7 +139,7 @@ LAYOUT = """
 def looks_well(page: Chromium, *texts: str) -> None:
     """Each of the texts can be seen, and none that is there lies on another, or is cut."""
     shown, wrong = page.ask(LAYOUT)
-    assert wrong == []
+    assert wrong == [], page.ask("[innerWidth, document.body.innerText]")
     missing = [text for text in texts if not any(text in each for each in shown)]
     assert not missing, shown
 

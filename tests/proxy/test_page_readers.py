@@ -191,7 +191,7 @@ def test_everything_has_contrast_by_day_and_by_night(page: Chromium, scheme: str
 @pytest.mark.parametrize("width", [320, 390, 768, 900, 1000, 1280])
 def test_everything_has_room_on_every_screen(page: Chromium, width: int) -> None:
     page.size(width, 844, phone=width < 768)
-    if width in (390, 1280):
+    if width in (390, 900, 1280):
         picture(page, f"everything-{width}")
     page.ask("document.getElementById('notices').replaceChildren()")
     looks_well(page, "out of service", "circuit half-open", "drained", "model-demoting", "Declare gone")

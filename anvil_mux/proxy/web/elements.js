@@ -119,10 +119,10 @@ function toggle_menu(more) {
     return;
   }
   close_menu();
+  $("menu").replaceChildren(...more.actions.map(menu_item));
   menu_of = more;
   set(more, "aria-expanded", "true");
   set($("menu"), "aria-label", more.getAttribute("aria-label"));
-  $("menu").replaceChildren(...more.actions.map(menu_item));
   reveal($("menu"), true);
   place_menu();
   $("menu").firstChild.focus({preventScroll: true});
@@ -174,7 +174,6 @@ $("menu").onkeydown = event => {
   if (["Escape", "Tab"].includes(event.key)) leave_menu();
 };
 window.onresize = place_menu;
-$("menu").onfocusout = event => {
-  const to = event.relatedTarget;
+$("menu").addEventListener("focusout", ({relatedTarget: to}) => {
   if (to !== menu_of && !$("menu").contains(to)) close_menu();
-};
+});

@@ -54,10 +54,10 @@ function show_holders(parent, gpu) {
     begin,
     (holder, model) => {
       set_style(holder.firstChild, "background", colour(model));
-      const held = Object.keys(state.models[model].backends)
-        .map(name => gpu.users[name])
-        .find(bytes => bytes);
-      put(holder.lastChild, held ? gib(held) : "");
+      // A model that is not configured any more may still be there.
+    const backends = Object.keys(state.models[model]?.backends || {});
+    const held = backends.map(name => gpu.users[name]).find(bytes => bytes);
+    put(holder.lastChild, held ? gib(held) : "");
     },
   );
 }
