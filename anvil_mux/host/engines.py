@@ -702,21 +702,21 @@ _MOST_TEXT = 300
 
 
 def cause(lines: Sequence[str], *, ended: bool, contained: bool) -> str:
-    """The end of a sentence: the line of a log that says why a load failed, and what helps; "" if none does.
+    """The line of a log that says why a load failed, and what helps, without a full stop; "" if none does.
 
     ``ended``: whether the engine has ended; ``contained``: whether it runs in a container.
     """
     if not ended:
         if contained and (line := next(filter(_ONLY_INSIDE.search, reversed(lines)), "")):
-            return f": {_text(line)}; nobody outside reaches it there: add --host 0.0.0.0 to its command"
+            return f"{_text(line)}; nobody outside reaches it there: add --host 0.0.0.0 to its command"
         return ""
     for pattern, advice in _CAUSES:
         if line := next(filter(pattern.search, lines), ""):
-            return f": {_text(line)}; {advice}"
+            return f"{_text(line)}; {advice}"
     if line := next(filter(_FIRST_ERROR.search, lines), ""):
-        return f": {_text(line)}"
+        return _text(line)
     errors = [line for line in lines if _ERROR.search(line) and not _RETOLD.search(line)]
-    return f": {_text(errors[-1])}" if errors else ""
+    return _text(errors[-1]) if errors else ""
 
 
 def _text(line: str) -> str:

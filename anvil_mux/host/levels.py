@@ -131,9 +131,10 @@ class Swapper:
             lines = self.log_tail(backend, CAUSE_LINES)
             why = _reason(error)
             ended, contained = self.ended(backend) is not None, backend.service.image is not None
-            why += cause(lines, ended=ended, contained=contained)
-            if any(map(SHORT_OF_MEMORY.search, (why, *lines))):
-                why += self.memory.others(backend.gpus)
+            first = cause(lines, ended=ended, contained=contained)
+            is_short = any(map(SHORT_OF_MEMORY.search, (why, *lines)))
+            others = self.memory.others(backend.gpus) if is_short else ""
+            why = f"{first}{others} ({why})" if first else why + others
             self._clean_up(backend, error)
             raise LoadError(why, log=lines[-LOG_LINES:]) from error
 

@@ -361,8 +361,8 @@ def test_a_load_that_fails_for_want_of_memory_names_who_else_has_it(
     with pytest.raises(LoadError) as caught:
         scene.swapper.load(A, "stop")
     assert re.fullmatch(
-        r"exited with code 1: torch.OutOfMemoryError: CUDA out of memory.; it needs more GPU memory .+"
-        rf"; process {os.getpid()} .+ holds 20.0 GiB of GPU 0",
+        r"torch.OutOfMemoryError: CUDA out of memory.; it needs more GPU memory .+"
+        rf"; process {os.getpid()} .+ holds 20.0 GiB of GPU 0 \(exited with code 1\)",
         caught.value.reason,
     )
     monkeypatch.setattr(scene.house, "log_tail", lambda *_: ["its last words"] * 300)

@@ -9,7 +9,7 @@ from typing import Any
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Service
-from anvil_mux.config.values import AnyOf
+from anvil_mux.config.values import AnyOf, Rule
 from anvil_mux.host.seam import CardRead
 from anvil_mux.protocol.cards import ModelCard
 from tests.fake_engine import ASK_A, JSON_OK, Rig
@@ -71,7 +71,7 @@ def test_settings_win_and_show_before_the_first_load(make_rig: Callable[..., Rig
 
 def test_presets_have_their_models_card_and_any_of_what_holds_for_each(make_rig: Callable[..., Rig]) -> None:
     b = Backend("b", "b", ("0",), context=512)
-    any_of = {"either": AnyOf(("a", "b"))}
+    any_of = {"either": AnyOf((Rule(("a", "b")),))}
     rig = make_rig(backends=(A, b), any_of=any_of)
     rig.mux.overview.note_card(CardRead("a", "d", SAID))
     assert entries(rig)["either"]["context_length"] == 512

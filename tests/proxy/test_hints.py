@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.values import AnyOf
+from anvil_mux.config.values import AnyOf, Rule
 from tests.fake_engine import ASK_A, JSON_OK, Answer, Rig
 from tests.proxy.test_any_of import keys
 
@@ -41,7 +41,7 @@ def test_a_model_is_loaded_for_who_says_that_he_will_ask_for_it(rig: Rig, name: 
 
 
 def test_a_name_for_several_means_the_one_that_would_serve(make_rig: Make) -> None:
-    rig = make_rig(any_of={"chat": AnyOf(("org/b", "a"))})
+    rig = make_rig(any_of={"chat": AnyOf((Rule(("org/b", "a")),))})
     assert json.loads(hinted(rig, b"chat").body)["model"] == "org/b"
 
 
