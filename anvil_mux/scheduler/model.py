@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.config import EITHER, STAGES, Backend, Config
 from anvil_mux.config.kinds import AUTO
-from anvil_mux.routing.in_flight import InFlightTracker, Member
+from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Routing, Work
 from anvil_mux.scheduler.slot import LOADING, Slot, Ticket
@@ -515,7 +515,7 @@ class Replicas:
         """
         self._slots, self._staged = slots, staged
         self._by_name = {slot.name: slot for slot in slots}
-        self.in_flight = InFlightTracker(routing, map(_member, slots), full=full)
+        self.in_flight = InFlightTracker(routing, [slot.backend for slot in slots], full=full)
         self._doubtful = dict.fromkeys(slots)
         """The backends that may have failed: those that were never loaded have not."""
 
@@ -528,7 +528,7 @@ class Replicas:
         for slot in come:
             self._by_name[slot.name] = slot
             self._doubtful[slot] = None
-            self.in_flight.join(_member(slot))
+            self.in_flight.join(slot.backend)
         for slot in gone:
             self._doubtful.pop(slot, None)
             if self._by_name[slot.name] is slot:
@@ -680,15 +680,3 @@ def _like(one: Slot, ready: Iterable[Slot]) -> list[str]:
 
 def _is_staged(slot: Slot) -> bool:
     return slot.backend.infer_type in (*STAGES, EITHER)
-
-
-def _member(slot: Slot) -> Member:
-    backend = slot.backend
-    return Member(
-        backend.name,
-        backend.infer_type,
-        backend.kv_tokens,
-        node=backend.node,
-        failure_domain=backend.failure_domain,
-        profile=backend.profile,
-    )
