@@ -20,7 +20,7 @@ from anvil_mux.config.reading import Problems
 from anvil_mux.config.values import ROUTING_NAME
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.eviction import build_eviction
+from anvil_mux.scheduler.memory import build_eviction
 from anvil_mux.scheduler.policies import build_policy
 
 NO_HOSTS: Mapping[str, Machine] = MappingProxyType({})

@@ -21,7 +21,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import Cancelled
-from anvil_mux.host.seam import Evicted, Loaded
+from anvil_mux.host.seam import Evicted, Loaded, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.proxy.exchange import Relay
@@ -424,6 +424,7 @@ class Rig:
         mechanism: Mechanism | None = None,
         keep_pause: Keep = lambda pause: True,
         only_local_hosts: bool = True,
+        sight: Callable[[], Sight] = dict,
         **settings: object,
     ) -> None:
         self.engine = FakeEngine()
@@ -460,6 +461,7 @@ class Rig:
             checks={"docker": lambda: ""},
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
             keep_pause=keep_pause,
+            sight=sight,
         )
         self.handler = Handler(
             self.config,

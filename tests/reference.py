@@ -16,7 +16,7 @@ from anvil_mux.host import engines
 from anvil_mux.host.levels import LEVELS, SLEEPS
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.scheduler import events, eviction, policies
+from anvil_mux.scheduler import events, memory, policies
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
@@ -78,7 +78,7 @@ def _settings(rows_of: dict[str, Setting]) -> list[str]:
 
 def choices() -> Iterable[str]:
     yield from ("## Policies", "", *_registry(policies.POLICIES), "")
-    yield from ("## Evictions", "", *_registry(eviction.EVICTIONS), "")
+    yield from ("## Evictions", "", *_registry(memory.EVICTIONS), "")
     rows = [(f"`{name}`", _first_sentence(way)) for name, way in LEVELS.items()]
     yield from ("## Standby levels", "", *_table(("name", "what it does"), rows), "")
     rows = [
@@ -92,8 +92,7 @@ def steps() -> Iterable[str]:
     names = ", ".join(f"`{name}`" for name in pipeline.shipped())
     yield from ("## Routing", "", "How they fit together: [routing.md](routing.md).", "")
     yield from (f"Policies: {names}.", "")
-    filters = {**routing.FILTERS, **routing.SWEEPS}
-    kinds = {"Metrics": routing.METRICS, "Filters": filters, "Selectors": routing.SELECTORS}
+    kinds = {"Metrics": routing.METRICS, "Filters": routing.FILTERS, "Selectors": routing.SELECTORS}
     for title, registry in kinds.items():
         rows = [(f"`{name}`", _first_sentence(step), _arguments(step)) for name, step in registry.items()]
         yield from (f"### {title}", "", *_table(("name", "meaning", "settings (default)"), rows), "")

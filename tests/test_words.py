@@ -93,11 +93,11 @@ def comments(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def page(file: Path) -> Iterator[tuple[int, str]]:
-    """What the page shows: text between tags, and the sentences in its script."""
-    text = re.sub(r"<style>.*?</style>", "", file.read_text(), flags=re.S)
-    html, _, script = text.partition("<script>")
-    yield 0, re.sub(r"<[^>]*>", " ", html)
-    for said in re.findall(r'"[^"\n]*"|`[^`\n]*`', script):
+    """What the page shows: text between tags, and the sentences in its scripts."""
+    if file.suffix == ".html":
+        yield 0, re.sub(r"<[^>]*>", " ", file.read_text())
+        return
+    for said in re.findall(r'"[^"\n]*"|`[^`\n]*`', file.read_text()):
         if " " in (text := re.sub(r"\$\{[^}]*\}", "", said[1:-1])):
             yield 0, text
 
@@ -112,7 +112,7 @@ def texts() -> list[tuple[str, str]]:
     """All that users read, each text behind where it stands."""
     readers = {
         strings: "anvil_mux/**/*.py",
-        page: "anvil_mux/proxy/page.html",
+        page: "anvil_mux/proxy/web/*.html anvil_mux/proxy/web/*.js",
         markdown: "README.md CONTRIBUTING.md docs/*.md anvil_mux/lab/*/README.md",
         comments: "compose/*.yaml contrib/* grafana/alerts.yml",
         dashboard: "grafana/anvil-mux.json",
@@ -156,7 +156,8 @@ def test_every_kind_of_text_is_read() -> None:
     places = {where.partition(":")[0] for where, _ in texts()}
     assert {
         "anvil_mux/config/config.py",
-        "anvil_mux/proxy/page.html",
+        "anvil_mux/proxy/web/page.html",
+        "anvil_mux/proxy/web/state.js",
         "README.md",
         "docs/metrics.md",
     } <= places

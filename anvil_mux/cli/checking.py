@@ -99,7 +99,7 @@ def _check_files(given: argparse.Namespace) -> int:
         print()
     print_columns({key.upper(): cell for key, cell in _columns(config).items()}, config.backends)
     for name, choice in config.any_of.items():
-        print(f"{name}: any of {', '.join(choice.models)}{'' if choice.swaps else ', swap: never'}")
+        print(f"{name}: {choice.words}")
     print_diagnostics(diagnostics)
     for line in _gpu_lines(gpus):
         say(line)
@@ -376,7 +376,7 @@ def _print_schema() -> int:
     from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
     from anvil_mux.config.kinds import compose_schema
     from anvil_mux.routing import pipeline
-    from anvil_mux.scheduler.eviction import EVICTIONS
+    from anvil_mux.scheduler.memory import EVICTIONS
     from anvil_mux.scheduler.policies import POLICIES
 
     print_json(

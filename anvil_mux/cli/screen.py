@@ -67,6 +67,13 @@ def add_why(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="explain for a prompt of N tokens, none of them cached",
     )
+    command.add_argument(
+        "--with",
+        dest="contents",
+        default="",
+        metavar="images,audio,tools",
+        help="explain for a request that holds these, where MODEL chooses by them (any_of)",
+    )
 
 
 def add_events(command: argparse.ArgumentParser) -> None:
@@ -137,7 +144,8 @@ def why(given: argparse.Namespace) -> int:
 
 
 def _ask_why(given: argparse.Namespace, model: str) -> Any:
-    return ask(given, "GET", "/why", query={"model": model, "tokens": str(given.tokens or 0)})
+    query = {"model": model, "tokens": str(given.tokens or 0), "with": given.contents}
+    return ask(given, "GET", "/why", query=query)
 
 
 def _print_all(estimates: Sequence[Mapping[str, Any]], explained: bool) -> None:
@@ -220,7 +228,7 @@ def _with_names(of: Mapping[str, StatusJson]) -> list[StatusJson]:
 
 def models_table(status: StatusJson) -> list[str]:
     """The table of ``ps`` and ``top``, the presets of each model, and its prompts on disk."""
-    columns = {"WHERE" if k == "GPUS" and status.get("hosts") else k: v for k, v in MODEL_COLUMNS.items()}
+    columns = {"WHERE" if k == "GPU" and status.get("hosts") else k: v for k, v in MODEL_COLUMNS.items()}
     models = status["models"].items()
     presets = [
         f"presets of {name}: {named(about['presets'])}" for name, about in models if "presets" in about
@@ -231,14 +239,8 @@ def models_table(status: StatusJson) -> list[str]:
         for name, about in model["backends"].items()
         if "kept_prompts" in about
     ]
-    choices = [_choice_line(*pair) for pair in status.get("any_of", {}).items()]
+    choices = [f"{name}: {about['words']}" for name, about in status.get("any_of", {}).items()]
     return [*tabled(columns, _with_names(status["models"])), *presets, *choices, *kept]
-
-
-def _choice_line(name: str, about: StatusJson) -> str:
-    """The line of a name that stands for several models."""
-    never = "" if about["swap"] == "allowed" else ", swap: never"
-    return f"{name}: any of {', '.join(about['models'])}{never}; now {about['serves']}"
 
 
 def _kept(prompts: StatusJson) -> str:
@@ -269,16 +271,24 @@ def where(model: StatusJson) -> str:
         return str(model["elsewhere"]["server"])
     candidates = model.get("candidates")
     if not candidates:
-        return ",".join(model["gpus"])
+        return ", ".join(_gpu_names(model["gpus"]))
     loaded = [each for each in model["backends"].values() if each["state"] != "stopped"]
     there = loaded if model.get("host_lost") else [each for each in loaded if not each.get("host_lost")]
     if not there and candidates["backends"] == 1:
         there = list(model["backends"].values())
     if there:
-        return named([place for each in there for place in each["gpus"] or [host_of(each)]], ",")
+        gpus = _gpu_names(gpu for each in there for gpu in each["gpus"])
+        return named([*gpus, *(host_of(each) for each in there if not each["gpus"])])
     if candidates["hosts"] > 1:
         return f"any of {candidates['hosts']} hosts"
     return f"any of {candidates['backends']} on {host_of(model['backends'][model['backend']])}"
+
+
+def _gpu_names(ids: Iterable[str]) -> list[str]:
+    """GPUs as people call them: those of this machine together, those of other hosts as HOST/GPU."""
+    found = list(dict.fromkeys(ids))
+    own = ", ".join(id for id in found if "/" not in id)
+    return [*([f"GPU {own}"] if own else []), *(id for id in found if "/" in id)]
 
 
 def host_of(about: StatusJson) -> str:
@@ -286,11 +296,11 @@ def host_of(about: StatusJson) -> str:
     return str(about.get("host") or LOCAL)
 
 
-def named(names: Iterable[str], between: str = ", ") -> str:
+def named(names: Iterable[str]) -> str:
     """Some names, and how many more there are."""
     found = list(dict.fromkeys(names))
     more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
-    return between.join(found[:MOST]) + more
+    return ", ".join(found[:MOST]) + more
 
 
 def _until(model: StatusJson) -> str:
@@ -336,10 +346,10 @@ MODEL_COLUMNS: Columns[StatusJson] = {
     "MODEL": lambda model: model["name"],
     "STATE": _state_cell,
     "SIZE": _size,
-    "GPUS": lambda model: where(model),
-    "LEASES": lambda model: str(model["leases"]),
+    "GPU": where,
+    "IN FLIGHT": lambda model: str(model["leases"]),
     "WAITING": lambda m: str(m["waiting"]) + (f" of {m['max_queue']}" if "max_queue" in m else ""),
-    "LOADED-IN": lambda m: "" if m["load_seconds"] is None else f"{m['load_seconds']:.1f} s",
+    "LAST LOAD": lambda m: "" if m["load_seconds"] is None else f"{m['load_seconds']:.1f} s",
     "UNTIL": _until,
     "LAST ERROR": _error,
 }
@@ -407,7 +417,7 @@ def _leaving(gpu: StatusJson) -> str:
 
 
 GPU_COLUMNS: Columns[StatusJson] = {
-    "GPU": lambda gpu: gpu["name"],
+    "GPU": lambda gpu: f"GPU {gpu['name']}",
     "STATE": lambda gpu: _painted(gpu["state"]),
     "RESIDENT": lambda gpu: ", ".join(gpu["residents"]),
     "MEMORY": _memory,

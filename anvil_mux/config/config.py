@@ -55,6 +55,7 @@ from anvil_mux.config.values import (
     Loras,
     Preset,
 )
+from anvil_mux.protocol.cards import CAPABILITIES, ModelCard
 
 STAGES = ("prefill", "decode")
 INFER_TYPES = ("neutral", *STAGES)
@@ -65,7 +66,7 @@ WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
 """The standby levels, and ``stop``; levels.py performs them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 MaxWait = float | str
-"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/queueing.py)."""
+"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/admission.py)."""
 INHERITED: dict[str, Any] = {
     "drain_timeout": 30.0,
     "home_after": 300.0,
@@ -278,7 +279,7 @@ class Backend:
         shown="",
         page="standby.md#the-levels",
     )
-    """The standby levels, from the lightest to the deepest: see levels.py and standby.py."""
+    """The standby levels, from the lightest to the deepest: see levels.py and slot.py."""
     demote_after: float | None = _of_engines(
         None,
         SECONDS,
@@ -355,6 +356,21 @@ class Backend:
         of_engines=True,
         page="standby.md#prompts-that-outlive-a-swap",
     )
+    context: int | None = _unlogged(
+        None,
+        COUNT,
+        "How many tokens a prompt and its answer may have together, as lists of models say; by default what "
+        "the engine says once it is loaded.",
+        page="clients.md#what-lists-say-of-a-model",
+    )
+    """The length of its context for lists of models; None: what its engine says."""
+    capabilities: tuple[str, ...] = _unlogged(
+        (),
+        kinds.some_of(CAPABILITIES, {}),
+        "What the model can do, as lists of models say; by default what the engine says once it is loaded.",
+        page="clients.md#what-lists-say-of-a-model",
+    )
+    """All that it can do, for lists of models; (): what its engine says."""
     checkpoint_anyway: bool = _of_engines(
         False,
         FLAG,
@@ -408,6 +424,17 @@ class Backend:
     def service_name(self) -> str:
         """The service's name, as the compose file has it."""
         return self.service.name or self.name
+
+    @property
+    def description(self) -> str:
+        """A text that differs wherever its engine, or its server elsewhere, is another."""
+        return self.url or self.service.digest
+
+    @property
+    def own_card(self) -> ModelCard:
+        """The model card that its settings make, whatever its engine says."""
+        can = {name: name in self.capabilities for name in CAPABILITIES if self.capabilities}
+        return ModelCard(self.context, can)
 
     @property
     def adapts_by_field(self) -> bool:
@@ -567,8 +594,8 @@ class Config:
     any_of: dict[str, AnyOf] = _live(
         dict,
         ANY_OF,
-        "Names that stand for several models, in order of preference; one that is resident serves "
-        "(see policies.md).",
+        "Names that stand for several models: the first whose conditions fit a request serves it, and among "
+        "equals one that is resident (see policies.md).",
         shown="",
         page="policies.md#any-model-that-is-loaded-any_of",
     )

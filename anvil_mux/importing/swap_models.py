@@ -305,6 +305,26 @@ def _concurrency(model: SwapModel, value: Any) -> None:
         model.note("concurrencyLimit", "requests above it are queued, and not refused with 429.")
 
 
+def _capabilities(model: SwapModel, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold in, out, tools, reranker or context, not {value!r}")
+    takes, makes = (texts(value.get(key)) for key in ("in", "out"))
+    can = {
+        "completion": "text" in makes,
+        "tools": value.get("tools"),
+        "vision": "image" in takes,
+        "audio": "audio" in takes,
+        "embeddings": "embeddings" in makes or "embedding" in makes,
+        "reranking": value.get("reranker"),
+    }
+    if length := value.get("context"):
+        model.settings["context"] = length
+    if names := [name for name, is_able in can.items() if is_able]:
+        model.settings["capabilities"] = names
+
+
 def _health(model: SwapModel, value: Any) -> None:
     if value not in (None, "", "/health"):
         model.note(
@@ -381,6 +401,7 @@ KEYS: dict[str, Callable[[SwapModel, Any], None]] = {
     "healthCheckTimeout": _health_timeout,
     "unloadTimeout": _unload_timeout,
     "concurrencyLimit": _concurrency,
+    "capabilities": _capabilities,
     "checkEndpoint": _health,
     "cmdStop": _stop,
 }
@@ -389,7 +410,6 @@ NOTES = {
     "name": "is left out: lists of models have no second name.",
     "description": "is left out: lists of models have no descriptions.",
     "metadata": "is left out: lists of models have no metadata.",
-    "capabilities": "is left out: lists of models do not say what a model can do.",
     "unlisted": "every model is listed; an API key with `models=` sees its own alone (docs/security.md).",
     "sendLoadingState": "a stream that waits for a load gets comments, which are no part of the answer.",
     "timeouts": "is left out: `upstream_timeout` at the top level is the longest silence of any engine.",

@@ -7,6 +7,10 @@ itself and is told how much it ``lost``. The state is rendered once for all who 
 nothing happens nothing is sent but a comment line now and then. The snapshot says what the watcher's API key
 may do, if it shows one.
 
+The page is one file, put together from the parts in ``web/``: its HTML, its style, and its script, which
+reads from what is general (``elements``, ``words``) by what it shows (``state``, ``gpus``, the ``past``) and
+does (the ``playground``, ``acting``) to what it lives by (the ``stream``).
+
 The terms that the page explains have their meanings from the glossary, their one home: ``glossary.md`` beside
 this module is a link to the one in docs/, whose tables have a term, or several with commas between them, in
 their first column and the meaning in the second. A state of a backend means what the row says that names it.
@@ -50,8 +54,11 @@ ENDED = (
 )
 """The fields that are shown of a request that has ended, as they are in its record."""
 
-TERMS = "<!-- terms -->"
-"""The place in the page for what its terms mean."""
+FOLDER = Path(__file__).with_name("web")
+SCRIPTS = ("elements", "words", "state", "gpus", "past", "playground", "acting", "stream")
+"""The parts of the page's script, in order: each uses at once only what stands before it."""
+STYLE, SCRIPT, TERMS = "/* style */", "/* script */", "<!-- terms -->"
+"""The places in the page for its style, its script and what its terms mean."""
 
 Picture = dict[str, Any]
 
@@ -144,10 +151,10 @@ class _Rendering:
 
 @cache
 def _page() -> tuple[list[Field], bytes]:
-    text = Path(__file__).with_name("page.html").read_text("utf-8")
-    body = text.replace(TERMS, _explained(text)).encode()
-    script = body.partition(b"<script>")[2].partition(b"</script>")[0]
-    allowed = b64encode(sha256(script).digest())
+    page, style = (FOLDER.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
+    script = "\n".join(FOLDER.joinpath(f"{name}.js").read_text("utf-8") for name in SCRIPTS)
+    body = page.replace(TERMS, _explained(page)).replace(STYLE, style).replace(SCRIPT, script).encode()
+    allowed = b64encode(sha256(body.partition(b"<script>")[2].partition(b"</script>")[0]).digest())
     policy = (
         b"default-src 'none'; script-src 'sha256-%b'; style-src 'unsafe-inline'; img-src data:; "
         b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'" % allowed

@@ -121,6 +121,7 @@ class Parts:
             log_leases=self.options.event_log is not None or self.options.verbosity >= VERBOSE,
             costs=known.costs,
             footprints=known.footprints,
+            cards=known.cards,
             clock=self.clock,
             has_heard=self.relay.has_heard,
             close_idle=self.relay.pool.end,
@@ -180,7 +181,7 @@ class Parts:
             fenced=opened.fenced,
             changed=reload,
         )
-        self.external = ExternalServers(self.mux.circuits, self.say)
+        self.external = ExternalServers(self.mux.circuits, self.say, read=self.mux.overview.note_card)
         self.external.take(self.config)
         self.background: list[Worker] = [self.read_ahead.worker, self.external.worker]
         """The workers that end as soon as the program is to end."""
@@ -316,7 +317,8 @@ class Parts:
         self.pin()  # it counts what was served
         self.relay.pool.sweep()
         self.metrics.usage.save()
-        known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
+        overview = self.mux.overview
+        known = Known(overview.costs(), overview.footprints(), overview.read_cards())
         self.learned.save(known)
         self.watches.remember(known, self.config)
 

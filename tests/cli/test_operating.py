@@ -30,11 +30,11 @@ def test_load_waits_until_the_model_is_ready_and_ps_shows_it(
     assert "a is loaded" in capsys.readouterr().err
     assert main(["ps", "--url", url]) == 0
     head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
-    columns = "MODEL STATE SIZE GPUS LEASES WAITING LOADED-IN UNTIL LAST ERROR"
+    columns = "MODEL STATE SIZE GPU IN FLIGHT WAITING LAST LOAD UNTIL LAST ERROR"
     assert head == columns.split()
-    assert rows[0][:5] == ["a", "ready", "0", "0", "0"]
+    assert rows[0][:6] == ["a", "ready", "GPU", "0", "0", "0"]
     assert rows[0][-2:] == ["next", "swap"]
-    assert rows[1] == ["b", "stopped", "0", "0", "0"]
+    assert rows[1] == ["b", "stopped", "GPU", "0", "0", "0"]
 
 
 def test_ps_in_json_is_what_healthz_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,7 @@ def test_top_draws_one_picture_where_it_is_no_terminal(url: str, capsys: pytest.
     assert main(["top", "--url", url]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith(f"anvil-mux {__version__}: ok, 0 in flight, 0 waiting")
-    assert ["0", "ready", "a"] in [line.split() for line in shown]
+    assert ["GPU", "0", "ready", "a"] in [line.split() for line in shown]
 
 
 def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux: Running, url: str) -> None:

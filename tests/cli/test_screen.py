@@ -97,8 +97,8 @@ def test_a_drain_without_an_end_says_whose_answer_it_waits_for() -> None:
     picture = TopScreen()
     picture.take("snapshot", state(models=models, gpus=gpus, events=[]))
     shown = [" ".join(row) for row in rows(picture)]
-    assert "0 draining a makes room for b, once its requests have ended" in shown
-    assert "a draining 0 1 0 id-1 ends (12 min)" in shown
+    assert "GPU 0 draining a makes room for b, once its requests have ended" in shown
+    assert "a draining GPU 0 1 0 id-1 ends (12 min)" in shown
 
 
 def event(number: int) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def test_a_picture_shows_gpus_models_and_lines() -> None:
     picture.take("snapshot", state(queued=[{"ticket": 7, "model": "b", "since": 100.0}], events=[]))
     shown = rows(picture, 112.0)
     assert shown[0] == ["anvil-mux", "1.0:", "ok,", "2", "in", "flight,", "1", "waiting"]
-    assert ["0", "draining", "a", *["makes", "room", "for", "b,", "12", "s", "left"]] in shown
-    assert ["a", "draining", "0", "2", "0", "3.0", "s", "leaving"] in shown
-    assert ["b", "stopped", "pinned", "0", "0", "1", "exited", "with", "code", "1"] in shown
+    assert ["GPU", "0", "draining", "a", *["makes", "room", "for", "b,", "12", "s", "left"]] in shown
+    assert ["a", "draining", "GPU", "0", "2", "0", "3.0", "s", "leaving"] in shown
+    assert ["b", "stopped", "pinned", "GPU", "0", "0", "1", "exited", "with", "code", "1"] in shown
     assert ["#7", "b", "12", "s"] in shown
 
 
@@ -187,18 +187,23 @@ def test_other_programs_that_hold_a_gpu_are_named_the_largest_first() -> None:
         (model((8, 4), a=on("h1", "stopped")), "any of 4 hosts"),
         (model((8, 1), a=on("h1", "stopped")), "any of 8 on h1"),
         (model((1, 1), a=on("h1", "stopped")), "h1/0"),
-        (model((8, 4), a=on("h1", "stopped"), b=on("h2", "loading"), c=on("h3")), "h2/0,h3/0"),
+        (model((8, 4), a=on("h1", "stopped"), b=on("h2", "loading"), c=on("h3")), "h2/0, h3/0"),
         (model((8, 4), a=on("h1", lost=True), b=on("h2")), "h2/0"),
         (model((8, 4), a=on("h1", lost=True)), "h1/0"),
         (model((8, 4), a=on("h1", gpus=[])), "h1"),
-        (model((9, 9), **{f"b{n}": on(f"h{n}") for n in range(7)}), "h0/0,h1/0,h2/0,h3/0,h4/0 and 2 more"),
+        (
+            model((9, 9), **{f"b{n}": on(f"h{n}") for n in range(7)}),
+            "h0/0, h1/0, h2/0, h3/0, h4/0 and 2 more",
+        ),
     ],
 )
 def test_a_row_says_where_a_model_is_or_how_many_hosts_may_have_it(about: dict[str, Any], place: str) -> None:
     seen = state(models={"m": about}, hosts={"h1": HOST})
     head, shown = models_table(seen)
     assert shown[head.index("WHERE") :].startswith(place + " ")
-    assert "GPUS" in models_table(state())[0]
+    head = models_table(state())[0]
+    assert "WHERE" not in head
+    assert head.index("GPU") < head.index("IN FLIGHT") < head.index("WAITING") < head.index("LAST LOAD")
 
 
 def test_of_many_hosts_the_screen_shows_those_that_are_not_here_and_counts_others() -> None:
@@ -225,9 +230,9 @@ def test_a_gpu_is_shown_with_its_memory_and_what_it_measures() -> None:
     gpus = {"0": {**free, **told}, "amd0": {**free, "used": None, "total": 8 << 30, "sensors": quiet}}
     picture = TopScreen()
     picture.take("snapshot", state(gpus=gpus, events=[]))
-    first, second = [line for line in picture.lines(0.0) if line.startswith(("0 ", "amd0 "))]
+    first, second = [line for line in picture.lines(0.0) if line.startswith(("GPU 0 ", "GPU amd0 "))]
     assert first.endswith("20.0 of 24.0 GiB  87% 61 °C 213 W")
-    assert second.split() == ["amd0", "free", "40", "°C"]
+    assert second.split() == ["GPU", "amd0", "free", "40", "°C"]
 
 
 def test_a_screen_without_gpus_has_a_table_without_rows() -> None:

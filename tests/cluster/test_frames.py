@@ -32,6 +32,7 @@ from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, Mu
 from anvil_mux.host.seam import (
     AnyNews,
     Awake,
+    CardRead,
     Evicted,
     Found,
     GpusSeen,
@@ -41,7 +42,7 @@ from anvil_mux.host.seam import (
     HostNews,
     Inventory,
     Loaded,
-    LoadSaid,
+    LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
@@ -50,6 +51,7 @@ from anvil_mux.host.seam import (
     Unfit,
     WeightsRead,
 )
+from anvil_mux.protocol.cards import ModelCard
 from tests.seeds import seeds
 
 
@@ -124,10 +126,11 @@ TRUTHS = [
         [
             HostNews(1, ServiceEnded("a", "why", ("l",), 3)),
             HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))})),
-            HostNews(3, LoadSaid("a", "reading", 0.5)),
+            HostNews(3, LoadStage("a", "reading", 0.5)),
             HostNews(4, PhaseTook("a", "load", 0.25)),
             HostNews(5, PromptsKept("a", 1, 2, 3)),
             HostNews(6, WeightsRead("a", 1, 2.5)),
+            HostNews(7, CardRead("a", "d", ModelCard(4096, {"tools": True}))),
         ],
     ),
 ]

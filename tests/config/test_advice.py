@@ -134,6 +134,8 @@ TOP_CASES = r"""
     any_of: {any: [aa]} -> any_of.any | any: [a] | policies.md#any-model-that-is-loaded-any_of
     any_of: {a: [a]} -> any_of.a | any-a: [a] | policies.md#any-model-that-is-loaded-any_of
     any_of: {a: [a]} -> any_of.a |  | policies.md#any-model-that-is-loaded-any_of
+    any_of: {any: [{model: aa, when: {tools: true}}, a]} -> any_of.any |
+        any: [{model: a, when: {tools: true}}, a] | policies.md#any-model-that-is-loaded-any_of
     any_of: [a] -> any_of | any_of: {a-name: [a-model, another]} | policies.md#any-model-that-is-loaded-any_of
     preload: perhaps -> preload | preload: true | reference.md#x-anvil-at-the-top-level
     tls_cert: cert.pem -> tls_cert | tls_key: FILE | security.md#tls

@@ -17,7 +17,7 @@ from anvil_mux.config.interpolate import read
 from anvil_mux.config.kinds import Diagnostic, Position, advice
 from anvil_mux.config.reading import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, Problems, page_of
 from anvil_mux.errors import ConfigError
-from anvil_mux.host import check, rights
+from anvil_mux.host import check, cuda_checkpoint
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,7 +34,7 @@ OF_SETTINGS = [each.page for table in (SETTINGS, SERVICE_SETTINGS) for each in t
 
 OF_PROBES = [
     check.LIMITS_PAGE,
-    rights.PAGE,
+    cuda_checkpoint.RIGHTS_PAGE,
     reading.PAGE,
     "cluster.md#setting-up",
     "cluster.md#in-the-file",

@@ -154,6 +154,13 @@ def test_an_id_that_is_no_name_of_a_service_stays_the_model(tmp_path: Path) -> N
         ("useModelName: org/m", "", {"served_model": "org/m"}),
         ("concurrencyLimit: 4", "", {"concurrency": 4}),
         ("concurrencyLimit: 0", "", {}),
+        ("capabilities: {tools: true, context: 4096}", "", {"context": 4096, "capabilities": ["tools"]}),
+        (
+            "capabilities: {in: [text, image], out: [text], reranker: true}",
+            "",
+            {"capabilities": ["completion", "vision", "reranking"]},
+        ),
+        ("capabilities: {}", "", {}),
         ("proxy: 'http://127.0.0.1:8999'", "", {"port": 8999}),
         ("proxy: 'http://localhost:${PORT}/'", "", {}),
         ("filters: {stripParams: 'a, model,b'}", "", {"strip": ["a", "b"]}),
@@ -181,7 +188,7 @@ def test_parameters_of_a_name_become_a_preset(tmp_path: Path) -> None:
 
 
 NO_COUNTERPART = [
-    *("name: N", "description: D", "metadata: {a: 1}", "capabilities: {tools: true}", "unlisted: true"),
+    *("name: N", "description: D", "metadata: {a: 1}", "unlisted: true"),
     *("sendLoadingState: true", "timeouts: {connect: 1}", "compat: {ignoreWebsockets: true}", "typo: 1"),
     *(
         "checkEndpoint: none",

@@ -1,4 +1,4 @@
-"""The looks of the status page in six states, in a real Chromium: ``bin/test page``.
+"""The looks of the status page in its states, by day, by night and on a phone: ``bin/test page``.
 
 Nothing is compared pixel by pixel. With ``ANVIL_PAGE_PICTURES=DIR`` a picture of each state is left in DIR.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
@@ -14,10 +15,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from anvil_mux.config.config import Backend
+from anvil_mux.config.machines import Gpu
+from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.demo import compose
-from tests.proxy.test_page import row, state_of
+from tests.fake_engine import Rig
+from tests.proxy.test_page import more, notes, row, state_of
 from tests.running import Running, serving
+from tests.sleepy_engine import GIB
 
 pytestmark = [
     pytest.mark.page,
@@ -96,14 +103,15 @@ LAYOUT = """
     const node = walker.currentNode, at = node.parentElement, head = at.closest("thead");
     if (!node.data.trim() || !at.checkVisibility() || at.closest(HIDDEN)) continue;
     if (head && getComputedStyle(head).position === "absolute") continue;  // told beside each figure instead
-    const range = document.createRange(), scrolled = at.closest(".happened, .scroll");
+    const range = document.createRange(), scrolled = at.closest(".happened, .scroll, #talk, pre");
+    const layer = at.closest("#log, #menu");  // lies on the page
     range.selectNodeContents(node);
     const seen = scrolled && scrolled.getBoundingClientRect();
     const boxes = [...range.getClientRects()];
     if (at.matches(".name") && node.data.length < 20 && boxes.length > 1) wrong.push(`broken: ${node.data}`);
     for (const box of boxes) {
-      if (seen && box.bottom > seen.bottom) continue;  // further down, to be scrolled to
-      texts.push({text: node.data.trim(), node, box});
+      if (seen && (box.bottom > seen.bottom || box.top < seen.top)) continue;  // to be scrolled to
+      texts.push({text: node.data.trim(), node, box, layer});
       if (box.left < 0 || box.right > width) wrong.push(`outside: ${node.data}`);
       const card = (at.closest("section") || document.body).getBoundingClientRect();
       if (box.left < card.left || box.right > card.right + 1) wrong.push(`cut by its section: ${node.data}`);
@@ -116,7 +124,7 @@ LAYOUT = """
   const apart = 2;
   texts.forEach((one, index) => {
     for (const other of texts.slice(index + 1)) {
-      if (one.node === other.node) continue;
+      if (one.node === other.node || one.layer !== other.layer) continue;
       const across = Math.min(one.box.right, other.box.right) - Math.max(one.box.left, other.box.left);
       const down = Math.min(one.box.bottom, other.box.bottom) - Math.max(one.box.top, other.box.top);
       if (across > apart && down > apart) wrong.push(`on top of each other: ${one.text} | ${other.text}`);
@@ -131,85 +139,229 @@ LAYOUT = """
 def looks_well(page: Chromium, *texts: str) -> None:
     """Each of the texts can be seen, and none that is there lies on another, or is cut."""
     shown, wrong = page.ask(LAYOUT)
-    assert wrong == []
+    assert wrong == [], page.ask("[innerWidth, document.body.innerText]")
     missing = [text for text in texts if not any(text in each for each in shown)]
     assert not missing, shown
 
 
-def is_busy(page: Chromium, ask: Begin) -> None:
-    """One model answers and makes room for another, for which requests wait; a third is ready."""
+LOOKS = {"light": (1280, "light"), "dark": (1280, "dark"), "phone": (390, "light")}
+
+
+def looks_well_everywhere(page: Chromium, state: str, *texts: str, begin: str = "null") -> None:
+    """By day, by night and on phones, for one who wants no motion: there is none then.
+
+    ``begin``: what happens on each screen before somebody looks.
+    """
+    for look, (width, scheme) in LOOKS.items():
+        page.size(width, 844, phone=width < 768)
+        page.prefer(prefers_color_scheme=scheme, prefers_reduced_motion="reduce")
+        page.ask(begin)
+        picture(page, f"{state}-{look}")
+        looks_well(page, *texts)
+        assert (
+            page.ask("document.getAnimations().length + document.querySelectorAll('audio, video').length")
+            == 0
+        )
+    for width in (320, 360):
+        page.size(width, 844, phone=True)
+        page.ask(begin)
+        looks_well(page, *texts)
+
+
+SECTIONS = """
+[...document.querySelectorAll("main > section")].filter(each => each.checkVisibility())
+  .map(each => each.querySelector("h2").textContent)
+"""
+
+
+def test_at_first_nothing_that_is_empty_has_a_card(mux: Running, browser: Chromium) -> None:
+    browser.leave()
+    browser.size(1280, 900)
+    browser.open(f"http://127.0.0.1:{mux.port}/")
+    browser.wait("document.readyState === 'complete' && !!state")
+    assert browser.ask(SECTIONS) == ["GPUs", "Models", "Try a model"]
+    looks_well_everywhere(
+        browser, "first", "all is well", "0 in flight, 0 waiting", QUICK, "stopped", "free", "Load", "Send"
+    )
+    assert {("button", f"Load {QUICK}"), ("combobox", "How long a pause lasts")} <= {*browser.tree()}
+    marks = browser.ask("[...document.querySelectorAll('#gpus .chip')].map(each => each.textContent)")
+    assert marks == ["free"] * 3
+    assert browser.problems == []
+
+
+def test_one_model_is_ready_and_is_talked_with(page: Chromium) -> None:
+    page.ask(f"document.getElementById('try-model').value = {QUICK!r}, null")
+    for number in (1, 2):
+        page.ask("document.getElementById('try-text').value = 'Say hello.', null")
+        page.ask("document.getElementById('try-send').click()")
+        page.wait(f"talk.length === {number}")
+    page.wait("!!talk[0].record && !document.getElementById('usage').closest('section').hidden")
+    assert page.ask(state_of(QUICK)) == "ready"
+    looks_well_everywhere(
+        page, "ready", "ready", "first token after", "tokens/s", "New conversation", "Unload"
+    )
+
+
+def test_the_menu_and_the_log_lie_on_the_page(page: Chromium, ask: Begin) -> None:
+    ask(QUICK)
+    page.wait(f"{state_of(QUICK)} === 'ready'")
+    page.ask(f"open_log({QUICK!r}), null")
+    page.wait("document.getElementById('log-lines').textContent.includes('listens on')")
+    texts = (f"Log of {QUICK}", "listens on", "Close the log", "Pin", "Why")
+    looks_well_everywhere(page, "panels", *texts, begin=f"close_menu(), {more(SLOW)}.click()")
+    page.ask("close_menu(), close_log(), null")
+
+
+def test_a_model_loads_and_others_wait_for_it(page: Chromium, ask: Begin) -> None:
+    ask(SLOW, SLOW)
+    page.wait(f"{state_of(SLOW)} === 'loading' && {row(SLOW)}.querySelector('.bar').checkVisibility()")
+    page.wait("document.querySelector('#reasons').textContent !== '' && state.queued.length === 2")
+    looks_well_everywhere(
+        page, "loading", "loading", f"A request for {SLOW} waits", "0 in flight, 2 waiting", "#"
+    )
+    assert ("button", f"Unload {SLOW}") in page.tree()
+
+
+def test_a_model_makes_room_for_another(page: Chromium, ask: Begin) -> None:
+    """One model answers and makes room for another, for which requests wait."""
     ask(QUICK)
     page.wait(f"{state_of(QUICK)} === 'ready' && {row(QUICK)}.children[3].textContent === '1'")
     ask(OTHER, OTHER)
     page.wait(f"{state_of(QUICK)} === 'draining' && state.queued.length === 2")
     page.wait(f"document.getElementById('reasons').textContent.includes('A request for {OTHER} waits')")
-
-
-BUSY = (
-    "1 in flight, 2 waiting",
-    "draining",
-    f"draining for {OTHER}: 1 request still runs",
-    f"A request for {OTHER} waits",
-    "Waiting requests",
-    "Cancel",
-    "When each model was resident",
-)
-
-
-def test_quiet(page: Chromium) -> None:
-    picture(page, "quiet")
-    looks_well(
-        page, "all is well", "0 in flight, 0 waiting", QUICK, "stopped", "free", "No request is waiting."
-    )
-    assert {("button", f"Load {QUICK}"), ("combobox", "How long a pause lasts")} <= {*page.tree()}
-    assert (
-        page.ask("[...document.querySelectorAll('#gpus .chip')].map(each => each.textContent)")
-        == ["free"] * 3
+    looks_well_everywhere(
+        page,
+        "busy",
+        "1 in flight, 2 waiting",
+        "draining",
+        f"draining for {OTHER}: 1 request still runs",
+        f"A request for {OTHER} waits",
+        "Waiting requests",
+        "Cancel",
+        "When each model was resident",
     )
 
 
-def test_loading(page: Chromium, ask: Begin) -> None:
-    ask(SLOW)
-    page.wait(f"{state_of(SLOW)} === 'loading' && {row(SLOW)}.querySelector('.bar').checkVisibility()")
-    page.wait("document.querySelector('#reasons').textContent !== ''")
-    picture(page, "loading")
-    looks_well(page, "loading", f"A request for {SLOW} waits", "0 in flight, 1 waiting", "#")
-    assert ("button", f"Unload {SLOW}") in page.tree()
-    assert page.ask(f"{row(SLOW)}.querySelectorAll('button')[0].disabled")
-
-
-def test_busy(page: Chromium, ask: Begin) -> None:
-    is_busy(page, ask)
-    picture(page, "busy")
-    looks_well(page, *BUSY)
-
-
-def test_failed(mux: Running, page: Chromium) -> None:
+def test_a_load_failed(mux: Running, page: Chromium) -> None:
     assert mux.chat(BROKEN)[0] == 503
     page.wait("document.querySelectorAll('#tracks .failed').length > 0")
     page.wait("document.getElementById('requests').textContent.includes('503 load_failed')")
-    why = f"{BROKEN} exited with code 1"
-    page.wait(f"document.getElementById('swaps').textContent.includes('load failed: {why}')")
-    picture(page, "failed")
-    looks_well(page, why, f": load failed: {why}", "503 load_failed", "No request is waiting.")
+    page.wait(f"document.getElementById('swaps').textContent.includes('load failed: {LAST_WORDS}')")
+    looks_well_everywhere(page, "failed", LAST_WORDS, f": load failed: {LAST_WORDS}", "503 load_failed")
     assert page.ask("document.querySelector('#tracks .failed').firstChild.data") == CROSS
 
 
-def test_dark(page: Chromium, ask: Begin) -> None:
-    page.prefer(prefers_color_scheme="dark")
-    is_busy(page, ask)
-    picture(page, "dark")
-    looks_well(page, *BUSY)
+SPAN = """
+(() => {
+  const error = document.querySelector("#models .error").closest("td").getBoundingClientRect();
+  const table = document.querySelector("#models").getBoundingClientRect();
+  return [error.left - table.left, table.right - error.right];
+})()
+"""
 
 
-def test_phone(page: Chromium, ask: Begin) -> None:
-    page.size(390, 844, phone=True)
-    is_busy(page, ask)
-    picture(page, "phone")
-    looks_well(page, *BUSY)
-    for width in (320, 360):
-        page.size(width, 844, phone=True)
-        looks_well(page, *BUSY)
+@pytest.mark.parametrize("width", [390, 1280])
+def test_an_error_spans_the_row_and_begins_with_its_cause(mux: Running, page: Chromium, width: int) -> None:
+    mux.chat(BROKEN)
+    page.size(width, 900, phone=width < 768)
+    page.wait(f"{notes(BROKEN)} !== ''")
+    assert page.ask(notes(BROKEN)).startswith(f"{LAST_WORDS}; it needs more GPU memory than is free")
+    assert max(page.ask(SPAN)) < 20
+
+
+# Several hosts, and keys
+
+
+def on(host: str, name: str, *gpus: str) -> Backend:
+    return Backend(f"{name}.{host}", name, gpus, host=host)
+
+
+FLEET = (
+    on("alpha", SLOW, "0", "1"),
+    on("beta", QUICK, "0"),
+    on("beta", BROKEN, "1"),
+    on("gamma", OTHER, "0"),
+    on("beta", "qwen3-32b", "1"),
+)
+HELD = {"alpha/0": SLOW, "alpha/1": SLOW, "beta/0": QUICK, "beta/1": BROKEN, "gamma/0": OTHER}
+
+
+def sight() -> dict[str, Seen]:
+    """What is read of the GPUs that are here: on each its model, and on one of them another program."""
+    found = {}
+    here = [(gpu, model) for gpu, model in HELD.items() if not gpu.startswith("gamma")]
+    for number, (gpu, model) in enumerate(here):
+        host = gpu.partition("/")[0]
+        users = {f"{model}.{host}": (18 + number) * GIB}
+        others = (OtherProcess(gpu, 4711, 6 * GIB, "blender"),) if gpu == "beta/0" else ()
+        used = sum(users.values()) + sum(each.used or 0 for each in others)
+        found[gpu] = Seen(used, 48 * GIB, users, others, Sensors(0.31 + number / 9, 58.0 + number, 240.0))
+    return found
+
+
+FLEET_EVENTS = """
+(() => {
+  const at = now();
+  const told = [
+    [300, "loading", "qwen3-8b", "beta", {}],
+    [296, "ready", "qwen3-8b", "beta", {text: "ready", seconds: 4}],
+    [280, "loading", "gemma-12b", "gamma", {}],
+    [272, "ready", "gemma-12b", "gamma", {text: "ready", seconds: 8}],
+    [250, "loading", "llama-70b", "alpha", {}],
+    [215, "ready", "llama-70b", "alpha", {text: "ready", seconds: 35}],
+    [180, "loading", "qwen3-32b", "beta", {}],
+    [166, "ready", "qwen3-32b", "beta", {text: "ready", seconds: 14}],
+    [96, "deferred", "mistral-24b", "beta", {text: "held back for 6 s"}],
+    [90, "draining", "qwen3-32b", "beta", {target: "mistral-24b"}],
+    [78, "evicting", "qwen3-32b", "beta", {}],
+    [76, "stopped", "qwen3-32b", "beta", {}],
+    [76, "loading", "mistral-24b", "beta", {}],
+    [63, "ready", "mistral-24b", "beta", {text: "ready", seconds: 13}],
+    [4, "draining", "mistral-24b", "beta", {target: "qwen3-32b"}],
+  ].map(([ago, kind, model, host, more]) => {
+    const backend = `${model}.${host}`, reason = "1 waiting, oldest first";
+    return {at: at - ago, kind, model, backend, host, reason, ...more};
+  });
+  const text = "the host gamma is lost: its requests are severed, and nothing is loaded there";
+  const cause = {kind: "host_lost", host: "gamma"};
+  events = [...told, {at: at - 30, kind: "host_lost", model: "", backend: "", text, reason: text, cause}];
+  events.sort((one, other) => one.at - other.at);
+  show_swaps();
+  show_time();
+})()
+"""
+
+
+def test_several_hosts_with_their_gpus(make_rig: Callable[..., Rig], browser: Chromium) -> None:
+    gpus = tuple(Gpu(gpu, 48 * GIB, host=gpu.partition("/")[0]) for gpu in HELD)
+    rig = make_rig(backends=FLEET, gpus=gpus, sight=sight)
+    rig.mux.facts.adopt({f"{model}.{gpu.partition('/')[0]}": rig.engine.url for gpu, model in HELD.items()})
+    for number, model in enumerate((SLOW, QUICK, BROKEN)):
+        about = {"model": model, "backend": model, "status": 200, "seconds": 2.4, "tokens": 80 + number}
+        rig.feed.ended(
+            Served(f"{model}-1", "127.0.0.1", "POST", "/v1/chat/completions", ended=time.time(), **about)
+        )
+    browser.leave()
+    browser.open("http://{}:{}/".format(*rig.address))
+    browser.wait("document.readyState === 'complete' && !!state")
+    with rig.mux.lease(SLOW), rig.mux.lease(QUICK), rig.mux.lease(BROKEN):
+        rig.client().post(b'{"model":"qwen3-32b"}')
+        rig.mux.facts.host_lost("gamma")
+        browser.wait("state.queued.length === 1 && Object.values(state.hosts).some(host => host.lost)")
+        browser.wait("document.getElementById('reasons').textContent !== ''")
+        browser.ask(FLEET_EVENTS)
+        looks_well_everywhere(
+            browser,
+            "hosts",
+            "the host gamma is lost",
+            "18.0 GiB ours",
+            "6.0 GiB others",
+            "other process: blender",
+            "out of service",
+            "Declare gone",
+            "qwen3-32b → mistral-24b",
+        )
+    assert browser.problems == []
 
 
 @pytest.mark.parametrize(

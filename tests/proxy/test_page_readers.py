@@ -7,7 +7,6 @@ first time.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -23,7 +22,7 @@ from anvil_mux.scheduler.slot import TRANSITIONS
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.fake_engine import Rig
-from tests.proxy.test_page_looks import looks_well
+from tests.proxy.test_page_looks import looks_well, picture
 
 pytestmark = [
     pytest.mark.page,
@@ -65,7 +64,7 @@ EVERYTHING = """
     {at: at - 8, kind: "stopped", model: "model-stopped", backend: "n", text: "load failed",
      reason: "load failed", cause: {kind: "load_failed"}},
   ];
-  show(); showSwaps(); showRequests(); notice("anvil-mux does not answer");
+  show(); show_swaps(); show_requests(); notice("anvil-mux does not answer");
 })()
 """.replace("STATES", json.dumps(STATES))
 
@@ -192,8 +191,8 @@ def test_everything_has_contrast_by_day_and_by_night(page: Chromium, scheme: str
 @pytest.mark.parametrize("width", [320, 390, 768, 900, 1000, 1280])
 def test_everything_has_room_on_every_screen(page: Chromium, width: int) -> None:
     page.size(width, 844, phone=width < 768)
-    if (folder := os.environ.get("ANVIL_PAGE_PICTURES")) and width in (390, 1280):
-        page.picture(Path(folder, f"everything-{width}.png"))
+    if width in (390, 900, 1280):
+        picture(page, f"everything-{width}")
     page.ask("document.getElementById('notices').replaceChildren()")
     looks_well(page, "out of service", "circuit half-open", "drained", "model-demoting", "Declare gone")
 
@@ -279,7 +278,7 @@ def test_all_is_reached_by_tab_with_a_focus_that_is_seen_and_nothing_holds_it(pa
         reached.append(found)
     missed = page.ask(f"{REACHABLE}.filter(each => !('reached' in each.dataset)).map(each => each.outerHTML)")
     assert missed == []
-    assert len(reached) >= there > 60
+    assert len(reached) >= there > 40
     assert [name for name, edge, cut in reached if edge < 2 or cut] == []
 
 
@@ -290,15 +289,14 @@ def test_what_acts_is_a_button(page: Chromium) -> None:
     assert page.ask("document.querySelectorAll('[role=button], a:not([href])').length") == 0
 
 
-@pytest.mark.parametrize("dialog", ["words", "log"])
-def test_a_dialog_closes_with_escape_and_gives_the_focus_back(page: Chromium, dialog: str) -> None:
-    opens = {"words": "What the words under Models mean", "log": "Log a"}[dialog]
+def test_a_dialog_closes_with_escape_and_gives_the_focus_back(page: Chromium) -> None:
+    opens = "What the words under Models mean"
     page.ask(f"document.querySelector('button[aria-label={json.dumps(opens)}]').focus()")
     page.press("Enter", 13)
-    page.wait(f"document.getElementById('{dialog}').open")
-    assert page.ask(f"document.getElementById('{dialog}').contains(document.activeElement)")
+    page.wait("document.getElementById('words').open")
+    assert page.ask("document.getElementById('words').contains(document.activeElement)")
     page.press("Escape", 27)
-    page.wait(f"!document.getElementById('{dialog}').open")
+    page.wait("!document.getElementById('words').open")
     assert page.ask("document.activeElement.ariaLabel") == opens
 
 
@@ -314,7 +312,7 @@ TITLES = """
 ROWS = """
 [...document.querySelectorAll("#words dt")].map(dt => [dt.textContent, dt.nextSibling.textContent])
 """
-OURS = {"?", "Hide", "Send", "Stop", "Show the page"}
+OURS = {"?", "⋯", "Hide", "Send", "Stop", "Show the page"}
 """The buttons that say what they do."""
 
 
@@ -342,7 +340,7 @@ def test_who_has_no_mouse_reads_them_behind_a_button_of_each_part(page: Chromium
         "[...document.querySelectorAll('main > section')].filter(each => each.checkVisibility())"
         ".map(each => each.getAttribute('aria-labelledby'))"
     )
-    assert len(parts) == 8
+    assert len(parts) == 7
     titles = page.ask(TITLES)
     for part in parts:
         button = f"document.querySelector('[aria-labelledby={part}] .words')"

@@ -10,7 +10,7 @@ from anvil_mux.proxy.page import terms
 from anvil_mux.scheduler.slot import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCE = Path(page.__file__).with_name("page.html").read_text()
+SOURCE = (page.FOLDER / "page.html").read_text()
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
 
