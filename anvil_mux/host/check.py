@@ -91,8 +91,7 @@ def engine_limits(config: HostConfig) -> list[str]:
     """A warning for what the container engine cannot do; BackendError if it cannot be asked."""
     if config.runtime != "compose" or not config.backends:
         return []
-    from anvil_mux.host.docker_api import ContainerEngine
-    from anvil_mux.host.docker_endpoint import find_endpoint
+    from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
 
     about = ContainerEngine(find_endpoint(os.environ)).about()
     lacking: dict[str, dict[str, None]] = {}
@@ -138,7 +137,7 @@ def missing_rights(config: HostConfig) -> list[str]:
 
 def missing_files(config: HostConfig) -> list[str]:
     """A warning for each program, file of weights and mounted folder that backends need and is not there."""
-    from anvil_mux.host.docker_endpoint import find_endpoint
+    from anvil_mux.host.docker_api import find_endpoint
 
     folders = [Path(file).absolute().parent for file in config.files]
     is_process = config.runtime == "process"

@@ -99,7 +99,7 @@ def build_runtime(
 
 def inventory(address: str = LOOPBACK) -> Inventory:
     """Return what this machine has and can do, before any service of it is configured."""
-    return Inventory(gpus.probe().listed, _memory(), address)
+    return Inventory(gpus.probe().listed, gpus.host_memory()[0], address)
 
 
 class LocalHost:
@@ -131,7 +131,7 @@ class LocalHost:
         )
         """The runtime, of use within this package alone."""
         found = gpus.probe() if described is None else Gpus()
-        self._inventory = described or Inventory(found.listed, _memory(), address)
+        self._inventory = described or Inventory(found.listed, gpus.host_memory()[0], address)
         probe, checkpointer = gpus.probe if found.readings else None, Checkpointer()
         state = state_folder(config.project, os.environ if environ is None else environ)
         self._notes = Notes(state)
@@ -418,14 +418,6 @@ def _subject(what: object) -> object:
 def _used(config: HostConfig) -> set[str]:
     """The GPUs that backends need."""
     return {id for backend in config.backends for id in backend.gpus}
-
-
-def _memory() -> int | None:
-    """Bytes of this machine's memory; None: it does not tell."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
 
 
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
