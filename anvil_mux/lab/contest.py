@@ -29,12 +29,11 @@ from zlib import crc32
 from anvil_mux.config.config import Backend
 from anvil_mux.config.profile import Profile
 from anvil_mux.config.values import DEFAULT_ROUTING
-from anvil_mux.lab import prompts
 from anvil_mux.lab.engines import SimulatedEngine, measured, read_settings
 from anvil_mux.lab.figures import quantile
 from anvil_mux.lab.fleet import PromptOutcome, simulate
-from anvil_mux.lab.prompts import Prompt
 from anvil_mux.lab.study import listed
+from anvil_mux.lab.workload import Prompt, find_trace, read_trace
 from anvil_mux.routing import pipeline, prefix
 from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.routing import Work
@@ -248,7 +247,7 @@ def draw(
 ) -> Iterator[Scenario]:
     """A scenario for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
     for name in traces:
-        trace = prompts.read(prompts.find(name))
+        trace = read_trace(find_trace(name))
         for count in (sessions or (len(trace.sessions),)) if trace.sessions else (0,):
             for seed in seeds if trace.sessions else (0,):
                 yield Scenario(

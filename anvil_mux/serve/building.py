@@ -9,11 +9,12 @@ before anything is touched.
 from __future__ import annotations
 
 import os
+import resource
 import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,10 @@ from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.operations import Reloads
 from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
-from anvil_mux.serve.configuration import checked, complete
+from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digests, recalled
 from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead, Stock
 from anvil_mux.serve.invocation import CannotServe, Options, say
 from anvil_mux.serve.polling import ExternalServers, RedisStore, Scraper, Sharing, StoreError
-from anvil_mux.serve.state_files import Known, LearnedFile, PauseFile, recalled
 from anvil_mux.serve.watches import HostWatches
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
@@ -46,6 +46,11 @@ from anvil_mux.telemetry.eventlog import EventLog, Rotation
 from anvil_mux.telemetry.journal import NORMAL, VERBOSE, Journal
 from anvil_mux.telemetry.metrics import Metrics
 from anvil_mux.telemetry.usage import Usage
+
+FILES, FILES_WITH_TLS = 2, 4
+"""The descriptors of a connection whose request is answered."""
+OWN_FILES = 256
+"""Descriptors that are not for connections, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +348,29 @@ class Parts:
     def _log_tail(self, backend: str, lines: int = LOG_LINES) -> list[str]:
         found = self.mux.overview.backend(backend)
         return self.hosts.log_tail(found, lines) if found else []
+
+
+# What this machine says
+
+
+def complete(config: Config, host: LocalHost) -> Config:
+    """Complete the configuration by what the machine says, and by the files that are read here."""
+    config = bounded(replace(config, said=digests(config)), host.own_memory())
+    memory = host.inventory().memory
+    if config.host_memory is not None or memory is None:
+        return config
+    return replace(config, host_memory=memory * 9 // 10)  # the rest is the system's
+
+
+def bounded(config: Config, memory: int) -> Config:
+    """The configuration with no more memory for bodies and no more connections than there can be."""
+    bodies = max(config.max_bodies or memory // 8, config.max_body)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = (files - min(OWN_FILES, files // 4)) // (FILES_WITH_TLS if config.tls_cert else FILES)
+    if config.max_connections <= most or files == resource.RLIM_INFINITY:
+        return replace(config, max_bodies=bodies)
+    warnings = config.warnings
+    if config.origins.get("max_connections") != "default":
+        said = f"max_connections is {most} instead of {config.max_connections}"
+        warnings = (*warnings, f"{said}: this program may open {files} files (ulimit -n)")
+    return replace(config, max_bodies=bodies, max_connections=most, warnings=warnings)

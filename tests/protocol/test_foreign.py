@@ -142,7 +142,7 @@ OWN = {
     "proxy/rewriting.py",
     "serve/polling.py",
     "serve/remote.py",
-    "serve/state_files.py",
+    "serve/files.py",
     "telemetry/eventlog.py",
     "telemetry/usage.py",
 }
