@@ -13,15 +13,14 @@ from types import MappingProxyType
 
 from anvil_mux.config.compose import Compose, run_compose
 from anvil_mux.config.config import Config, Judge
-from anvil_mux.config.diagnostic import Diagnostic, as_diagnostic
-from anvil_mux.config.kinds import meant, nearest
+from anvil_mux.config.kinds import Diagnostic, as_diagnostic, meant, nearest
 from anvil_mux.config.loading import ConfigReader
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.reading import Problems
 from anvil_mux.config.values import ROUTING_NAME
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.eviction import build_eviction
+from anvil_mux.scheduler.memory import build_eviction
 from anvil_mux.scheduler.policies import build_policy
 
 NO_HOSTS: Mapping[str, Machine] = MappingProxyType({})

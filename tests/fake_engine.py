@@ -31,7 +31,7 @@ from anvil_mux.proxy.operations import Keep
 from anvil_mux.proxy.server import Server, listen
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
-from anvil_mux.telemetry.feed import Feed
+from anvil_mux.telemetry.journal import Feed
 
 GUARD = 20.0
 

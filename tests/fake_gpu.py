@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host.gpus import Gpus, Reading
 from anvil_mux.host.seam import HostGpu
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from anvil_mux.cli import main as cli
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.config.settings import Setting, describe, plain
+from anvil_mux.config.kinds import Setting, describe, plain
 from anvil_mux.host import engines
 from anvil_mux.host.levels import LEVELS, SLEEPS
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.scheduler import events, eviction, policies
+from anvil_mux.scheduler import events, memory, policies
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
@@ -78,7 +78,7 @@ def _settings(rows_of: dict[str, Setting]) -> list[str]:
 
 def choices() -> Iterable[str]:
     yield from ("## Policies", "", *_registry(policies.POLICIES), "")
-    yield from ("## Evictions", "", *_registry(eviction.EVICTIONS), "")
+    yield from ("## Evictions", "", *_registry(memory.EVICTIONS), "")
     rows = [(f"`{name}`", _first_sentence(way)) for name, way in LEVELS.items()]
     yield from ("## Standby levels", "", *_table(("name", "what it does"), rows), "")
     rows = [

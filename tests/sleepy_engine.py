@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host.gpus import Gpus, Reading
 from anvil_mux.host.seam import HostGpu
 
 GIB = 1 << 30

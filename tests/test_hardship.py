@@ -15,8 +15,7 @@ from anvil_mux.lab.engines import Outcome
 from anvil_mux.lab.simulate import Arrival, _Simulation
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.slot import HOLDING
-from anvil_mux.scheduler.steps import Cancel, Demote, Load
+from anvil_mux.scheduler.slot import HOLDING, Cancel, Demote, Load
 from tests.lab.facts import Death, Unloading
 from tests.seeds import seeds
 

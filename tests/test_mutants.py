@@ -107,12 +107,12 @@ MUTANTS = {
         "",
     ),
     "a load that was cancelled counts as failed": (
-        "scheduler/facts",
+        "scheduler/swaps",
         '        self.enter(slot, "cancelled", now)\n',
         '        self.enter(slot, "cancelled", now)\n        slot.note_load_failed(now, "", ())\n',
     ),
     "who waits for a place waits for a load": (
-        "planner",
+        "scheduler/state",
         "not (model.limited and model.ready)]",
         "model]",
     ),
@@ -123,8 +123,8 @@ MUTANTS = {
     ),
     "the moment at which another replica is worth its load is forgotten": (
         "policies",
-        "return _sooner(decision, other.until) if",
-        "return decision if",
+        "_sooner(decision, other.until) if",
+        "decision if",
     ),
     "a replica that was evicted keeps its requests in the in-flight tracker": (
         "scheduler/swaps",
@@ -142,7 +142,7 @@ MUTANTS = {
         "if True:",
     ),
     "a sleeper that cannot be stopped counts as gone": (
-        "standby",
+        "scheduler/memory",
         "return slot.host_bytes if slot.failed_stops else 0",
         "return 0",
     ),
@@ -152,22 +152,22 @@ MUTANTS = {
         ")",
     ),
     "a sleeper that could not be stopped is left alone": (
-        "upkeep",
+        "scheduler/group",
         "if self.may_be_stopped(slot):",
         "if False:",
     ),
     "the most valuable sleeper yields": (
-        "standby",
+        "scheduler/memory",
         "for _, name in sorted(leaving):",
         "for _, name in sorted(leaving, reverse=True):",
     ),
     "nobody is demoted while its time goes by": (
-        "upkeep",
+        "scheduler/group",
         "return demotions + returns + [",
         "return returns + [",
     ),
     "a preload may evict who has had work": (
-        "upkeep",
+        "scheduler/group",
         'if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):',
         "if failed:",
     ),
@@ -187,7 +187,7 @@ MUTANTS = {
         "",
     ),
     "a queue that is overdue is loaded too late for its queue_timeout": (
-        "queueing",
+        "scheduler/admission",
         "return max(min(most, latest), 0.0)",
         "return most",
     ),
@@ -207,7 +207,7 @@ MUTANTS = {
         'self.state != "ready" or ttl is None',
     ),
     "the moment at which an idle model goes is forgotten": (
-        "upkeep",
+        "scheduler/group",
         " + [slot.idle_until for slot in self.idlers]",
         "",
     ),
@@ -248,7 +248,7 @@ MUTANTS = {
         "key=lambda queue: queue.priority",
     ),
     "whoever has the highest priority is evicted": (
-        "eviction",
+        "scheduler/memory",
         "return (one.priority, one.leases > 0,",
         "return (-one.priority, one.leases > 0,",
     ),
@@ -263,7 +263,7 @@ MUTANTS = {
         "swap.emptied = victim.since",
     ),
     "nothing is learned from a swap": (
-        "scheduler/facts",
+        "scheduler/swaps",
         "        self.learn(slot, level, seconds)\n",
         "",
     ),
@@ -292,7 +292,7 @@ HOST_MUTANTS = {
         "            pass\n",
     ),
     "a queue is offered to two groups at once": (
-        "planner",
+        "scheduler/state",
         "if model.queues_in(state.name) and not model.is_coming]",
         "if model.name not in state.coming]",
     ),

@@ -10,7 +10,7 @@ from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.steps import Demote, Evict, Load
+from anvil_mux.scheduler.slot import Demote, Evict, Load
 from tests.baton import BatonClock
 from tests.lab.facts import Death, Reload
 from tests.lab.test_simulate import one

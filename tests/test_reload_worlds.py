@@ -12,7 +12,7 @@ from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.layout import BY_NAME, Layout
 from anvil_mux.scheduler.model import settings_of
-from anvil_mux.scheduler.steps import FoundBackend, Load
+from anvil_mux.scheduler.slot import FoundBackend, Load
 from tests.lab.facts import Death, HostBack, HostGone, HostLost, PauseBegun, PauseEnded, Reload, Unloading
 from tests.lab.test_simulate import one
 from tests.multiplexer.stage import Player
@@ -456,22 +456,22 @@ def audit(layout):
         audit_state(layout, group)
     assert layout.touched.keys() <= {*groups}
     assert all(host.pause is layout.pause for host in layout.hosts.values())
-    assert layout.pause.waits == (layout.config.when_paused == "wait")
+    assert layout.pause.waits == (layout.settings.config.when_paused == "wait")
 
 
 def audit_settings(layout, model):
     """They follow from the configuration, or from the backends as they are while one of them leaves."""
-    own = [each for each in layout.config.backends if each.model == model.name]
+    own = [each for each in layout.settings.config.backends if each.model == model.name]
     if any(slot.leaving for slot in model.active):
         own = [slot.backend for slot in model.slots if slot.model == model.name]
     if own:
-        expected = settings_of(own, layout.config)
+        expected = settings_of(own, layout.settings.config)
         assert model.settings._replace(routing="") == expected._replace(routing="")
     assert model.limited == (model.queue._turns is not None)
 
 
 def audit_state(layout, state):
-    wanted = {backend.name: backend for backend in layout.config.backends}
+    wanted = {backend.name: backend for backend in layout.settings.config.backends}
     slots = list(state.slots.values())
     assert {slot.name: slot.backend for slot in slots if not slot.leaving} == {
         slot.name: wanted[slot.name] for slot in slots if not slot.leaving
@@ -493,7 +493,7 @@ def audit_state(layout, state):
 
 def retold(fleet, at, *backends, **settings):
     """Have a fleet go on with these backends, and settings that are otherwise as they were."""
-    config = replace(fleet.core.layout.config, backends=backends, **settings)
+    config = replace(fleet.core.layout.settings.config, backends=backends, **settings)
     effects = fleet.take(fleet.core.reconfigured(config, at))
     audit(fleet.core.layout)
     return effects
@@ -506,7 +506,7 @@ def test_one_setting_of_one_backend_is_known_to_its_gpu_group_until_it_is_gone(s
     fleet = Fleet(A, B)
     retold(fleet, 1.0, replace(A, **said), B)
     retold(fleet, 2.0, A, B)
-    assert fleet.core.layout.slot("a").backend == fleet.core.layout.config.completed(A)
+    assert fleet.core.layout.slot("a").backend == fleet.core.layout.settings.config.completed(A)
 
 
 @pytest.mark.parametrize("by", [{"home": True, "home_after": 5.0}, {"home": True}])

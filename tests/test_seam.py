@@ -17,9 +17,8 @@ from tests.test_layers import MODULES, forgetting, imported, nodes, ours, packag
 __all__ = ["forgetting"]
 
 TOUCHES = """
-    adopt amd_intel containers cuda_checkpoint cuda_driver docker_api docker_endpoint engine_client freed
-    gpu levels load_logs meminfo nvml processes project prompts read_ahead reading rights runs runtime
-    starter weights
+    containers cuda_checkpoint cuda_driver docker_api docker_endpoint engine_client gpus levels processes
+    project prompts runs starter weights
 """
 """The modules of host/ that read NVML, /sys and /proc, or move services and memory: none is used outside."""
 
@@ -29,12 +28,14 @@ ALLOWED = {
     "proxy": {"host.seam", "host.engines", "host.hosts"},
     "cluster": {"host.seam", "host.local", "host.engines", "host.check"},
     "serve": {"host.seam", "host.local", "host.hosts"},
-    "lab": {"host.seam", "host.local", "host.check", "host.byhand", "host.engines"},
-    "cli": {"host.seam", "host.local", "host.engines", "host.check", "host.left"},
+    "lab": {"host.seam", "host.local", "host.check", "host.engines"},
+    "cli": {"host.seam", "host.local", "host.engines", "host.check"},
 }
 """Package -> the modules of host/ that it may use. ``engines`` has what differs between engines;
-``local`` opens the host, ``hosts`` asks servers that are on none, and ``check``, ``byhand`` and ``left`` are
-for commands on the same machine."""
+``local`` opens the host, ``hosts`` asks servers that are on none, and ``check`` is for commands on the same
+machine."""
+BELOW = {"Runtime", "NotBegun"}
+"""The names of the seam's that are of the host's alone: they are below it."""
 
 OUTSIDE = sorted(module for module in MODULES if package(module) != "host")
 ITS_OWN = {"telemetry.eventlog": {"/proc/self/fd/"}}
@@ -53,6 +54,14 @@ def test_a_machine_is_reached_through_the_seam_alone() -> None:
     used = [(module, name) for module in OUTSIDE for name in ours(module) if name.startswith("host")]
     assert [pair for pair in used if pair[1] not in ALLOWED.get(package(pair[0]), set())] == []
     assert [module for module in OUTSIDE if "pynvml" in imported(module)] == []
+    names = {
+        (module, alias.name)
+        for module in OUTSIDE
+        for node in nodes(module)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {pair for pair in names if pair[1] in BELOW} == set()
 
 
 def test_proc_is_read_by_the_host_alone_but_for_the_program_itself() -> None:

@@ -263,7 +263,7 @@ def unserved() -> list[Path]:
 
 def left_lines(project: str = "") -> Iterator[str]:
     """A line for each project that nobody serves and whose engines run all the same, but for this one."""
-    from anvil_mux.host.left import LeftEngines
+    from anvil_mux.host.local import LeftEngines
 
     for left in map(LeftEngines, unserved()):
         if left.names and left.project != project:

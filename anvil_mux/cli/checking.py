@@ -27,8 +27,7 @@ from anvil_mux.cli.output import (
     print_json,
     say,
 )
-from anvil_mux.config.diagnostic import Diagnostic
-from anvil_mux.config.kinds import gib, seconds_or_none
+from anvil_mux.config.kinds import Diagnostic, gib, seconds_or_none
 from anvil_mux.errors import MuxError
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def _check_files(given: argparse.Namespace) -> int:
         print()
     print_columns({key.upper(): cell for key, cell in _columns(config).items()}, config.backends)
     for name, choice in config.any_of.items():
-        print(f"{name}: any of {', '.join(choice.models)}{'' if choice.swaps else ', swap: never'}")
+        print(f"{name}: {choice.words}")
     print_diagnostics(diagnostics)
     for line in _gpu_lines(gpus):
         say(line)
@@ -308,7 +307,7 @@ def add_config(command: argparse.ArgumentParser) -> None:
 
 def show_config(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
-    from anvil_mux.config.settings import describe
+    from anvil_mux.config.kinds import describe
 
     if given.docs:
         _print_docs("x-anvil at the top level", describe(SETTINGS))
@@ -375,9 +374,9 @@ def _gpus(config: Config, host: str) -> dict[str, dict[str, int]]:
 
 def _print_schema() -> int:
     from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
-    from anvil_mux.config.settings import compose_schema
+    from anvil_mux.config.kinds import compose_schema
     from anvil_mux.routing import pipeline
-    from anvil_mux.scheduler.eviction import EVICTIONS
+    from anvil_mux.scheduler.memory import EVICTIONS
     from anvil_mux.scheduler.policies import POLICIES
 
     print_json(

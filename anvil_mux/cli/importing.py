@@ -26,7 +26,7 @@ from anvil_mux.cli.output import (
     say,
     tabled,
 )
-from anvil_mux.config.diagnostic import NOWHERE, Diagnostic, as_diagnostic
+from anvil_mux.config.kinds import NOWHERE, Diagnostic, as_diagnostic
 from anvil_mux.errors import ConfigError
 
 if TYPE_CHECKING:

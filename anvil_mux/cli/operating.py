@@ -116,7 +116,7 @@ def add_stop(command: argparse.ArgumentParser) -> None:
 def stop(given: argparse.Namespace) -> int:
     """End the engines that an anvil-mux has left; one that runs is asked to unload all its models."""
     from anvil_mux.config.config import Config
-    from anvil_mux.host.left import LeftEngines
+    from anvil_mux.host.local import LeftEngines
     from anvil_mux.serve import remote
     from anvil_mux.serve.state_files import locked
     from anvil_mux.state import state_folder

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
-from anvil_mux.config.diagnostic import as_diagnostic
+from anvil_mux.config.kinds import as_diagnostic
 from anvil_mux.errors import MuxError, printable
 
 T = TypeVar("T")

@@ -67,6 +67,13 @@ def add_why(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="explain for a prompt of N tokens, none of them cached",
     )
+    command.add_argument(
+        "--with",
+        dest="contents",
+        default="",
+        metavar="images,audio,tools",
+        help="explain for a request that holds these, where MODEL chooses by them (any_of)",
+    )
 
 
 def add_events(command: argparse.ArgumentParser) -> None:
@@ -137,7 +144,8 @@ def why(given: argparse.Namespace) -> int:
 
 
 def _ask_why(given: argparse.Namespace, model: str) -> Any:
-    return ask(given, "GET", "/why", query={"model": model, "tokens": str(given.tokens or 0)})
+    query = {"model": model, "tokens": str(given.tokens or 0), "with": given.contents}
+    return ask(given, "GET", "/why", query=query)
 
 
 def _print_all(estimates: Sequence[Mapping[str, Any]], explained: bool) -> None:
@@ -231,14 +239,8 @@ def models_table(status: StatusJson) -> list[str]:
         for name, about in model["backends"].items()
         if "kept_prompts" in about
     ]
-    choices = [_choice_line(*pair) for pair in status.get("any_of", {}).items()]
+    choices = [f"{name}: {about['words']}" for name, about in status.get("any_of", {}).items()]
     return [*tabled(columns, _with_names(status["models"])), *presets, *choices, *kept]
-
-
-def _choice_line(name: str, about: StatusJson) -> str:
-    """The line of a name that stands for several models."""
-    never = "" if about["swap"] == "allowed" else ", swap: never"
-    return f"{name}: any of {', '.join(about['models'])}{never}; now {about['serves']}"
 
 
 def _kept(prompts: StatusJson) -> str:

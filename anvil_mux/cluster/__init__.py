@@ -2,6 +2,6 @@
 
 ``agent.Agent`` is what runs on a host, ``frames`` what crosses, ``remote.RemoteHost`` the agent's host as the
 multiplexer sees it, ``cluster.Cluster`` all of them. Calls leave through a child process (``channel``): one
-that Ray (an extra) reaches the agents by (``links``, and ``ray_link``, which alone knows Ray), or each a host
-that is simulated. Imported by serve and cli only.
+that Ray (an extra) reaches the agents by (``ray_link``), or each a host that is simulated. Imported by serve
+and cli only.
 """

@@ -1,27 +1,38 @@
 """The agent of a host: ``LocalHost`` there, for an anvil-mux on another machine, whoever carries the calls.
 
-It takes what the methods below name: configurations and names, never commands or paths. Only the anvil-mux
-that has claimed the host may change anything (ownership.py). State, logs and what the owner has learned of
-this host stay on the host.
+It takes what the methods below name: configurations and names, never commands or paths. State, logs and what
+the owner has learned of this host stay on the host.
+
+Only the anvil-mux that has claimed the host may change anything (``Ownership``). The greatest owner that has
+claimed it is remembered also across runs of the agent, so that one that was taken over stays fenced. A lock
+of the kernel sees to it that of two agents of one name, such as one that is ending and one that is starting,
+only one changes anything; commands that an agent had begun hold it too.
 
 Whatever may take long is a step (``RunningSteps``): it is begun, goes on whatever becomes of who began it,
-and its result is asked for. What came of it is kept until the owner is another, so that nothing is lost where
-an answer did not arrive; of steps that are over the last ``MOST_KEPT`` are kept.
+and its result is asked for. What came of it is kept for its owner, so that nothing is lost where an answer
+did not arrive; of steps that are over the last ``MOST_KEPT`` are kept.
+
+In a cluster of Ray the agent lives in an actor (``HostActor``), which hands calls on.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import os
 import platform
 import re
 import secrets
+import select
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anvil_mux
@@ -29,12 +40,13 @@ from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import (
     AgentAnswer,
     AgentCall,
+    Claimed,
+    Fenced,
     NotConfigured,
     Owner,
     StepState,
     UnknownStep,
 )
-from anvil_mux.cluster.ownership import Ownership
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.host import check
@@ -189,7 +201,6 @@ class Agent:
         with self._changed:
             if not self._ownership.claim(owner._replace(name=description or owner.name), takeover):
                 return
-            self._steps.forget_all()
             self._is_new_owner = True
             if self._host:
                 self._host.news(sys.maxsize, 0.0)  # what happened before concerns the owner before
@@ -297,6 +308,9 @@ class Agent:
             return state
 
 
+# Steps
+
+
 @dataclass(slots=True)
 class RunningStep:
     """A step; what came of it is guarded by the lock of the ``RunningSteps``."""
@@ -363,10 +377,6 @@ class RunningSteps:
             step.cancel()
         return self._changed.wait_for(lambda: not self._under_way(), timeout)
 
-    def forget_all(self) -> None:
-        """Forget what came of steps, since their owner is another now; those under way go on."""
-        self._steps = {key: step for key, step in self._steps.items() if not step.is_done}
-
     def _under_way(self) -> list[RunningStep]:
         return [each for each in self._steps.values() if not each.is_done]
 
@@ -387,6 +397,9 @@ class RunningSteps:
     def _end(self, step: RunningStep, value: object = None, error: Exception | None = None) -> None:
         step.is_done, step.value, step.error = True, value, error
         self._changed.notify_all()
+
+
+# The host, and what it is asked with
 
 
 def local_host(
@@ -462,3 +475,160 @@ def _check_name(name: str) -> None:
 
 def _nothing() -> None:
     pass
+
+
+# Whom it belongs to
+
+
+class Ownership:
+    """The owner of one host. Not safe for threads: the agent calls it under its lock."""
+
+    def __init__(self, host: str, folder: Path) -> None:
+        self._host = host
+        self._folder = folder
+        self._lock: int | None = None
+        self._is_given_up = False
+        self._owner: Owner | None = None
+        with suppress(BackendError):  # whoever wants to change anything reads it again, and is told
+            self._owner = self._read()
+
+    @property
+    def owner(self) -> Owner | None:
+        """The owner; None: nobody has claimed the host, or its owner has given it up."""
+        return None if self._is_given_up else self._owner
+
+    @property
+    def epoch(self) -> int:
+        """The greatest epoch that the host was ever claimed with; 0: none."""
+        return self._owner.epoch if self._owner else 0
+
+    def claim(self, owner: Owner, takeover: bool) -> bool:
+        """Make it the host's owner; return whether it is another than before.
+
+        Claimed, if another one has the host and it is no takeover; Fenced, if a greater one has had it.
+        """
+        self.hold()
+        before = self._owner
+        if self.owner and self.owner.id != owner.id and not takeover:
+            raise Claimed(f"host {self._host} belongs to {_named(self.owner)}; --takeover takes it over")
+        if before and owner[:2] < before[:2]:
+            raise Fenced(f"host {self._host} was claimed by {_named(before)}, in epoch {before.epoch}")
+        self._write(owner, is_given_up=False)
+        return before is None or before[:2] != owner[:2]
+
+    def give_up(self, owner: Owner) -> None:
+        """Let anybody claim the host who is greater."""
+        self.check(owner)
+        self._write(owner, is_given_up=True)
+
+    def check(self, owner: Owner) -> None:
+        """Raise Fenced unless the host belongs to this owner."""
+        self.hold()
+        if self.owner is None:
+            raise Fenced(f"host {self._host} belongs to nobody: it has to be claimed")
+        if self.owner[:2] != owner[:2]:
+            raise Fenced(f"host {self._host} belongs to {_named(self.owner)}, in epoch {self.owner.epoch}")
+
+    def hold(self) -> int:
+        """Return the descriptor of the lock of this agent's name; BackendError while others hold it."""
+        if self._lock is not None:
+            return self._lock
+        file = self._folder / "lock"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BackendError(f"{file} of host {self._host} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise BackendError(
+                f"another agent of host {self._host}, or a command that it began, still runs there"
+            ) from None
+        try:
+            self._owner = self._read()  # another agent may have written it since
+        except BackendError:
+            os.close(lock)
+            raise
+        self._lock = lock
+        return lock
+
+    def close(self) -> None:
+        """Let another agent of this name have the host."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read(self) -> Owner | None:
+        """Read the owner; BackendError where it cannot be told who that is: it may still be there."""
+        try:
+            found = json.loads(self._file.read_text())
+            owner = Owner(int(found["epoch"]), str(found["id"]), str(found["name"]))
+            self._is_given_up = bool(found["given_up"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise BackendError(
+                f"{self._file} cannot be read ({type(error).__name__}: {error}), so it is not known to whom"
+                f" host {self._host} belongs: remove that file there if no other anvil-mux has the host"
+            ) from None
+        return owner
+
+    def _write(self, owner: Owner, *, is_given_up: bool) -> None:
+        try:
+            write_whole(self._file, json.dumps({**owner._asdict(), "given_up": is_given_up}), is_durable=True)
+        except OSError as error:
+            raise BackendError(f"{self._file} cannot be written: {error.strerror}") from None
+        self._owner, self._is_given_up = owner, is_given_up
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "owner"
+
+
+def _named(owner: Owner) -> str:
+    return owner.name or f"the anvil-mux {owner.id}"
+
+
+# In a cluster of Ray
+
+
+class HostActor:
+    """The agent of a host, in the process that Ray started for it there."""
+
+    def __init__(self, name: str) -> None:
+        # Not told by who made the actor: Ray makes it again where its host has another address.
+        from ray.util import get_node_ip_address
+
+        raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
+        threading.Thread(target=end_with, args=(raylet,), name="raylet", daemon=True).start()
+        self._agent = Agent(name, get_node_ip_address())
+
+    # Bytes alone are returned: whoever asks takes nothing else (ray_link.py).
+
+    def hello(self) -> bytes:
+        """Return what the agent tells of itself, its version of anvil-mux among it."""
+        return frames.dump(self._agent.hello()).encode()
+
+    def call(self, text: bytes) -> bytes:
+        """Hand a message to the agent, and its answer back."""
+        return self._agent.call(text).encode()
+
+
+def end_with(pid: int) -> None:
+    """End this process with another one.
+
+    Ray notices only after a while that its raylet is gone. Until then this agent would keep the host's lock
+    from the one that the next raylet starts.
+    """
+    try:
+        raylet = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:
+        return  # a kernel before 5.3
+    poll = select.poll()
+    poll.register(raylet, select.POLLIN)
+    poll.poll()
+    os._exit(1)

@@ -104,9 +104,9 @@ class Cluster:
         """Return a host, also of a name that nobody has yet."""
         with self._lock:
             if name not in self.hosts:
-                made = RemoteHost(name, self.control, self._clock)
-                made.owner, made.takeover = self._owner, self._takeover
-                self.hosts = {**self.hosts, name: made}
+                host = RemoteHost(name, self.control, self._clock)
+                host.owner, host.takeover = self._owner, self._takeover
+                self.hosts = {**self.hosts, name: host}
             return self.hosts[name]
 
     def here(self) -> list[RemoteHost]:
@@ -206,10 +206,10 @@ def owner_id(folder: Path) -> str:
         with suppress(FileNotFoundError):
             if found := file.read_text().strip():
                 return found
-        made = secrets.token_hex(8)
+        id = secrets.token_hex(8)
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        write_whole(file, made, is_durable=True)
-        return made
+        write_whole(file, id, is_durable=True)
+        return id
     except (OSError, ValueError) as error:
         raise BackendError(
             f"{file} cannot be read or written ({error}), and says which hosts are its own"

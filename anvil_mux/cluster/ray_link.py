@@ -1,9 +1,10 @@
 """The link to Ray: the driver, a child process that carries the calls of anvil-mux to the agents of hosts.
 
 Ray ends the process that it runs in when its head is lost, so this is a process of its own, which anvil-mux
-starts anew. Calls come as frames on its standard input, and answers leave as frames (links.py). The first
+starts anew. Calls come as frames on its standard input, and answers leave as frames (channel.py). The first
 frame has the number 0 and says whether the cluster was joined, or why not. Another 0 says why the process
-ends of itself. Standard error has Ray's own words, for a log file. No other module knows Ray.
+ends of itself. Standard error has Ray's own words, for a log file. Nothing else knows Ray but the actor
+(``agent.HostActor``), to ask for its own address.
 
 A host is a node with the label ``anvil-host=NAME``. Its agent is a detached actor, placed there by the label,
 which Ray itself brings back when its process or its raylet has ended. Only bytes and plain names cross: of
@@ -29,8 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import anvil_mux
 from anvil_mux.cluster import frames
-from anvil_mux.cluster.frames import CallFrame, Node, dump, read_frame
-from anvil_mux.cluster.links import (
+from anvil_mux.cluster.channel import (
     PING_SECONDS,
     PINGS,
     AgentAway,
@@ -40,6 +40,7 @@ from anvil_mux.cluster.links import (
     Refused,
     SilenceWatch,
 )
+from anvil_mux.cluster.frames import CallFrame, Node, dump, read_frame
 
 LABEL = "anvil-host"
 NAMESPACE = "anvil-mux"
@@ -417,7 +418,7 @@ def actor_of(name: str) -> Any:
     """Return the actor of a host, which Ray makes if there is none."""
     import ray
 
-    from anvil_mux.cluster.actor import HostActor
+    from anvil_mux.cluster.agent import HostActor
 
     # An actor that needs nothing is placed by way of any node, also of one that has just died, which the head
     # does not see for 13 s. One that needs a byte of memory is placed by way of our own.

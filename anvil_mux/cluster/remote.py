@@ -112,8 +112,8 @@ class RemoteHost:
     def hello(self, limit: float = LIMIT_SECONDS) -> dict[str, str]:
         """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
         begun = self._clock.now()
-        said = self._control.call(self.name, "hello", "", limit)
-        found: dict[str, str] = frames.read(dict[str, str], said, is_foreign=True)
+        answer = self._control.call(self.name, "hello", "", limit)
+        found: dict[str, str] = frames.read(dict[str, str], answer, is_foreign=True)
         self.round_trip_seconds = self._clock.now() - begun
         if (version := found.get("version")) != __version__:
             raise OtherVersion(
@@ -126,8 +126,8 @@ class RemoteHost:
     def claim(self) -> None:
         """Make the host ours; Claimed if another anvil-mux has it, Fenced if one has taken it from us."""
         if not self._is_ours:  # greater than whoever had it before; from then on nobody may be greater
-            seen = frames.read(int, self.hello().get("epoch", "0"), is_foreign=True)
-            self.owner = self.owner._replace(epoch=max(self.owner.epoch, seen + 1))
+            epoch = frames.read(int, self.hello().get("epoch", "0"), is_foreign=True)
+            self.owner = self.owner._replace(epoch=max(self.owner.epoch, epoch + 1))
         self._call(None, "claim", self.owner.name, self.takeover)
         self._is_ours = True
 

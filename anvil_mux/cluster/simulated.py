@@ -104,16 +104,16 @@ class SimulatedHost:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = _arguments(argv)
+    options = _arguments(argv)
     # What is printed, by whomever, goes to standard error, so that only frames are on the pipe.
     calls, answers = os.fdopen(os.dup(0), "rb"), AnswerPipe(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
     gpus = tuple(
-        HostGpu(str(each), f"GPU-{given.name}-{each}", "simulated", given.memory)
-        for each in range(given.gpus)
+        HostGpu(str(each), f"GPU-{options.name}-{each}", "simulated", options.memory)
+        for each in range(options.gpus)
     )
-    described = replace(inventory(given.address), gpus=gpus)
-    host = SimulatedHost(given.name, given.address, given.state, described)
+    described = replace(inventory(options.address), gpus=gpus)
+    host = SimulatedHost(options.name, options.address, options.state, described)
 
     def lose_power(number: int, frame: object) -> None:
         host.cut_power()

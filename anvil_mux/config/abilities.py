@@ -16,23 +16,29 @@ from ipaddress import ip_address
 from itertools import zip_longest
 from pathlib import PurePosixPath
 
-from anvil_mux.config import devices
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.devices import reserves_gpu
-from anvil_mux.config.diagnostic import Diagnostic, advice
-from anvil_mux.config.kinds import Problem, nearest
+from anvil_mux.config.config import Backend
+from anvil_mux.config.kinds import Diagnostic, Problem, advice, nearest
 from anvil_mux.config.service import (
+    DRI,
     HERE,
+    INTEL,
     KEYS,
+    KFD,
+    NODE,
     USUAL_PORTS,
+    GivenGpus,
     RawService,
+    Service,
     argv,
     commanded_port,
+    device_paths,
     engine,
     environment,
     flag_values,
+    others_gpus,
     profiles,
     published,
+    reserves_gpu,
 )
 from anvil_mux.config.values import Loras, Preset, site
 from anvil_mux.protocol import foreign
@@ -364,20 +370,38 @@ def container_caveats(
     if engine in SLEEPERS and any("expandable_segments:True" in said for said in allocator):
         text = "expandable_segments keeps a sleeping engine from giving its memory back; take it out"
         yield Diagnostic(text, key=("environment",), page="standby.md#the-levels")
-    if gpus and not devices.reserves_gpu(service):
+    if gpus and not reserves_gpu(service):
         names = ", ".join(gpus)
         text = f"`x-anvil` names GPU {names}, but the service reserves none, so Docker gives it none"
         more = "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
         said = f"{text} (leave it so if it computes on the CPU)"
         yield Diagnostic(f"{text}; {more}", said=said, write="gpus: all", key=("gpus",))
-    elif not gpus and devices.others_gpus(service, {}) is None:
+    elif not gpus and others_gpus(service, {}) is None:
         said = "has no GPU, so it is never evicted; if it uses one, reserve it"
         write = "gpus: all"
         yield Diagnostic(f"{said} or say x-anvil: {{gpus: [...]}}", said=said, write=write, key=("gpus",))
-    if others := devices.others_gpus(service, {}):
-        yield from devices.caveats(service, others, gpus)
+    if others := others_gpus(service, {}):
+        yield from _other_gpu_caveats(service, others, gpus)
     yield from _unheard(service, engine, port)
     yield from _unpublished(service, port, USUAL_PORTS.get(engine, "PORT"))
+
+
+def _other_gpu_caveats(service: RawService, found: GivenGpus, gpus: Sequence[str]) -> Iterator[str]:
+    """Warnings of what a service lacks that is given GPUs of AMD or Intel, with remedies."""
+    paths = [*device_paths(service)]
+    if KFD in paths and not any(path == DRI or NODE.fullmatch(path) for path in paths):
+        said, more = f"has {KFD} without {DRI}, and ROCm needs both", "or one file of it for each GPU"
+        yield advice(said, f"devices: [{KFD}, {DRI}]", f"add {DRI}, {more}", key=("devices",))
+    user = str(service.get("user") or "root").partition(":")[0]
+    if user not in ("root", "0") and not service.get("group_add"):
+        said, write = f"runs as {user}, who may not open {DRI}; add", "group_add: [video, render]"
+        text, short = f"{said} {write}, by the host's numbers", f"{said} the host's groups, by their numbers"
+        yield Diagnostic(text, said=short, write=write, key=("group_add",))
+    if not gpus:
+        is_intel = found.vendors[-1] == INTEL and re.search("intel|ipex", str(service.get("image")).lower())
+        write = f'x-anvil: {{gpus: ["{INTEL if is_intel else found.vendors[0]}0"]}}'
+        said = "is given GPUs, and none of them is known here; say which"
+        yield Diagnostic(f"{said}: {write}", said=said, write=write, key=("devices",))
 
 
 def process_caveats(service: RawService, port: int | None) -> Iterator[str]:

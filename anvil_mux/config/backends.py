@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config import abilities, composing, devices, interpolate, service
-from anvil_mux.config.compose import Content
-from anvil_mux.config.composing import ComposedFiles, Place
+from anvil_mux.config import abilities, compose, interpolate, service
+from anvil_mux.config.compose import ComposedFiles, Content, Place
 from anvil_mux.config.config import (
     LABEL,
     SERVICE_NAME,
@@ -28,16 +27,14 @@ from anvil_mux.config.config import (
     Backend,
     Config,
     Judge,
-    Service,
     inherited,
 )
-from anvil_mux.config.diagnostic import as_diagnostic, as_yaml, unfit
-from anvil_mux.config.kinds import TEXT, read_seconds
+from anvil_mux.config.kinds import TEXT, as_diagnostic, as_yaml, filled, read_seconds, unfit
 from anvil_mux.config.machines import ALL, WantedHosts
 from anvil_mux.config.placement import HostChoice, Need, Places, as_name
 from anvil_mux.config.profile import Profile, read
 from anvil_mux.config.reading import Problems, take, unknown_key
-from anvil_mux.config.settings import filled
+from anvil_mux.config.service import Service
 from anvil_mux.config.values import URL_EXAMPLE, Loras
 
 Description = dict[str, Any]
@@ -257,13 +254,13 @@ class _ServiceReader:
         if isinstance(used, list) or service.copies(described) > 1:
             yield from self._replicas(template, used)
             return
-        others = devices.others_gpus(described, self._variables)
+        others = service.others_gpus(described, self._variables)
         if others and hosts is None and not self._places.used_here(self._name, others):
             others = None  # the file has other names for what is there
         need = count or (used if used is not None else others or self._reserved())
         vendors = others.vendors if others else ()
         candidates = self._places.candidates(self._name, hosts, need, template.vram, vendors)
-        if need == devices.ALL_THERE_ARE and candidates and candidates[0].gpus:
+        if need == service.ALL_THERE_ARE and candidates and candidates[0].gpus:
             self._files.silent.append(self._name)
         if hosts is not None or count is not None or most is not None or len(candidates) > 1:
             self._files.most[self._name] = most or 1
@@ -277,13 +274,13 @@ class _ServiceReader:
 
     def _reserved(self) -> Need:
         """The GPUs that a service says it needs, to Compose or by its environment."""
-        counted = devices.counted_gpus(self._described, self._variables)
-        return counted or devices.gpus(self._described, self._variables) or self._unsaid()
+        counted = service.counted_gpus(self._described, self._variables)
+        return counted or service.gpus(self._described, self._variables) or self._unsaid()
 
     def _unsaid(self) -> str | tuple[str, ...]:
         """The GPUs that a service needs which names none: a container has none then, and a process all."""
-        hides = devices.hides_gpus(self._variables)
-        return devices.ALL_THERE_ARE if self._files.process and not hides else ()
+        hides = service.hides_gpus(self._variables)
+        return service.ALL_THERE_ARE if self._files.process and not hides else ()
 
     def _check_choice(
         self, *, hosts: WantedHosts | None, count: int | None, most: int | None, used: object
@@ -352,7 +349,7 @@ class _ServiceReader:
             working_dir=folder,
             profiles=service.profiles(described),
             user=service.word(described, "user") or "",
-            gpus_by=devices.gpus_by(described),
+            gpus_by=service.gpus_by(described),
             mounts=mounts,
             digest=service.digest(described, LABEL),
         )
@@ -402,13 +399,13 @@ class _ServiceReader:
         """The containers of a scaled service, each a backend."""
         name, scale = self._name, service.copies(self._described)
         if not isinstance(used, list):
-            others = devices.others_gpus(self._described, self._variables)
+            others = service.others_gpus(self._described, self._variables)
             given = self._places.used_here(name, others) if others else ()
-            reserved = devices.gpus(self._described, self._variables) or self._unsaid()
+            reserved = service.gpus(self._described, self._variables) or self._unsaid()
             reserved = used if used is not None else given or reserved
             vendors = others.vendors if given and others else ()
             each_gpus, gpus = None, self._places.used_here(name, reserved, vendors)
-            if reserved == devices.ALL_THERE_ARE and gpus:
+            if reserved == service.ALL_THERE_ARE and gpus:
                 self._files.silent.append(name)
         else:
             if not self._files.process:
@@ -451,15 +448,15 @@ class _ServiceReader:
                 made, needed = anew[place]
                 backend = replace(backend, service=needed)
                 self._compose(backend, made)
-                shown = composing.at(composing.HERE, made)
+                shown = compose.at(compose.HERE, made)
             self._files.ports[backend.name] = ports[shown is self._described or candidate.alone]
             if number == 0:
                 self._note(backend, shown)
             yield backend
         if not self._files.process and any(candidate.host for candidate in candidates):
-            for key, text in composing.cannot_leave(self._described, template.port):
+            for key, text in compose.cannot_leave(self._described, template.port):
                 self._add((key,), text)
-            self._warn(composing.caveats(self._described, self._image))
+            self._warn(compose.caveats(self._described, self._image))
 
     def _is_as_written(self, candidate: HostChoice, *, counted: bool, need: Need) -> bool:
         """Whether the service, as it is written, has the candidate's GPUs and no others."""
@@ -469,9 +466,9 @@ class _ServiceReader:
             return True
         if self._files.process:
             return not counted and candidate.gpus == tuple(map(str, range(need)))
-        if others := devices.others_gpus(self._described, {}):
+        if others := service.others_gpus(self._described, {}):
             return self._places.used_here(candidate.name, others) == candidate.gpus
-        reserved = devices.reserved(self._described)
+        reserved = service.reserved(self._described)
         return reserved in (None, candidate.gpus) or (
             reserved == ALL and candidate.gpus == self._places.all_here
         )
@@ -488,7 +485,7 @@ class _ServiceReader:
     def _described_anew(self, place: Place, candidate: HostChoice) -> tuple[Description, Service]:
         """The description for a place, and what the runtimes need of it."""
         described = self._described
-        made = composing.described_anew(described, place, variables=self._variables, image=self._image)
+        made = compose.described_anew(described, place, variables=self._variables, image=self._image)
         needed = self._service({**made, "image": described.get("image")}, made["environment"])
         # Beside the service of the files, which keeps its name, there is one of another name.
         own = "" if candidate.host or not candidate.alone else f"{self._name}.{as_name(candidate.gpus)}"
@@ -497,9 +494,9 @@ class _ServiceReader:
     def _compose(self, backend: Backend, made: Description) -> None:
         """Write the description into the file of its host, if that is there."""
         if not backend.host:
-            self._files.composed.add("", backend.service_name, composing.at(composing.HERE, made))
+            self._files.composed.add("", backend.service_name, compose.at(compose.HERE, made))
         elif address := self._places.address(backend.host):
-            self._files.composed.add(backend.host, backend.service_name, composing.at(address, made))
+            self._files.composed.add(backend.host, backend.service_name, compose.at(address, made))
 
     @property
     def _image(self) -> str:
@@ -516,7 +513,7 @@ def _grace(written: Any) -> float:
 
 def _seeing(made: Service, gpus: Sequence[str]) -> Service:
     """The service as a process that sees these GPUs alone."""
-    variables = {**dict(made.environment), **devices.sees_only(gpus)}
+    variables = {**dict(made.environment), **service.sees_only(gpus)}
     return replace(made, environment=tuple(sorted(variables.items())))
 
 

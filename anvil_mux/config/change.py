@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.config.kinds import fields_of
 from anvil_mux.config.machines import Gpu
-from anvil_mux.config.settings import fields_of
 
 LIVE = tuple(fields_of(SERVICE_SETTINGS, lambda setting: setting.live))
 """Fields of a backend that may change under its leases."""

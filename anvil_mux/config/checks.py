@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from anvil_mux.config.backends import BackendReader
 from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
-from anvil_mux.config.kinds import AUTO, gib, meant, nearest
+from anvil_mux.config.kinds import AUTO, Diagnostic, KeyPath, as_yaml, gib, meant, nearest
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.reading import Problems
-from anvil_mux.config.values import Preset
+from anvil_mux.config.values import AnyOf, Preset
 
 
 class Checks:
@@ -90,7 +89,7 @@ class Checks:
         for name, each in any_of.items():
             if name in names:
                 text = f"is a name of the model {names[name]} already: call it otherwise"
-                found = Diagnostic(text, write=f"any-{name}: {as_yaml(list(each.models))}")
+                found = Diagnostic(text, write=f"any-{name}: {as_yaml(each.as_written())}")
                 self._problems.of_setting("any_of", found, name)
             for model in each.models:
                 if model in any_of:
@@ -99,9 +98,25 @@ class Checks:
                 elif model not in names:
                     text = f"no service serves {model}; {nearest(model, names)}"
                     near = meant(model, names)
-                    mended = [near if model == other else other for other in each.models]
-                    found = Diagnostic(text, value=as_yaml(mended) if near else "")
-                    self._problems.of_setting("any_of", found, name)
+                    mended = as_yaml(each.renamed({model: near}).as_written()) if near else ""
+                    self._problems.of_setting("any_of", Diagnostic(text, value=mended), name)
+            self._check_rules(name, each)
+
+    def _check_rules(self, name: str, any_of: AnyOf) -> None:
+        """Warn of rules that no request comes to, and where a request may come to none."""
+        for before, rule in pairwise(any_of.rules):
+            if not before.when:
+                self._problems.warn_of_setting(
+                    "any_of",
+                    f"any_of.{name}: {before.words} has no conditions and takes every request before "
+                    f"{rule.words}: put what has no `when` last",
+                )
+        if any_of.rules and all(rule.when for rule in any_of.rules):
+            self._problems.warn_of_setting(
+                "any_of",
+                f"any_of.{name}: a request that none of its conditions fits is refused: end it with a model "
+                "that has no `when`",
+            )
 
     def _check_homes(self) -> None:
         """Check that home backends may come back, and stay."""

@@ -2,7 +2,7 @@
 
 The compose file is the configuration: ``x-anvil`` at its top level and on services, which Compose ignores. A
 service without it (or a label ``anvil.*``, which says the same more weakly) is none of ours. A field that a
-setting fills is that setting's row (settings.py); loading.py reads the files.
+setting fills is that setting's row (kinds.py); loading.py reads the files.
 
 A backend without a setting that the whole has too gets that one where its ``Config`` is made: nobody who
 reads a backend of a configuration has to know that there are two levels.
@@ -10,15 +10,13 @@ reads a backend of a configuration has to know that there are two levels.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, replace
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any
 
-from anvil_mux.config import kinds, machines, service
+from anvil_mux.config import kinds, machines
 from anvil_mux.config.kinds import (
     AUTO,
     COUNT,
@@ -28,11 +26,14 @@ from anvil_mux.config.kinds import (
     SECONDS,
     SECONDS_OR_AUTO,
     TEXT,
+    Setting,
     one_of,
+    setting,
+    table_of,
 )
 from anvil_mux.config.machines import HOST_MEMORY, Gpu, gpu_name
 from anvil_mux.config.profile import Profile
-from anvil_mux.config.settings import Setting, setting, table_of
+from anvil_mux.config.service import IMAGES, Service
 from anvil_mux.config.values import (
     ANY_OF,
     CHOSEN,
@@ -54,17 +55,18 @@ from anvil_mux.config.values import (
     Loras,
     Preset,
 )
+from anvil_mux.protocol.cards import CAPABILITIES, ModelCard
 
 STAGES = ("prefill", "decode")
 INFER_TYPES = ("neutral", *STAGES)
 EITHER = "either"
 """The infer type of a replica that takes whichever stage it is given."""
-ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
+ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in IMAGES))))
 WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
 """The standby levels, and ``stop``; levels.py performs them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 MaxWait = float | str
-"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/queueing.py)."""
+"""The seconds after which a queue is overdue; ``AUTO``: they follow the load (scheduler/admission.py)."""
 INHERITED: dict[str, Any] = {
     "drain_timeout": 30.0,
     "home_after": 300.0,
@@ -85,59 +87,6 @@ SERVICE_NAME = re.compile(r"[a-zA-Z0-9._-]+")
 of their folder."""
 
 MOMENTS, BODY = kinds.positive(SECONDS), kinds.positive(kinds.SIZE)
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """The part of a compose service that the runtimes need, interpolated."""
-
-    name: str = ""
-    """The name of a scaled service; empty: the backend's."""
-    number: int = 1
-    """The number of its container, as Compose counts them."""
-    scale: int = 1
-    """How many it has."""
-    image: str | None = None
-    command: tuple[str, ...] = ()
-    """The entrypoint and the command as one argv (process runtime)."""
-    environment: tuple[tuple[str, str], ...] = ()
-    working_dir: str | None = None
-    """An absolute path (resolved against the compose file's folder); None: that folder."""
-    profiles: tuple[str, ...] = ()
-    user: str = ""
-    """The user of its processes, as the compose file has it; empty: the image's, or ours."""
-    key: str = field(default="", repr=False)
-    """The key that a server elsewhere asks for, from the variable that ``api_key_env`` names."""
-    gpus_by: str = ""
-    """The way by which it reserves GPUs: cdi, reservation, or "" where it has none or another way."""
-    mounts: service.Mounts = ()
-    """Paths inside, and the paths on the host that they are; "": in no folder of the host."""
-    digest: str = field(default="", compare=False)
-    """A digest of the whole description, as it was read."""
-
-    def on_host(self, path: str) -> str:
-        """The path on the host of a file or folder; "" if it is in no folder that is mounted."""
-        known = dict(self.mounts)
-        wanted = PurePosixPath(self.working_dir or known.pop(service.HERE, "/"), path)
-        around = [(PurePosixPath(inside), outside) for inside, outside in known.items()]
-        covering = [pair for pair in around if pair[0] == wanted or pair[0] in wanted.parents]
-        if not covering:
-            return ""
-        inside, outside = max(covering, key=lambda pair: len(pair[0].parts))
-        return os.path.normpath(os.path.join(outside, wanted.relative_to(inside))) if outside else ""
-
-    @property
-    def api_key(self) -> str | None:
-        """The key that its own command or environment makes the engine ask for, or the server elsewhere."""
-        if self.key:
-            return self.key
-        environment = dict(self.environment)
-        keys = (
-            *service.flag_values(self.command, "--api-key"),
-            environment.get("VLLM_API_KEY"),
-            environment.get("LLAMA_API_KEY"),
-        )
-        return next(filter(None, keys), None)
 
 
 _steers = partial(setting, live=True, logged=True)
@@ -330,7 +279,7 @@ class Backend:
         shown="",
         page="standby.md#the-levels",
     )
-    """The standby levels, from the lightest to the deepest: see levels.py and standby.py."""
+    """The standby levels, from the lightest to the deepest: see levels.py and slot.py."""
     demote_after: float | None = _of_engines(
         None,
         SECONDS,
@@ -407,6 +356,21 @@ class Backend:
         of_engines=True,
         page="standby.md#prompts-that-outlive-a-swap",
     )
+    context: int | None = _unlogged(
+        None,
+        COUNT,
+        "How many tokens a prompt and its answer may have together, as lists of models say; by default what "
+        "the engine says once it is loaded.",
+        page="clients.md#what-lists-say-of-a-model",
+    )
+    """The length of its context for lists of models; None: what its engine says."""
+    capabilities: tuple[str, ...] = _unlogged(
+        (),
+        kinds.some_of(CAPABILITIES, {}),
+        "What the model can do, as lists of models say; by default what the engine says once it is loaded.",
+        page="clients.md#what-lists-say-of-a-model",
+    )
+    """All that it can do, for lists of models; (): what its engine says."""
     checkpoint_anyway: bool = _of_engines(
         False,
         FLAG,
@@ -460,6 +424,17 @@ class Backend:
     def service_name(self) -> str:
         """The service's name, as the compose file has it."""
         return self.service.name or self.name
+
+    @property
+    def description(self) -> str:
+        """A text that differs wherever its engine, or its server elsewhere, is another."""
+        return self.url or self.service.digest
+
+    @property
+    def own_card(self) -> ModelCard:
+        """The model card that its settings make, whatever its engine says."""
+        can = {name: name in self.capabilities for name in CAPABILITIES if self.capabilities}
+        return ModelCard(self.context, can)
 
     @property
     def adapts_by_field(self) -> bool:
@@ -619,8 +594,8 @@ class Config:
     any_of: dict[str, AnyOf] = _live(
         dict,
         ANY_OF,
-        "Names that stand for several models, in order of preference; one that is resident serves "
-        "(see policies.md).",
+        "Names that stand for several models: the first whose conditions fit a request serves it, and among "
+        "equals one that is resident (see policies.md).",
         shown="",
         page="policies.md#any-model-that-is-loaded-any_of",
     )

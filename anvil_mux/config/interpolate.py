@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from anvil_mux import state
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic, unfit
+from anvil_mux.config.kinds import Diagnostic, KeyPath, Position, as_diagnostic, unfit
 from anvil_mux.errors import ConfigError
 
 MOST_NODES = 100_000

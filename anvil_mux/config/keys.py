@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from anvil_mux import state
 from anvil_mux.command import API_KEYS
-from anvil_mux.config.diagnostic import Diagnostic, Position, advice
+from anvil_mux.config.kinds import Diagnostic, Position, advice
 from anvil_mux.errors import ConfigError, Unauthorized
 
 SHORTEST = 8

@@ -1,26 +1,33 @@
-"""A kind of value: how people write it, what it is read as, and the JSON Schema of it, in one object.
+"""The settings of ``x-anvil``: the kinds of their values, what is said of a value that cannot be read, and
+their rows.
 
-``read`` takes what YAML, an environment variable or a flag gave (so numbers may come as text) and returns the
-value, or raises ValueError that says what it should be; with a ``Diagnostic`` in it, it also has a value to
-write instead. Parts of a value that are wrong are told one by one (``Wrong``), so that no mistake hides
-another.
+A kind is how people write a value, what it is read as, and the JSON Schema of it, in one object. ``read``
+takes what YAML, an environment variable or a flag gave (so numbers may come as text) and returns the value,
+or raises ValueError that says what it should be; with a ``Diagnostic`` in it, it also has a value to write
+instead. Parts of a value that are wrong are told one by one (``Wrong``), so that no mistake hides another.
 
 A shape (JSON Schema, draft 7) is for editors, which complete and check by it. It takes all that ``read``
 takes and refuses the common mistakes; ``read`` alone decides. A variable of Compose (``${NAME}``) may stand
 for any scalar, so text with a ``$`` always passes.
+
+A setting is all that depends on one key, in one row, which is the field that it fills: ``Config`` and
+``Backend`` (config.py) are tables of settings. From their rows follow what is read and how it is refused,
+the documentation, the JSON Schema, what a reload may change at once, and what the event log records.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
 
 from anvil_mux.clock import MOST_COUNT, YEAR_SECONDS, seconds_in
-from anvil_mux.config.diagnostic import Diagnostic, advice, as_diagnostic, as_yaml, unfit
 
 Made = TypeVar("Made")
 Shape = Mapping[str, Any]
@@ -51,6 +58,116 @@ class ValueKind:
 
 
 # What is wrong
+
+KeyPath = tuple[str, ...]
+"""The way to a value: services, a, ports, 0."""
+LONGEST = 100
+"""The longest line that is written out as an example."""
+
+
+class Position(NamedTuple):
+    """The place of a diagnostic in the files; ``line`` None: in a file that another one includes."""
+
+    file: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+NOWHERE = Position()
+
+
+class Diagnostic(str):
+    """A sentence that says what is wrong, which is all that logs and clients get, and its parts.
+
+    ``said``: the sentence without what is to be written instead. ``write``: the line to write. ``value``: the
+    value to write, where whoever found it does not know its key. ``page``: only where the key tells none.
+    """
+
+    __slots__ = ("key", "page", "place", "said", "value", "write")
+
+    said: str
+    write: str
+    value: str
+    key: KeyPath
+    place: Position
+    page: str
+
+    def __new__(
+        cls,
+        sentence: str,
+        *,
+        said: str | None = None,
+        write: str = "",
+        value: str = "",
+        key: KeyPath = (),
+        place: Position = NOWHERE,
+        page: str = "",
+    ) -> Diagnostic:
+        made = super().__new__(cls, sentence)
+        made.said = str(sentence) if said is None else said
+        made.write, made.value, made.key, made.place, made.page = write, value, key, place, page
+        return made
+
+    def at(self, place: Position, key: KeyPath, shown: str) -> Diagnostic:
+        """Return the same diagnostic with its place before it; ``shown``: its key as people read it."""
+        before = f"{place}: {shown}: " if shown else f"{place}: "
+        write = self.write or (_line(key, self.value) if self.value else "")
+        return Diagnostic(
+            f"{before}{self}",
+            said=f"{before}{self.said}",
+            write=write,
+            key=key,
+            place=place,
+            page=self.page,
+        )
+
+
+def advice(
+    said: str, write: str = "", more: str = "", *, value: str = "", key: KeyPath = (), page: str = ""
+) -> Diagnostic:
+    """Return a diagnostic whose sentence ends with ``more``, or with the line, or the value, to write."""
+    sentence = f"{said}; {more or f'write {write or value}'}"
+    return Diagnostic(sentence, said=said, write=write, value=value, key=key, page=page)
+
+
+def unfit(text: str, value: str = "", *, write: str = "", key: KeyPath = ()) -> ValueError:
+    """Return the error about what cannot be taken; ``value``, ``write``: what could stand there."""
+    return ValueError(Diagnostic(text, value=value, write=write, key=key))
+
+
+def as_diagnostic(text: object) -> Diagnostic:
+    """Return the diagnostic that a text or the error of a value is, or one that is made of it."""
+    if isinstance(text, BaseException):
+        text = text.args[0] if text.args else str(text)
+    return text if isinstance(text, Diagnostic) else Diagnostic(str(text))
+
+
+def as_yaml(value: Any) -> str:
+    """Write a value in one line of YAML; ``...`` for one that is too long for an example."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= LONGEST and "\n" not in text else "..."
+
+
+def with_texts(value: Any, make: Callable[[str], str]) -> Any:
+    """Return a value of YAML with what ``make`` makes of each text in it, but for keys."""
+    match value:
+        case str():
+            return make(value)
+        case Mapping():
+            return {name: with_texts(each, make) for name, each in value.items()}
+        case list() | tuple():
+            return [with_texts(each, make) for each in value]
+    return value
+
+
+def _line(key: KeyPath, value: str) -> str:
+    last = key[-1] if key else ""
+    if last.isdigit():
+        return f'"{last}": {value}' if key[-2:-1] == ("gpus",) else f"- {value}"
+    return f"{last}: {value}"
 
 
 Problem = tuple[tuple[str, ...], str]
@@ -424,3 +541,153 @@ DURATIONS = rf"^({_NUMBER}|({_NUMBER}(ms|us|µs|μs|ns|h|m|s))+)$"
 SECONDS = ValueKind("seconds", read_seconds, amount_shape(DURATIONS, YEAR_SECONDS))
 SECONDS_OR_NONE = seconds_or(ENDLESS, math.inf, " (as long as it takes)")
 SECONDS_OR_AUTO = seconds_or(AUTO, AUTO)
+
+
+# Settings
+
+ROWS = "settings"
+"""The key of a field's metadata under which its settings stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    kind: ValueKind
+    doc: str
+    """The meaning, in one line."""
+    live: bool = field(kw_only=True)
+    """Whether a reload applies it at once. Otherwise a setting of the whole holds from the next start on, and
+    the backends of a service for which another value is set are replaced."""
+    logged: bool = False
+    """Whether the event log records it: when things happen depends on it."""
+    fills: tuple[str, ...] | None = ()
+    """The fields that it fills, in the order in which its kind reads them; (): the one of its own name; None:
+    none, since it decides which backends there are."""
+    later: tuple[str, ...] = ()
+    """The fields of a live setting that hold from the next start on all the same."""
+    is_file: bool = False
+    """Whether it names a file that `serve` reads: with other content it is another value."""
+    of_engines: bool = False
+    """Whether it is about an engine that we load, and says nothing about a server elsewhere."""
+    default: str = ""
+    """The default that the documentation shows."""
+    page: str = ""
+    """The page in docs/, and the section of it, that says more; "": the table in the reference."""
+
+    def fields_of(self, key: str) -> tuple[str, ...]:
+        """The fields that it fills under its key."""
+        return () if self.fills is None else self.fills or (key,)
+
+    def waiting(self, key: str) -> tuple[str, ...]:
+        """The fields that a reload leaves as they are."""
+        return self.later if self.live else self.fields_of(key)
+
+
+Table = Mapping[str, Setting]
+"""Key -> its setting."""
+
+
+def setting(
+    default: Any,
+    kind: ValueKind,
+    doc: str,
+    *,
+    key: str = "",
+    shown: str | None = None,
+    beside: Mapping[str, Setting] = MappingProxyType({}),
+    **about: Any,
+) -> Any:
+    """A field with its default, or what makes it, that a setting fills; ``key``: the setting's, if another.
+
+    ``shown``: the default for people, where that is not what they would write. ``beside``: further settings,
+    by their keys, that decide about the field.
+    """
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    row = Setting(kind, doc, default=plain(default) if shown is None else shown, **about)
+    return field(**made, metadata={ROWS: {key: row, **beside}})
+
+
+def table_of(owner: type) -> dict[str, Setting]:
+    """The settings in the rows of a dataclass."""
+    return {
+        key or each.name: row for each in fields(owner) for key, row in each.metadata.get(ROWS, {}).items()
+    }
+
+
+def fields_of(table: Table, holds: Callable[[Setting], bool]) -> list[str]:
+    """The fields that those settings fill of which something holds."""
+    return [field for key, each in table.items() if holds(each) for field in each.fields_of(key)]
+
+
+def filled(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Field -> value, of what was read: key -> value; a setting that fills none keeps its key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        names = table[key].fields_of(key) or (key,)
+        found |= zip(names, value if len(names) > 1 else (value,), strict=True)
+    return found
+
+
+def plain(value: object) -> str:
+    """A default as people write it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ", ".join(value)
+        case float():
+            return f"{value:g}"
+    return "" if value in (None, MISSING) else str(value)
+
+
+# For people and their editors
+
+
+COMPOSE = "https://raw.githubusercontent.com/compose-spec/compose-spec/main/schema/compose-spec.json"
+"""The schema of the Compose Specification; what Compose itself knows is left to it."""
+DRAFT = "http://json-schema.org/draft-07/schema#"
+"""The newest draft that YAML's language server knows."""
+
+Choices = Mapping[str, Sequence[str]]
+"""Key -> the names of plug-ins that come with the program, which editors offer; others may be named too."""
+
+
+def describe(table: Table) -> Iterator[tuple[str, str, str, str]]:
+    """Key, type, default and meaning of every setting, for the documentation."""
+    for key, each in table.items():
+        yield key, each.kind.name, each.default, each.doc
+
+
+def compose_schema(top: Table, of_service: Table, choices: Choices) -> dict[str, Any]:
+    """The schema of a whole compose file."""
+    ours = {"anyOf": [{"$ref": "#/definitions/service"}, {"const": False}]}
+    service = {"type": "object", "properties": {"x-anvil": ours}}
+    return {
+        "$schema": DRAFT,
+        "title": "A compose file for anvil-mux",
+        "type": "object",
+        "allOf": [{"$ref": COMPOSE}],
+        "properties": {
+            "x-anvil": {"$ref": "#/definitions/top"},
+            "services": {"type": "object", "additionalProperties": service},
+        },
+        "definitions": {
+            "top": _schema("The settings of anvil-mux.", top, choices),
+            "service": _schema(
+                "With this key, even if it is empty, the service is a model; with `false` it is none.",
+                of_service,
+                choices,
+            ),
+        },
+    }
+
+
+def _schema(meaning: str, table: Table, choices: Choices) -> Shape:
+    keys = {key: _shape(each, choices.get(key, ())) for key, each in table.items()}
+    known = {"type": "object", "properties": keys, "additionalProperties": False}
+    return {"description": meaning, **any_of(known, NOTHING)}
+
+
+def _shape(each: Setting, choices: Sequence[str]) -> Shape:
+    told = f"{each.doc}\n\n{each.kind.name}" + (f"; by default {each.default}" if each.default else "")
+    offered = {"examples": list(choices)} if choices else {}
+    return {"description": told, **offered, **any_of(each.kind.shape, NOTHING)}

@@ -22,11 +22,10 @@ from anvil_mux.config.checks import Checks, Names
 from anvil_mux.config.compose import Compose, Layers, combine, origins
 from anvil_mux.config.config import SETTINGS, Backend, Config, Judge, models_by_name
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.kinds import filled
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.placement import Places
 from anvil_mux.config.reading import Problems
-from anvil_mux.config.settings import filled
-from anvil_mux.config.values import AnyOf
 from anvil_mux.errors import ConfigError
 
 
@@ -98,11 +97,11 @@ class ConfigReader:
     def checked(self) -> Config:
         """The configuration, or ConfigError with everything that is wrong with it."""
         self.problems.raise_all()
-        models = models_by_name(self.config.backends)
+        models = models_by_name(self.config.backends)  # in place of aliases; presets keep their names
         return replace(
             self.config,
             warnings=tuple(dict.fromkeys(self.problems.warnings)),
-            any_of={name: _resolved(each, models) for name, each in self.config.any_of.items()},
+            any_of={name: each.renamed(models) for name, each in self.config.any_of.items()},
         )
 
 
@@ -145,8 +144,3 @@ def _used_gpus(backends: Sequence[Backend]) -> dict[str, set[str]]:
     for backend in backends:
         used.setdefault(backend.host, set()).update(backend.gpus)
     return used
-
-
-def _resolved(names: AnyOf, models: Mapping[str, str]) -> AnyOf:
-    """The same, with models in place of their aliases, each once; presets keep their names."""
-    return names._replace(models=tuple(dict.fromkeys(models.get(each, each) for each in names.models)))

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from anvil_mux.config import kinds
-from anvil_mux.config.diagnostic import Diagnostic, unfit
-from anvil_mux.config.kinds import MEMORY, NAMES, TEXT, ValueKind, Wrong, show
+from anvil_mux.config.kinds import MEMORY, NAMES, TEXT, Diagnostic, ValueKind, Wrong, show, unfit
 
 LOCAL, ANY_HOST = "local", "any"
 """The names that files give to the host that anvil-mux runs on, and to every host."""

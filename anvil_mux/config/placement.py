@@ -14,9 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from anvil_mux.config.devices import ALL_THERE_ARE, GivenGpus, of_vendors
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, as_yaml
-from anvil_mux.config.kinds import gib, meant, nearest
+from anvil_mux.config.kinds import Diagnostic, KeyPath, as_yaml, gib, meant, nearest
 from anvil_mux.config.machines import (
     ALL,
     ANY_HOST,
@@ -28,6 +26,7 @@ from anvil_mux.config.machines import (
     WantedHosts,
 )
 from anvil_mux.config.reading import Problems
+from anvil_mux.config.service import ALL_THERE_ARE, GivenGpus, of_vendors
 
 SHOWN = 10
 """How many names a warning shows."""

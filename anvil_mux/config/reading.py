@@ -17,11 +17,22 @@ import yaml
 
 from anvil_mux.config import interpolate
 from anvil_mux.config.config import LABEL, RENAMED, SERVICE_SETTINGS, SETTINGS
-from anvil_mux.config.diagnostic import Diagnostic, KeyPath, Position, as_diagnostic, as_yaml
 from anvil_mux.config.interpolate import Document
-from anvil_mux.config.kinds import Problem, Wrong, meant, show, unknown
+from anvil_mux.config.kinds import (
+    Diagnostic,
+    KeyPath,
+    Position,
+    Problem,
+    Setting,
+    Table,
+    Wrong,
+    as_diagnostic,
+    as_yaml,
+    meant,
+    show,
+    unknown,
+)
 from anvil_mux.config.service import KEYS
-from anvil_mux.config.settings import Setting, Table
 from anvil_mux.errors import ConfigError
 
 OURS = "x-anvil"

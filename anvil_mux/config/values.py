@@ -2,8 +2,9 @@
 
 A preset is one more name for a model, with parameters of its own and perhaps a system message, for the same
 engine: to ask for one after the other swaps nothing. A LoRA adapter is a preset that the engine knows
-(abilities.py). A name of ``any_of`` stands for several models, in order of preference: the resident one
-serves. The ``fallback`` of a model are others that answer when it cannot be served, or not in time.
+(abilities.py). A name of ``any_of`` stands for several models: the first of its rules that fits a request
+says which, and of those the resident one serves. The ``fallback`` of a model are others that answer when it
+cannot be served, or not in time.
 
 A server that somebody else runs has a ``url``, which is what an SDK of OpenAI's takes as its base URL, so it
 ends with /v1 as a rule; without a path it gets one.
@@ -13,15 +14,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from anvil_mux.config import kinds
-from anvil_mux.config.diagnostic import as_yaml, unfit
-from anvil_mux.config.kinds import FLAGS, NAMES, SECONDS, TEXT, ValueKind, read_seconds, show
+from anvil_mux.config.kinds import (
+    FLAG,
+    FLAGS,
+    NAMES,
+    SECONDS,
+    TEXT,
+    ValueKind,
+    as_yaml,
+    read_seconds,
+    show,
+    unfit,
+)
 from anvil_mux.protocol import foreign
 
 # Fields of questions
@@ -161,23 +172,138 @@ def _from_json(value: Any) -> Any:
 # Several models
 
 
-class AnyOf(NamedTuple):
-    """The models, or presets of models, that one name stands for."""
+When = tuple[tuple[str, bool | int], ...]
+"""Conditions on a request, all of which must hold, in one order; (): it may be any request."""
+
+
+class Rule(NamedTuple):
+    """Equal models, or presets of models, and the requests that they are for."""
 
     models: tuple[str, ...]
     """Their names; the first that is resident serves; if none is, the first that can be loaded is."""
+    when: When = ()
+
+    @property
+    def conditions(self) -> str:
+        """The conditions, as a file has them; "" for none."""
+        return ", ".join([f"{name}: {str(wanted).lower()}" for name, wanted in self.when])
+
+    @property
+    def words(self) -> str:
+        """The models and the conditions, as people read them."""
+        models = " or ".join(self.models)
+        return f"{models} if {self.conditions}" if self.when else models
+
+    def as_written(self) -> list[object]:
+        """The candidates as a file has them."""
+        if not self.when:
+            return list(self.models)
+        model = self.models[0] if len(self.models) == 1 else list(self.models)
+        return [{"model": model, "when": dict(self.when)}]
+
+
+class AnyOf(NamedTuple):
+    """The models that one name stands for: those of the first rule that fits a request serve it."""
+
+    rules: tuple[Rule, ...]
     swaps: bool = True
     """Whether one is loaded if none is resident."""
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names of all, each once."""
+        return names_in(self.rules)
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether the request has a say in which of them serves."""
+        return any(rule.when for rule in self.rules)
+
+    @property
+    def words(self) -> str:
+        """The models and their conditions, as people read them."""
+        said = words_of(self.rules) if self.has_conditions else f"any of {', '.join(self.models)}"
+        return said if self.swaps else f"{said}, swap: never"
+
+    def renamed(self, names: Mapping[str, str]) -> AnyOf:
+        """The same with other names for some of its models, each once in a rule."""
+        rules = [Rule(_each_once(names.get(name, name) for name in r.models), r.when) for r in self.rules]
+        return self._replace(rules=tuple(rules))
+
+    def as_written(self) -> list[object]:
+        """The candidates as a file has them."""
+        return [each for rule in self.rules for each in rule.as_written()]
+
     def to_json(self) -> dict[str, object]:
-        return {"models": list(self.models), "swap": "allowed" if self.swaps else "never"}
+        return {"models": self.as_written(), "swap": "allowed" if self.swaps else "never"}
 
 
-def _some(models: Any) -> Any:
-    if not models:
+def names_in(rules: Iterable[Rule]) -> tuple[str, ...]:
+    """The names of the models of all rules, each once."""
+    return _each_once(name for rule in rules for name in rule.models)
+
+
+def words_of(rules: Iterable[Rule]) -> str:
+    """The models and conditions of rules, one after another, as people read them."""
+    return ", else ".join(rule.words for rule in rules)
+
+
+def _each_once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+CONDITIONS = {"images": FLAG, "audio": FLAG, "tools": FLAG, "tokens_over": kinds.COUNT}
+"""The conditions of ``when``: that a request holds such things, or none, and about how long its prompt is."""
+_CONDITIONS = kinds.record(dict, **CONDITIONS)
+
+
+def _read_conditions(value: Any) -> dict[str, bool | int]:
+    if not isinstance(value, dict) or all(each is None for each in value.values()):
+        text = f"must hold conditions, such as {{images: true}} or {{tokens_over: 32000}}, not {show(value)}"
+        raise unfit(text, "{images: true}")
+    found: dict[str, bool | int] = _CONDITIONS.read(value)
+    return found
+
+
+_WHEN = ValueKind(_CONDITIONS.name, _read_conditions, _CONDITIONS.shape).then(
+    lambda found: tuple([(name, found[name]) for name in CONDITIONS if name in found])
+)
+_MODEL_WHEN = kinds.record(lambda model=(), when=(): Rule(model, when), model=NAMES, when=_WHEN)
+
+
+def _read_candidate(_: int, value: Any) -> Rule:
+    if not isinstance(value, dict):
+        return Rule((TEXT.read(value),))
+    found: Rule = _MODEL_WHEN.read(value)
+    if not found.models:
+        raise unfit("must name a `model`", "{model: a-model, when: {images: true}}")
+    return found
+
+
+def _read_candidates(value: Any) -> dict[int, Rule]:
+    if not value:
         raise unfit("must name at least one model", "[a-model, another]")
-    return models
+    if not isinstance(value, list) or not any(isinstance(each, dict) for each in value):
+        return {0: Rule(NAMES.read(value))}
+    return kinds.read_each(dict(enumerate(value)), _read_candidate)
 
+
+def _rules(candidates: Mapping[int, Rule]) -> tuple[Rule, ...]:
+    """The rules that candidates come to: neighbours with the same conditions are equals."""
+    rules: list[Rule] = []
+    for each in candidates.values():
+        if rules and rules[-1].when == each.when:
+            rules[-1] = Rule(_each_once(rules[-1].models + each.models), each.when)
+        else:
+            rules.append(each)
+    return tuple(rules)
+
+
+_CANDIDATES = ValueKind(
+    "list of models and {model, when}",
+    _read_candidates,
+    kinds.any_of(NAMES.shape, {"type": "array", "items": kinds.any_of(TEXT.shape, _MODEL_WHEN.shape)}),
+).then(_rules)
 
 SWAPS = ("never", "allowed")
 """Whether a name may force a swap."""
@@ -190,14 +316,16 @@ def _read_swap(value: Any) -> bool:
 
 
 _SWAP = ValueKind("never | allowed", _read_swap, kinds.word_shape(SWAPS))
-_MODELS_SWAP = kinds.record(lambda models=(), swap=True: AnyOf(models, swap), models=NAMES, swap=_SWAP)
+_MODELS_SWAP = kinds.record(lambda models=(), swap=True: AnyOf(models, swap), models=_CANDIDATES, swap=_SWAP)
+
+
+_NAMED = kinds.either(_CANDIDATES.then(AnyOf), _MODELS_SWAP)
 
 
 def _read_several(_: str, value: Any) -> AnyOf:
-    if not isinstance(value, dict):
-        return AnyOf(NAMES.read(_some(value)))
-    found: AnyOf = _MODELS_SWAP.read(value)
-    _some(found.models)
+    found: AnyOf = _NAMED.read(value)
+    if not found.rules:
+        raise unfit("must name at least one model", "[a-model, another]")
     return found
 
 
@@ -209,9 +337,9 @@ def _read_any_of(value: Any) -> dict[str, AnyOf]:
 
 
 ANY_OF = ValueKind(
-    "{name: list of models, or {models, swap: never}}",
+    "{name: list of models and {model, when}, or {models, swap: never}}",
     _read_any_of,
-    kinds.names_shape(kinds.any_of(NAMES.shape, _MODELS_SWAP.shape)),
+    kinds.names_shape(_NAMED.shape),
 )
 
 

@@ -32,6 +32,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 DIMENSIONS = 8
+CONTEXT = 4096
+"""The length of context that it claims to have."""
 MOST_BYTES = 64 << 20
 
 
@@ -164,7 +166,7 @@ class DemoHandler(BaseHTTPRequestHandler):
 
     def models(self) -> None:
         model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "anvil-mux"}
-        self.send(200, {"object": "list", "data": [model]})
+        self.send(200, {"object": "list", "data": [{**model, "max_model_len": CONTEXT}]})
 
     # Sleep
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.host.seam import HostConfig, HostGpu
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def gpus_here() -> tuple[HostGpu, ...]:
     """The GPUs of this machine; none is looked for where there is no driver of theirs."""
     if not any(map(os.path.exists, DRIVERS)) and "NVIDIA_VISIBLE_DEVICES" not in os.environ:
         return ()
-    from anvil_mux.host import gpu
+    from anvil_mux.host import gpus
 
-    return gpu.probe().listed
+    return gpus.probe().listed
 
 
 class VendorGpus(NamedTuple):
@@ -45,14 +45,14 @@ class VendorGpus(NamedTuple):
 
 def gpus_by_vendor() -> list[VendorGpus]:
     """Look at the GPUs of this machine, vendor by vendor."""
-    from anvil_mux.host import amd_intel, nvml
+    from anvil_mux.host import gpus
 
-    nvidias, cards = nvml.probe(), amd_intel.probe()
+    nvidias, cards = gpus.nvidia_gpus(), gpus.amd_intel_gpus()
     driver = nvidias.driver and f"driver {nvidias.driver}"
     found = [VendorGpus("NVIDIA", nvidias.listed, nvidias.why_none or driver)]
-    for vendor, name in amd_intel.NAMES.items():
+    for vendor, name in gpus.VENDOR_NAMES.items():
         own = tuple(each for each in cards.listed if each.id.startswith(vendor))
-        unseen = bool(own) and not amd_intel.clients()[1]
+        unseen = bool(own) and not gpus.clients()[1]
         note = (
             "only some of the processes that hold their memory are known: root alone sees all"
             if unseen
@@ -60,6 +60,15 @@ def gpus_by_vendor() -> list[VendorGpus]:
         )
         found.append(VendorGpus(name, own, note if own else cards.why_none or "no card in /sys/class/drm"))
     return found
+
+
+def bus(backend: Backend) -> float | None:
+    """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
+    from anvil_mux.host import gpus
+
+    known, found = gpus.buses(), gpus.probe()
+    links = [known.get(reading.gpu.id) for each in backend.gpus if (reading := found.find(each))]
+    return sum(link or 0.0 for link in links) if links and all(links) else None
 
 
 def why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
@@ -121,10 +130,10 @@ def missing_rights(config: HostConfig) -> list[str]:
     """A warning for each right that a checkpoint needs, and whoever runs this has not."""
     if not any("checkpoint" in backend.evict_to for backend in config.backends):
         return []
-    from anvil_mux.host import rights
+    from anvil_mux.host import cuda_checkpoint
     from anvil_mux.host.local import build_runtime
 
-    return rights.warnings(config, build_runtime(config))
+    return cuda_checkpoint.missing_rights(config, build_runtime(config))
 
 
 def missing_files(config: HostConfig) -> list[str]:
@@ -137,9 +146,9 @@ def missing_files(config: HostConfig) -> list[str]:
         return []
     sees_all = is_process or not any(map(os.path.exists, IN_CONTAINER))
     return [
-        Diagnostic(f"service {name}: {said}", key=("services", name, key))
+        Diagnostic(f"service {name}: {text}", key=("services", name, key))
         for name, backend in {backend.service_name: backend for backend in config.backends}.items()
-        for key, place, said in (_programs if is_process else _mounts)(backend, folders)
+        for key, place, text in (_programs if is_process else _mounts)(backend, folders)
         if sees_all or any(folder in Path(place).parents for folder in folders)
     ]
 
@@ -154,8 +163,8 @@ def _programs(backend: Backend, folders: Sequence[Path]) -> Iterator[tuple[str, 
     program = backend.service.command[0]
     path = os.path.normpath(os.path.join(folder, program)) if "/" in program else program
     if shutil.which(path, path=known.get("PATH", os.environ.get("PATH"))) is None:
-        said = f"its program {path} is not there, or may not be run"
-        yield "command", path, said if "/" in program else f"its program {program} is not on PATH"
+        text = f"its program {path} is not there, or may not be run"
+        yield "command", path, text if "/" in program else f"its program {program} is not on PATH"
     yield from _weights(backend)
 
 
@@ -164,9 +173,9 @@ def _mounts(backend: Backend, folders: Sequence[Path]) -> Iterator[tuple[str, st
     absent = [place for _, place in backend.service.mounts if place and not os.path.exists(place)]
     for place in absent:
         yield "volumes", place, f"it mounts {place}, which is not there: Docker makes an empty folder of it"
-    for key, place, said in _weights(backend):
+    for key, place, text in _weights(backend):
         if not any(Path(each) in (Path(place), *Path(place).parents) for each in absent):
-            yield key, place, said
+            yield key, place, text
 
 
 def _weights(backend: Backend) -> Iterator[tuple[str, str, str]]:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from functools import partial
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, LoadError, MuxError
-from anvil_mux.host import gpu, project
+from anvil_mux.host import gpus, project
 from anvil_mux.host.docker_api import (
     ALIVE,
     HALF_REMOVED,
@@ -44,8 +45,7 @@ from anvil_mux.host.docker_api import (
 from anvil_mux.host.docker_endpoint import find_endpoint
 from anvil_mux.host.engines import listen_port
 from anvil_mux.host.project import Project
-from anvil_mux.host.runtime import NotBegun
-from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig
+from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, NotBegun
 from anvil_mux.state import state_folder, write_whole
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ EXISTS = "exists"
 Docker says so in several sentences and in no other way, after it was killed or the machine lost power while
 the container was being started (moby#36145, #50040). Only a container of another id can be started then.
 """
+BY_HAND_TIMEOUT = 60.0
+"""Seconds that a command of Docker's may take that a person types."""
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
 
@@ -71,7 +73,7 @@ class Gone(BackendError):
 
 
 class ContainerRuntime:
-    """The services of one compose project, see ``runtime.Runtime``."""
+    """The services of one compose project, see ``seam.Runtime``."""
 
     def __init__(
         self,
@@ -384,7 +386,7 @@ class ContainerRuntime:
         return container.mounts if container else ()
 
     def owner(self, pid: int) -> str | None:
-        id = gpu.container(pid)
+        id = gpus.container_of(pid)
         return self._project.owner(id) if id else None
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
@@ -438,3 +440,44 @@ def _is_taken(ip: str, port: int) -> bool:
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
+
+
+# By hand
+
+
+class DockerByHand:
+    """Docker's own commands, as a person types them who knows the container; for comparison.
+
+    Its address is looked up while it loads, so that costs nothing.
+    """
+
+    def __init__(self, config: HostConfig) -> None:
+        self._engine = ContainerEngine(find_endpoint(os.environ))
+        self._project = Project(config, self._engine)
+        self._ids: dict[str, str] = {}
+
+    def stop(self, backend: Backend) -> None:
+        grace = math.ceil(backend.stop_timeout)
+        self._run(["docker", "stop", "-t", str(grace), self._id(backend)], grace)
+
+    def start(self, backend: Backend) -> str:
+        id = self._id(backend)
+        self._run(["docker", "start", id])
+        container = self._engine.inspect(id)
+        url = base_url(container, listen_port(backend)) if container else None
+        if url is None:
+            raise BackendError(f"service {backend.name} has no address")
+        return url
+
+    def _id(self, backend: Backend) -> str:
+        if backend.name not in self._ids:
+            found = self._project.look_up(backend)
+            if found is None:
+                raise BackendError(f"service {backend.name} has no container")
+            self._ids[backend.name] = found.id
+        return self._ids[backend.name]
+
+    def _run(self, argv: Sequence[str], grace: float = 0.0) -> None:
+        done = project.run_command(argv, grace + BY_HAND_TIMEOUT, env=os.environ)
+        if done.code:
+            raise BackendError(f"`{project.short(argv)}` failed: {done.last_line}")

@@ -17,21 +17,32 @@ Invariants:
 
 The memory goes to the process's own host memory, and counts there against a container's limit. Memory shared
 between processes, managed memory, MIG and MPS are beyond the driver; what can be told of that beforehand,
-``why_not`` tells; which rights the running user lacks, rights.py.
+``why_not`` tells.
+
+NVIDIA says nowhere which rights the driver's calls need. Known to work are root with all its capabilities,
+and the user whose processes they are. So what ``Rights`` lack is a warning before a checkpoint, and the
+likely cause after one that failed. docs/standby.md has the deployments that lack nothing. Nothing is tried:
+which calls a filter of system calls refuses is not to be read anywhere, so it is named only after a failure.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from anvil_mux.errors import BackendError, CheckpointFailed
-from anvil_mux.host import nvml
+from anvil_mux.config.config import Backend
+from anvil_mux.config.kinds import Diagnostic
+from anvil_mux.errors import BackendError, CheckpointFailed, MuxError
 from anvil_mux.host.cuda_driver import Driver
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host.docker_endpoint import find_endpoint
+from anvil_mux.host.gpus import Gpus, nvidia_gpus
+from anvil_mux.host.seam import HostConfig, Runtime
 from anvil_mux.state import text_of
 
 DRIVER_BRANCH = 570
@@ -79,7 +90,7 @@ class Checkpointer:
     def __init__(
         self,
         connect: Callable[[], Driver] = Driver,
-        probe: Callable[[], Gpus] = nvml.probe,
+        probe: Callable[[], Gpus] = nvidia_gpus,
         *,
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] = time.sleep,
@@ -95,8 +106,8 @@ class Checkpointer:
 
         ``insist`` allows several GPUs.
         """
-        seen = self._probe()
-        return _why_not_driver(seen) or _why_not_gpus(seen, gpus, insist) or self._why_not_tool(seen, gpus)
+        found = self._probe()
+        return _why_not_driver(found) or _why_not_gpus(found, gpus, insist) or self._why_not_tool(found, gpus)
 
     def find(self, pids: Iterable[int]) -> tuple[int, ...]:
         """Find the processes of a service that hold GPU memory; () if none does."""
@@ -186,32 +197,32 @@ class Checkpointer:
             self._wait(STATE_PAUSE)
         return state
 
-    def _why_not_tool(self, seen: Gpus, gpus: Sequence[str]) -> str | None:
+    def _why_not_tool(self, found: Gpus, gpus: Sequence[str]) -> str | None:
         try:
             with self._connect() as driver:
                 tool = driver.tool()
         except BackendError as error:
             return error.message
         # With the library, what calls the driver has initialized it, which does as well.
-        lazy = [each for each in gpus if (reading := seen.find(each)) and reading.persistence is False]
+        lazy = [each for each in gpus if (reading := found.find(each)) and reading.persistence is False]
         if tool == "program" and lazy:
             return f"GPU {lazy[0]} is not in persistence mode (turn it on: nvidia-smi -pm 1)"
         return None
 
 
-def _why_not_driver(seen: Gpus) -> str | None:
-    if seen.why_none is not None:
-        return f"needs an NVIDIA GPU ({seen.why_none})"
-    if seen.driver_branch is None or seen.driver_branch < DRIVER_BRANCH:
-        return f"needs NVIDIA driver {DRIVER_BRANCH} or later, and this is {seen.driver or 'unknown'}"
+def _why_not_driver(found: Gpus) -> str | None:
+    if found.why_none is not None:
+        return f"needs an NVIDIA GPU ({found.why_none})"
+    if found.driver_branch is None or found.driver_branch < DRIVER_BRANCH:
+        return f"needs NVIDIA driver {DRIVER_BRANCH} or later, and this is {found.driver or 'unknown'}"
     return None
 
 
-def _why_not_gpus(seen: Gpus, gpus: Sequence[str], insist: bool) -> str | None:
+def _why_not_gpus(found: Gpus, gpus: Sequence[str], insist: bool) -> str | None:
     if len(gpus) > 1 and not insist:
         return "holds several GPUs, from which processes that work together often do not come back"
     for name in gpus:
-        reading = seen.find(name)
+        reading = found.find(name)
         if reading is None:
             return f"NVML finds no GPU {name}"
         if reading.mig:
@@ -242,3 +253,175 @@ def is_frozen(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs
             if any("frozen 1" in each for each in events):
                 return True
     return False
+
+
+# The rights that it takes
+
+ProcessOwner = tuple[int, int]
+"""The ids of a user and a group: the kernel lets a process at another only if both are its own."""
+CAP_SYS_PTRACE = 19
+DYNAMIC_USERS = range(61184, 65520)
+"""The users that systemd makes for as long as a unit runs (DynamicUser)."""
+
+RIGHTS_PAGE = "standby.md#what-a-checkpoint-needs"
+"""The page of docs/ about these rights."""
+
+SOCKET_SECONDS = 5.0
+"""Seconds that a busy engine may take to accept a connection of which nothing is asked."""
+
+MAY_BE_FILTERED = (
+    "a filter of system calls is on, which may keep ptrace from anvil-mux: `SystemCallFilter=` in its "
+    "systemd unit, with nothing behind it, lifts that (docs/standby.md)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """The rights of this process over others, as far as /proc tells."""
+
+    user: int
+    group: int
+    traces: bool
+    """Whether it has the capability CAP_SYS_PTRACE."""
+    scope: int
+    """Yama's ptrace_scope: from 2 on the capability is needed, from 3 on it does not help. 0: no Yama."""
+    sees_host: bool
+    """Whether process ids mean the host's processes, or those of the machine that runs the containers."""
+    filtered: bool = False
+    """Whether a filter of system calls is on, whatever it refuses."""
+
+    @classmethod
+    def here(cls, proc: Path = Path("/proc")) -> Rights:
+        status = dict(line.split(":", 1) for line in (proc / "self/status").read_text().splitlines())
+        scope = proc / "sys/kernel/yama/ptrace_scope"
+        return cls(
+            user=int(status["Uid"].split()[1]),
+            group=int(status["Gid"].split()[1]),
+            traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
+            scope=int(scope.read_text()) if scope.exists() else 0,
+            # It is there with every kernel, and in no other namespace.
+            sees_host=text_of(proc / "2/comm").strip() == "kthreadd",
+            filtered=status.get("Seccomp", "0").strip() != "0",
+        )
+
+    def lacks(self, owners: Collection[ProcessOwner], *, contained: bool) -> list[str]:
+        """List what is missing to checkpoint processes of these owners, and how to get it, for people.
+
+        ``contained``: they are in containers of their own.
+        """
+        others = sorted(owner for owner in owners if owner != (self.user, self.group))
+        missing = []
+        if contained and not self.sees_host:
+            missing.append("anvil-mux does not see the host's processes: its container needs `pid: host`")
+        if self.user == 0 and not self.traces:
+            missing.append(
+                "anvil-mux is root without the capability CAP_SYS_PTRACE: its container needs "
+                "`privileged: true` (or `cap_add: [SYS_PTRACE]`), its systemd unit a CapabilityBoundingSet "
+                "that has it"
+            )
+        elif others and not self.traces:
+            us, them = f"{self.user}:{self.group}", ":".join(map(str, others[0]))
+            user = f'`user: "{us}"`' if self.user not in DYNAMIC_USERS else "and the systemd unit one user"
+            missing.append(
+                f"the engine's processes are of user and group {them}, and anvil-mux runs as {us}: run "
+                "it as root with its capabilities (docs/standby.md has the systemd unit and the container), "
+                f"or give the service {user}"
+            )
+        if self.scope >= 3 or (self.scope == 2 and not self.traces):
+            who = "nobody" if self.scope >= 3 else "nobody without CAP_SYS_PTRACE (root has it)"
+            missing.append(
+                f"kernel.yama.ptrace_scope is {self.scope}, with which {who} may look into other processes: "
+                "set it to 1 (sysctl kernel.yama.ptrace_scope=1; 3 lasts until the next boot)"
+            )
+        return missing
+
+
+def missing_rights(config: HostConfig, runtime: Runtime) -> list[str]:
+    """A warning for each right that a checkpoint of these backends needs, and this process has not."""
+    lacking: dict[str, list[str]] = {}
+    for backend in config.backends:
+        if "checkpoint" in backend.evict_to:
+            for what in lacks(backend, runtime, contained=config.runtime == "compose"):
+                lacking.setdefault(what, []).append(backend.name)
+    return [
+        Diagnostic(
+            f"{', '.join(names)}: checkpoint may fail: {what}",
+            key=("services", names[0], "x-anvil", "evict_to"),
+            page=RIGHTS_PAGE,
+        )
+        for what, names in lacking.items()
+    ]
+
+
+def lacks(backend: Backend, runtime: Runtime, *, contained: bool, rights: Rights | None = None) -> list[str]:
+    """List what is missing to checkpoint a backend: for the processes that run, else for what the file says.
+
+    ``contained``: it is a container. ``rights``: None: those of this process.
+    """
+    rights = rights or Rights.here()
+    if contained:
+        sees_host = names_our_processes(os.environ)
+        rights = rights if sees_host is None else replace(rights, sees_host=sees_host)
+    users: set[ProcessOwner] = set()
+    if rights.sees_host or not contained:  # else the ids mean other processes here, or none
+        with suppress(MuxError):  # Docker is away, which others report
+            users = owners(runtime.pids(backend))
+    if not users and contained:
+        owner = owner_of(backend, os.environ)
+        users = set() if owner is None else {owner}
+    return rights.lacks(users, contained=contained)
+
+
+def likely_causes(backend: Backend, runtime: Runtime, *, contained: bool) -> list[str]:
+    """List what may have made a checkpoint fail: what is missing for it, else a filter of system calls."""
+    here = Rights.here()
+    missing = lacks(backend, runtime, contained=contained, rights=here)
+    return missing or [MAY_BE_FILTERED] * here.filtered
+
+
+def owners(pids: Iterable[int]) -> set[ProcessOwner]:
+    """The owners of processes, without those that have ended."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            status = Path("/proc", str(pid)).stat()
+            found.add((status.st_uid, status.st_gid))
+    return found
+
+
+def owner_of(backend: Backend, env: Mapping[str, str]) -> ProcessOwner | None:
+    """The ids of the user and group that its processes will have on this host; None: they are not known yet.
+
+    Where neither the compose file nor, most likely, the image says another it is root: of a rootless engine
+    that is whoever runs the engine. A user by its id has root's group, unless the image has another for it.
+    """
+    user, _, group = backend.service.user.partition(":")
+    try:
+        path = find_endpoint(env).path
+        status = os.stat(path) if path else None
+    except (OSError, MuxError):
+        status = None
+    rootless = status is not None and status.st_uid != 0
+    if user in ("", "root", "0"):
+        return (status.st_uid, status.st_gid) if status and rootless else (0, 0)
+    if rootless or not user.isdecimal() or not (group or "0").isdecimal():
+        return None
+    return int(user), int(group or "0")
+
+
+def names_our_processes(env: Mapping[str, str]) -> bool | None:
+    """Whether the engine's process ids mean the same here; None: that is not known.
+
+    The kernel tells the process behind a socket by the id that it has here, and by 0 where it has none.
+    """
+    try:
+        path = find_endpoint(env).path
+        if not path:
+            return None
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(SOCKET_SECONDS)
+            asked.connect(path)
+            pid, _, _ = struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    except (OSError, MuxError):
+        return None
+    return bool(pid)

@@ -152,9 +152,9 @@ class Driver:
                 raise BackendError(f"the CUDA driver did not answer within {limit:g} s ({what})")
             return dict(json.loads(line))
         except (OSError, ValueError):
-            said = self._last_words()
+            reason = self._last_words()
             self.close()
-            raise BackendError(f"what calls the CUDA driver broke off ({what}): {said}") from None
+            raise BackendError(f"what calls the CUDA driver broke off ({what}): {reason}") from None
         except BaseException:
             self.close()
             raise
@@ -217,11 +217,11 @@ class Library:
         return thread.value
 
     def act(self, action: str, pid: int, milliseconds: int) -> None:
-        given = ctypes.byref(LockArgs(timeoutMs=milliseconds)) if action == "lock" else None
-        self._call(ACTIONS[action], ctypes.c_int(pid), given)
+        lock = ctypes.byref(LockArgs(timeoutMs=milliseconds)) if action == "lock" else None
+        self._call(ACTIONS[action], ctypes.c_int(pid), lock)
 
-    def _call(self, name: str, *given: Any) -> None:
-        result = getattr(self._cuda, name)(*given)
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._cuda, name)(*arguments)
         if result:
             raise DriverRefused(f"{name}: {self._error_name(result)}")
 
@@ -249,13 +249,13 @@ class Program:
         patience = ["--timeout", str(milliseconds)] if action == "lock" else []
         self._run("--action", action, "--pid", str(pid), *patience)
 
-    def _run(self, *given: str) -> str:
+    def _run(self, *words: str) -> str:
         done = subprocess.run(
-            [self._path, *given], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+            [self._path, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
         )
         if done.returncode:
-            said = (done.stderr or done.stdout).strip() or f"exited with code {done.returncode}"
-            raise DriverRefused(f"{PROGRAM}: {said}")
+            reason = (done.stderr or done.stdout).strip() or f"exited with code {done.returncode}"
+            raise DriverRefused(f"{PROGRAM}: {reason}")
         return done.stdout.strip()
 
 
@@ -290,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m anvil_mux.host.cuda_driver")
     parser.add_argument("--library", default=LIBRARY)
     parser.add_argument("--program", default=PROGRAM)
-    given = parser.parse_args()
+    options = parser.parse_args()
     # Whatever the driver prints must not get among the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -299,7 +299,7 @@ def main() -> None:
         answers.write(json.dumps(fields) + "\n")
 
     try:
-        tool = find_tool(given.library, given.program)
+        tool = find_tool(options.library, options.program)
     except DriverRefused as refusal:
         say(error=str(refusal))
         return

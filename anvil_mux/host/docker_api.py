@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from anvil_mux.clock import count_in
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host.docker_endpoint import START_IT, Connection, Endpoint, Unreachable
 from anvil_mux.host.seam import LOOPBACK, url_of
@@ -218,10 +218,10 @@ def _bindings(ports: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
 class DockerRefused(BackendError):
     """The engine answers that it did not do what it was asked for."""
 
-    def __init__(self, what: str, answer: int, said: str) -> None:
-        super().__init__(f"Docker answers {answer} to {what}: {said}")
+    def __init__(self, what: str, answer: int, words: str) -> None:
+        super().__init__(f"Docker answers {answer} to {what}: {words}")
         self.answer = answer
-        self.words = said
+        self.words = words
 
 
 class Missing(DockerRefused):
@@ -353,10 +353,10 @@ class ContainerEngine:
 
     def about(self) -> About:
         """Ask the engine which one it is, and how it runs."""
-        said = self._json("/info")
-        rootless = bool(said.get("Rootless")) or "name=rootless" in (said.get("SecurityOptions") or ())
-        version = str(said.get("ServerVersion") or "") if self._is_podman else ""
-        return About(version, rootless, str(said.get("CgroupVersion") or ""))
+        info = self._json("/info")
+        rootless = bool(info.get("Rootless")) or "name=rootless" in (info.get("SecurityOptions") or ())
+        version = str(info.get("ServerVersion") or "") if self._is_podman else ""
+        return About(version, rootless, str(info.get("CgroupVersion") or ""))
 
     def ping(self) -> None:
         """Raise Unreachable if the engine does not answer."""
@@ -395,10 +395,10 @@ class ContainerEngine:
         """The containers that were sent a signal to end in the last minutes -> the Unix time of that."""
         now = time.time()
         filters = _filters(type=["container"], event=["kill"], label=[f"{LABEL}.project={project}"])
-        said = self._ask(
+        answer = self._ask(
             "GET", _path("/events", since=int(now - LATELY), until=f"{now:.6f}", filters=filters)
         )
-        events = [json.loads(line) for line in said.splitlines() if line]
+        events = [json.loads(line) for line in answer.splitlines() if line]
         actors = [(each["Actor"], float(each["timeNano"]) / 1e9) for each in events]
         return {
             actor["ID"]: moment
@@ -438,12 +438,12 @@ class ContainerEngine:
             return connection, response
         if response.status == 400:
             self._version = ""  # the engine may be another one since
-        said = b""
+        answer = b""
         with suppress(OSError, http.client.HTTPException):
-            said = response.read()
+            answer = response.read()
         connection.end()
         error = REFUSALS.get(response.status, DockerRefused)
-        raise error(_what(method, path), response.status, _message(said))
+        raise error(_what(method, path), response.status, _message(answer))
 
     def _learn(self) -> None:
         """Find the newest version that both sides know."""

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 import requests
 
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import USUAL_PORT
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import USUAL_PORT, Service
 from anvil_mux.errors import BackendError
 from anvil_mux.protocol import foreign
 
@@ -53,6 +53,10 @@ class Engine:
     noticed that the client of that has left.
     """
     models: str = "/v1/models"
+    describes: tuple[str, ...] = ("GET /v1/models",)
+    """The questions that it is asked once, after a load, for its model card; %s is the model's name."""
+    enabled_by: tuple[tuple[str, str], ...] = ()
+    """Options and variables that make a model able to do something of which those answers say nothing."""
     names_file: bool = False
     """Whether its list names the model file (or alias), and it answers to any model name."""
     loads_at_first_request: bool = False
@@ -222,12 +226,17 @@ class EngineClient:
         return status in (405, 501) or (status == 400 and b"does not support" in answer)
 
     def ask(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = POLL_TIMEOUT
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = POLL_TIMEOUT,
+        most: int = MOST_BYTES,
     ) -> tuple[int, bytes]:
         """Return status and first bytes of the answer; the time-out also ends one that drips out."""
         timeout = max(min(timeout, self.deadline - self.now()), LEAST_TIMEOUT)
         if self.check_cancelled is None or timeout <= POLL_TIMEOUT:
-            return self._ask(method, path, body, timeout)
+            return self._ask(method, path, body, timeout, most)
         # A load may take as long as its answer: the thread is left behind when nobody wants it any more.
         asked = Future[tuple[int, bytes]]()
         run = partial(_answer, asked, partial(self._ask, method, path, body, timeout))
@@ -236,7 +245,14 @@ class EngineClient:
             self.check_cancelled()
         return asked.result()
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float,
+        most: int = MOST_BYTES,
+    ) -> tuple[int, bytes]:
         give_up = time.monotonic() + timeout
         answer = bytearray()
         with self.session.request(
@@ -244,7 +260,7 @@ class EngineClient:
         ) as response:
             for chunk in response.iter_content(256):
                 answer += chunk
-                if len(answer) > MOST_BYTES:
+                if len(answer) > most:
                     break
                 if time.monotonic() > give_up:
                     raise requests.Timeout(path)

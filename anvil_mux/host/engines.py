@@ -1,4 +1,4 @@
-"""The engines: for each family one row, how it sleeps and wakes, and what is asked of one that runs.
+"""The engines: for each family one row, how it sleeps and wakes, what is asked of one that runs, and its log.
 
 ``await_ready`` has a deadline, a way to learn that the service ended and one to end the wait, so it fails at
 once when the engine has died, and never waits for longer than it was told.
@@ -19,19 +19,29 @@ Ollama    unloads at keep_alive 0, and says so before the memory is back. A mode
           /api/generate, and loaded by an empty /api/embed.
 llama.cpp unloads in router mode only, that is, if it was started without a model.
 
+How far a load is an engine's log says, which a thread of its own reads, since Docker may be slow. The
+patterns are those of vLLM and SGLang (progress bars, of which a line may hold many), llama.cpp (a dot for
+each percent) and Ollama. Why an engine ended stands in one line among many: llama.cpp prints its cause first
+and then each function that passed it on, a Python engine its traceback twice, once for its worker. ``cause``
+finds that line, and knows what helps against the commonest causes.
+
 To add an engine: a row in ``ENGINES`` and, if it can sleep, a class with the methods of ``SleepApi``.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import ClassVar
+from urllib.parse import quote
 
 import requests
 
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import USUAL_PORTS
+from anvil_mux.clock import Worker
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import USUAL_PORTS, Service
 from anvil_mux.errors import BackendError, LoadError, is_shortage
 from anvil_mux.host.engine_client import (
     LONGEST_PAUSE,
@@ -40,6 +50,9 @@ from anvil_mux.host.engine_client import (
     has_error,
     option_values,
 )
+from anvil_mux.host.seam import LoadStage
+from anvil_mux.protocol import cards, foreign
+from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.protocol.completions import count
 
 FIRST_PAUSE = 0.01
@@ -64,6 +77,8 @@ a second, so the last pause is longer than that: each look is an answer, too.
 UNKNOWN = 2
 """The level to wake from where it is not known: weights read anew are right in any case."""
 ADAPTER_ROUTE = "/v1/load_lora_adapter"
+CARD_BYTES = 1 << 20
+"""The most that is read of what an engine says of its model: with its template, licence and tensors."""
 
 
 # How engines sleep
@@ -233,6 +248,7 @@ ENGINES: dict[str, Engine] = {
     "openai": Engine(must_have_health=False),
     "vllm": Engine(
         sleeps=Vllm(),
+        enabled_by=(("--enable-auto-tool-choice", "tools"), ("--reasoning-parser", "thinking")),
         at_once_words=("--max-num-seqs",),
         control=_routes(
             """/sleep /wake_up /is_sleeping /pause /resume /is_paused /abort_requests /collective_rpc
@@ -246,6 +262,8 @@ ENGINES: dict[str, Engine] = {
         port=USUAL_PORTS["sglang"],
         at_once_words=("--max-running-requests",),
         alive="/v1/models",  # at its health route it generates a token
+        describes=("GET /v1/models", "GET /model_info"),
+        enabled_by=(("--tool-call-parser", "tools"), ("--reasoning-parser", "thinking")),
         shown=_routes("/health /metrics /v1/models /model_info /get_model_info"),
         control=_routes(
             """/release_memory_occupation /resume_memory_occupation /pause_generation /continue_generation
@@ -259,6 +277,11 @@ ENGINES: dict[str, Engine] = {
         sleeps=LlamaCpp(),
         port=USUAL_PORTS["llamacpp"],
         names_file=True,
+        describes=("GET /props?autoload=false&model=%s",),
+        enabled_by=(
+            *((word, "embeddings") for word in ("--embedding", "--embeddings", "LLAMA_ARG_EMBEDDINGS")),
+            *((word, "reranking") for word in ("--rerank", "--reranking", "LLAMA_ARG_RERANKING")),
+        ),
         slots="/slots",
         at_once=4,
         at_once_words=("-np", "--parallel", "LLAMA_ARG_N_PARALLEL"),
@@ -272,6 +295,7 @@ ENGINES: dict[str, Engine] = {
         at_once=1,
         at_once_words=("OLLAMA_NUM_PARALLEL",),
         health="/",
+        describes=("GET /api/ps", "POST /api/show"),  # the length that it gave it, and what it can do
         shown=_routes("/api/tags /api/version /v1/models"),
         loads_at_first_request=True,
         control=_routes("/api/pull /api/push /api/create /api/copy /api/delete /api/blobs/ /api/ps"),
@@ -279,6 +303,7 @@ ENGINES: dict[str, Engine] = {
     "tabbyapi": Engine(
         port=USUAL_PORTS["tabbyapi"],
         models="/v1/model",
+        describes=("GET /v1/model",),
         shown=_routes("/health /v1/model /v1/models"),
         control=_routes("/v1/model/ /v1/lora/ /v1/template/ /v1/sampling/ /v1/download /v1/auth/ /v1/token/"),
     ),
@@ -449,6 +474,24 @@ def probe(backend: Backend, url: str) -> None:
         raise BackendError(flaw.why)
 
 
+def model_card(backend: Backend, url: str) -> ModelCard:
+    """Ask the engine for its model's card; what it does not answer within a few seconds is not known."""
+    service = backend.service
+    words = {*dict(service.environment), *(word.partition("=")[0] for word in service.command)}
+    with _within(LOOK_TIMEOUT, backend, url) as client:
+        found = ModelCard(
+            capabilities={name: True for word, name in client.engine.enabled_by if word in words}
+        )
+        for question in client.engine.describes:
+            method, path = question.replace("%s", quote(client.model, safe="")).split(" ")
+            asked = {"model": client.model} if method == "POST" else None
+            with suppress(requests.RequestException, ValueError):
+                status, answer = client.ask(method, path, asked, most=CARD_BYTES)
+                if status < 300:
+                    found = found.over(cards.read(foreign.read(answer), client.model))
+    return found
+
+
 def await_notice(backend: Backend, url: str) -> None:
     """Return once the engine works for nobody, or after a moment: all its clients have left just now."""
     route = find_engine(backend.engine).slots
@@ -500,8 +543,182 @@ def _load_adapter(client: EngineClient, name: str, path: str) -> None:
     asked = {"lora_name": name, "lora_path": path}
     status, answer = client.ask("POST", ADAPTER_ROUTE, asked, client.deadline - client.now())
     if status >= 300 or has_error(answer):
-        said = answer[:300].decode("utf-8", "replace")
+        words = answer[:300].decode("utf-8", "replace")
         raise LoadError(
             f"{client.backend.name} did not load the LoRA adapter {name} from {path}: "
-            f"POST {ADAPTER_ROUTE} answers {status}: {said}"
+            f"POST {ADAPTER_ROUTE} answers {status}: {words}"
         )
+
+
+# Its log: how far its load is
+
+CAUSE_LINES = 200
+"""The last lines of a log among which the cause of an end is looked for."""
+SHORT_OF_MEMORY = re.compile(
+    r"out ?of ?(device ?)?memory|(cuda|hip)malloc failed|(failed|unable) to allocate|free memory on device|"
+    r"no available memory|(not enough|insufficient) memory",
+    re.IGNORECASE,
+)
+"""How engines say that a GPU's memory does not suffice, in the reason of a failed load or its last lines."""
+PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|couldn't bind", re.IGNORECASE)
+"""How engines say that they cannot have their port."""
+LOOK_SECONDS = 1.0
+LINES = 40
+
+READING, COMPILING, CAPTURING, WARMING = "reading weights", "compiling", "capturing CUDA graphs", "warming up"
+
+
+class LoadLogs:
+    """Reads the logs of engines while they load, and of no others."""
+
+    def __init__(
+        self, tail: Callable[[Backend, int], Sequence[str]], tell: Callable[[LoadStage], object]
+    ) -> None:
+        self._tail = tail
+        self._tell = tell
+        self._loading: dict[str, Backend] = {}
+        self.worker = Worker("load-logs", self._turn, first=None)
+
+    @contextmanager
+    def reading(self, backend: Backend) -> Iterator[None]:
+        """Have the log of the backend read meanwhile. Any thread."""
+        self._loading[backend.name] = backend
+        self.worker.wake()
+        try:
+            yield
+        finally:
+            del self._loading[backend.name]
+
+    def _turn(self) -> float | None:
+        backends = list(self._loading.values())
+        for backend in backends:
+            found = stage_of(backend.name, self._tail(backend, LINES))
+            if found and backend.name in self._loading:
+                self._tell(found)
+        return LOOK_SECONDS if backends else None
+
+
+_PERCENT = r":\s{1,9}(\d{1,3})%(?:[^\r\[]{0,99}\[[\d:]{1,20}<([\d:]{1,20}))?"
+_BARS = (
+    (re.compile(rf"checkpoint shards{_PERCENT}"), READING),
+    (re.compile(rf"Captur(?:e|ing) (?:CUDA graph|cudagraph|batches)[^\r%]{{0,99}}?{_PERCENT}"), CAPTURING),
+    (re.compile(rf"Compiling num tokens[^\r%]{{0,99}}?{_PERCENT}"), COMPILING),
+    (re.compile(rf"(?:\.safetensors|\.gguf|\.bin|Fetching \d{{1,9}} files){_PERCENT}"), "downloading"),
+)
+"""Everything in them has a bound: whatever an engine prints is read in one pass."""
+_WORDS = (
+    (re.compile(r"model load progress (0\.\d+|1\.0)"), READING),
+    (
+        re.compile(r"Starting to load model|loading model tensors|llama_model_loader: loaded meta data"),
+        READING,
+    ),
+    (re.compile(r"torch\.compile|Dynamo bytecode transform|Compiling a graph"), COMPILING),
+    (
+        re.compile(r"Loading weights took|Model loading took|KV cache|llama_context: construct|warming up"),
+        WARMING,
+    ),
+    (re.compile(r"Graph capturing finished|Capture cuda graph end"), WARMING),
+)
+_DOTS = re.compile(r"\.{2,}")
+
+
+def stage_of(backend: str, lines: Sequence[str]) -> LoadStage | None:
+    """Read the last line of a backend's log that says something of its load."""
+    return next(filter(None, (_of_line(backend, line) for line in reversed(lines))), None)
+
+
+def _of_line(backend: str, line: str) -> LoadStage | None:
+    if _DOTS.fullmatch(line.strip()):
+        return LoadStage(backend, READING, min(len(line.strip()) / 100, 1.0))
+    for pattern, stage in _BARS:
+        if bars := pattern.findall(line):
+            percent, left = bars[-1]
+            return LoadStage(backend, stage, int(percent) / 100, _seconds(left))
+    for pattern, stage in _WORDS:
+        if found := pattern.search(line):
+            return LoadStage(backend, stage, float(found[1]) if pattern.groups else None)
+    return None
+
+
+def _seconds(clock: str) -> float | None:
+    """Turn ``1:02:03`` into seconds."""
+    total = 0.0
+    for part in clock.split(":"):
+        if not part.isdigit():
+            return None
+        total = 60 * total + int(part)
+    return total
+
+
+# Why it ended
+
+_CAUSES = (
+    (
+        SHORT_OF_MEMORY,
+        "it needs more GPU memory than is free: a shorter context or a smaller quantization helps, for vLLM "
+        "also another --gpu-memory-utilization",
+    ),
+    (
+        PORT_TAKEN,
+        "another program has this port: let anvil-mux choose one ($PORT), or end that program",
+    ),
+    (
+        re.compile(
+            r"(?<!object file: )No such file or directory|FileNotFoundError|is not a valid model identifier|"
+            r"does not appear to have a file named"
+        ),
+        "check the path in its command; in a container it is a path inside, below what `volumes` mounts",
+    ),
+    (
+        re.compile(
+            r"unknown model architecture|[Mm]odel architectures? .{1,200} not supported|"
+            r"does not recognize this architecture"
+        ),
+        "this version of the engine does not know this kind of model: a newer one may",
+    ),
+    (
+        re.compile(
+            r"libcuda\.so|No CUDA GPUs are available|no CUDA-capable device|Failed to infer device type|"
+            r"CUDA driver version is insufficient|invalid device: CUDA"
+        ),
+        "it sees no GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES, and of a container the GPUs that it "
+        "reserves",
+    ),
+)
+_FIRST_ERROR = re.compile(r"^[\d.]{10,20} E ")
+"""The level of a line of llama.cpp, whose first error is the cause of the others."""
+_ERROR = re.compile(r"(?:^|[ .])(?:[A-Z]\w{0,60}(?:Error|Exception)|[Ee]rror|fatal|panic): ")
+_RETOLD = re.compile(r"Engine core initialization failed|failed to load model")
+"""Lines that pass on what another one has said before."""
+_ONLY_INSIDE = re.compile(
+    r"(?:listening|running) on (?:https?://)?(?:127\.0\.0\.1|localhost|\[::1\])", re.IGNORECASE
+)
+_BEFORE_THE_TEXT = re.compile(
+    r"^(?:\([^)]{1,80}\) )?(?:[\d.]{10,20} [A-Z] (?:[a-z]{3} {1,20})?|\[[\d :.,TZ-]{10,40}[^\]]{0,40}\] |"
+    r"[A-Z]{4,8} [\d-]{5,10} [\d:.,]{8,15} (?:\[[^\]]{1,80}\] )?)?\s*"
+)
+"""Process, time, level and place, as vLLM, llama.cpp and SGLang print them."""
+_MOST_TEXT = 300
+
+
+def cause(lines: Sequence[str], *, ended: bool, contained: bool) -> str:
+    """The line of a log that says why a load failed, and what helps, without a full stop; "" if none does.
+
+    ``ended``: whether the engine has ended; ``contained``: whether it runs in a container.
+    """
+    if not ended:
+        if contained and (line := next(filter(_ONLY_INSIDE.search, reversed(lines)), "")):
+            return f"{_text(line)}; nobody outside reaches it there: add --host 0.0.0.0 to its command"
+        return ""
+    for pattern, advice in _CAUSES:
+        if line := next(filter(pattern.search, lines), ""):
+            return f"{_text(line)}; {advice}"
+    if line := next(filter(_FIRST_ERROR.search, lines), ""):
+        return _text(line)
+    errors = [line for line in lines if _ERROR.search(line) and not _RETOLD.search(line)]
+    return _text(errors[-1]) if errors else ""
+
+
+def _text(line: str) -> str:
+    text = _BEFORE_THE_TEXT.sub("", line.strip())
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."

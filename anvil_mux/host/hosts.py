@@ -10,13 +10,14 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import nearest
 from anvil_mux.config.values import Site, site
 from anvil_mux.host.seam import LOG_LINES, Awake, Evicted, Found, Host, Loaded
-from anvil_mux.protocol import foreign
+from anvil_mux.protocol import cards, foreign
+from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard
 
 MODELS = "/v1/models"
 ASK_SECONDS = 5.0
@@ -111,6 +112,8 @@ class Finding(NamedTuple):
     """Why it cannot be used now, for people; "" if it answers as it should."""
     hint: str = ""
     """The part of the configuration that its list of models contradicts; "" if none."""
+    card: ModelCard = NOTHING_KNOWN
+    """The card of the model, as its list has it."""
 
 
 def look_at_server(backend: Backend) -> Finding:
@@ -175,17 +178,20 @@ def _judged(backend: Backend, status: int, body: bytes) -> Finding:
         return Finding(f"answers {status}: it refuses the API key {named}")
     if status >= 300:
         return Finding(f"answers {status} to GET {site(backend.url).path(MODELS)}")
-    listed, model = _ids(body), backend.served_model or backend.model
+    try:
+        found = foreign.read(body)
+    except ValueError:
+        return Finding()
+    listed, model = _ids(found), backend.served_model or backend.model
     if listed and model not in listed:
         hint = nearest(model, listed[:20] if len(listed) > 20 else listed)
         return Finding(hint=f"does not list the model {model}; {hint} (set served_model)")
-    return Finding()
+    return Finding(card=cards.read(found, model))
 
 
-def _ids(body: bytes) -> list[str]:
+def _ids(found: Any) -> list[str]:
     """The ids in a list of models; none where it is no such list."""
     try:
-        found = foreign.read(body)["data"]
-        return [each["id"] for each in found if isinstance(each["id"], str)]
-    except (ValueError, KeyError, TypeError):
+        return [each["id"] for each in found["data"] if isinstance(each["id"], str)]
+    except (KeyError, TypeError):
         return []

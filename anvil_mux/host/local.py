@@ -1,39 +1,62 @@
 """This machine behind the seam: runtime, standby levels, adoption, GPU monitor, reader of logs, and its news.
 
 ``LocalHost`` is all that others need: a ``seam.Host`` and, for who is on the same machine, a little more.
+
+An engine that runs already is taken over as it is, or stopped (``Adopter``):
+
+    awake       it answers for its model
+    in standby  it sleeps, or the CUDA driver has its memory, or it is frozen: then it stays as it is, and
+                the next request for its model wakes it
+    unfit       anything else; it is stopped, and the next request for its model loads it anew
+
+An engine that sleeps does not say how deep. ``Notes`` remember which standby level each backend was last told
+to take; where there is no note, weights that are read anew are right in any case. What NVML says of a
+sleeper's memory counts more than what it says itself: who holds more than a context is none.
+
+Nobody can ask the driver about a frozen process, so it is thawed for that; the memory is off the GPU, and its
+own threads wait for it. Afterwards it is frozen again.
+
+Engines may run on although no anvil-mux serves their project: one has left them there, or was killed
+(``LeftEngines``). The state folder of a project notes its services and has a record, or room for one, of each
+that is a process; the others are containers. That is enough to find and end them, whatever has become of the
+compose files.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import Mounts
+from anvil_mux.config.kinds import gib
+from anvil_mux.config.service import Mounts, Service
 from anvil_mux.errors import ConfigError, MuxError
-from anvil_mux.host import gpu, meminfo, rights
-from anvil_mux.host.adopt import Adopter, Notes
-from anvil_mux.host.containers import ContainerRuntime
+from anvil_mux.host import cuda_checkpoint, engines, gpus
+from anvil_mux.host.containers import ContainerRuntime, DockerByHand
 from anvil_mux.host.cuda_checkpoint import Checkpointer
-from anvil_mux.host.gpu import GpuMonitor
-from anvil_mux.host.levels import ReportPhase, Swapper
-from anvil_mux.host.load_logs import LoadLogs
+from anvil_mux.host.engines import LoadLogs
+from anvil_mux.host.gpus import GpuMonitor, Gpus, Probe
+from anvil_mux.host.levels import CONTEXT, FreedCheck, ReportPhase, Swapper, host_bytes, may_sleep
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
-from anvil_mux.host.read_ahead import ReadAhead
-from anvil_mux.host.reading import Gpus
-from anvil_mux.host.runtime import Runtime
+from anvil_mux.host.runs import RunRecords
 from anvil_mux.host.seam import (
     LOG_LINES,
     LOOPBACK,
     AnyNews,
+    Awake,
+    CardRead,
     Evicted,
     Found,
     GpusSeen,
@@ -41,15 +64,20 @@ from anvil_mux.host.seam import (
     HostNews,
     Inventory,
     Loaded,
-    LoadSaid,
+    LoadStage,
     PhaseTook,
     PromptsKept,
+    Runtime,
     ServiceEnded,
+    Unfit,
     WeightsRead,
 )
 from anvil_mux.host.starter import Detached
-from anvil_mux.host.weights import weights_of
-from anvil_mux.state import state_folder
+from anvil_mux.host.weights import ReadAhead, weights_of
+from anvil_mux.protocol.cards import NOTHING_KNOWN
+from anvil_mux.state import state_folder, text_of, write_whole
+
+log = logging.getLogger(__name__)
 
 MOST_NEWS = 1000
 
@@ -71,7 +99,7 @@ def build_runtime(
 
 def inventory(address: str = LOOPBACK) -> Inventory:
     """Return what this machine has and can do, before any service of it is configured."""
-    return Inventory(gpu.probe().listed, _memory(), address)
+    return Inventory(gpus.probe().listed, _memory(), address)
 
 
 class LocalHost:
@@ -102,9 +130,9 @@ class LocalHost:
             config, lock, address=address, environ=environ, detached=detached
         )
         """The runtime, of use within this package alone."""
-        found = gpu.probe() if described is None else Gpus()
+        found = gpus.probe() if described is None else Gpus()
         self._inventory = described or Inventory(found.listed, _memory(), address)
-        probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
+        probe, checkpointer = gpus.probe if found.readings else None, Checkpointer()
         state = state_folder(config.project, os.environ if environ is None else environ)
         self._notes = Notes(state)
         self._board = NewsBoard()
@@ -122,6 +150,7 @@ class LocalHost:
         self._read_ahead = ReadAhead(self._weights, lambda *read: self._board.put(WeightsRead(*read)))
         self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
+        self._cards = CardReader(self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
         self._reads_gpus = bool(found.readings)
         self._is_to_monitor = False
@@ -138,6 +167,7 @@ class LocalHost:
         self._is_to_monitor = self._reads_gpus
         self._watch.start()
         self._load_logs.worker.start()
+        self._cards.worker.start()
         for backend in self._config.backends:
             self._prompts.tell(backend)
 
@@ -176,7 +206,10 @@ class LocalHost:
     def adopt(self, backend: Backend) -> Found:
         self._loads.pop(backend.name, None)
         self._backends[backend.name] = backend
-        return self._adopter.look(backend, self._urls.get(backend.name, ""))
+        found = self._adopter.look(backend, self._urls.get(backend.name, ""))
+        if isinstance(found, Awake):
+            self._cards.order(backend, found.url)
+        return found
 
     def ended(self, backend: Backend) -> str | None:
         return self._swapper.ended(backend)
@@ -188,7 +221,7 @@ class LocalHost:
         return self._swapper.log_tail(backend, lines)
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
-        """Yield lines as they come, see ``runtime.Runtime``."""
+        """Yield lines as they come, see ``seam.Runtime``."""
         return self.runtime.follow_log(backend)
 
     def problem(self) -> str:
@@ -196,14 +229,16 @@ class LocalHost:
 
     def own_memory(self) -> int:
         """The bytes that this process could ever have."""
-        return meminfo.own_memory()
+        return gpus.own_memory()
 
     def missing_rights(self) -> list[str]:
         """A warning for each right that a checkpoint needs, and this process has not."""
-        return rights.warnings(self._config, self.runtime)
+        return cuda_checkpoint.missing_rights(self._config, self.runtime)
 
     def _lacks(self, backend: Backend) -> list[str]:
-        return rights.likely_causes(backend, self.runtime, contained=self._config.runtime == "compose")
+        return cuda_checkpoint.likely_causes(
+            backend, self.runtime, contained=self._config.runtime == "compose"
+        )
 
     # Steps
 
@@ -213,6 +248,7 @@ class LocalHost:
         with self._read_ahead.pausing(), reading:
             loaded = self._swapper.load(backend, level, number)
         self._loads[backend.name] = number
+        self._cards.order(backend, loaded.url)
         return loaded
 
     def cancel(self, backend: Backend, number: int) -> None:
@@ -249,6 +285,17 @@ class LocalHost:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
+    # For the benchmark of swaps
+
+    def by_hand(self) -> DockerByHand | Runtime:
+        """The hand that stops and starts its services without us: Docker's commands, else the runtime."""
+        return DockerByHand(self._config) if self._config.runtime == "compose" else self.runtime
+
+    def held(self, backend: Backend) -> int:
+        """The GPU memory that it has, as NVML tells or as declared; 0 where nobody knows."""
+        held = self._swapper.memory.held(backend, lambda: self.runtime.pids(backend), resident=True)
+        return sum(held.bytes.values()) or (backend.vram or 0) * len(backend.gpus)
+
     # News
 
     def news(self, after: int, timeout: float) -> list[HostNews]:
@@ -261,6 +308,7 @@ class LocalHost:
         self._read_ahead.order(())
         self._board.close()
         self._load_logs.worker.close()
+        self._cards.worker.close()
         self._gpu_monitor.worker.close()
         self._watch.close()
         self.runtime.close()
@@ -288,10 +336,36 @@ class LocalHost:
             self._board.put(ServiceEnded(name, why, tuple(lines), load))
 
 
+class CardReader:
+    """Asks engines that have just been loaded or adopted for their model cards: each once, one by one.
+
+    Nobody waits for that, and an engine that does not say it is not asked again before its next load.
+    """
+
+    def __init__(self, tell: Callable[[CardRead], object]) -> None:
+        self._tell = tell
+        self._due = deque[tuple[Backend, str]]()
+        self.worker = Worker("model-cards", self._turn, first=None)
+
+    def order(self, backend: Backend, url: str) -> None:
+        """Have the engine at ``url`` asked. Any thread; never blocks."""
+        self._due.append((backend, url))
+        self.worker.wake()
+
+    def _turn(self) -> float | None:
+        if not self._due:
+            return None
+        backend, url = self._due.popleft()
+        card = engines.model_card(backend, url)
+        if card != NOTHING_KNOWN:
+            self._tell(CardRead(backend.name, backend.description, card))
+        return 0.0
+
+
 class NewsBoard:
     """The news that any thread puts up, and one fetches.
 
-    Of the use of GPUs, of how far a load is and of prompts on disk only the last is kept. Beyond
+    Of the use of GPUs, how far a load is, prompts on disk and model cards only the last is kept. Beyond
     ``MOST_NEWS`` the oldest are forgotten: then nobody fetches any, as where a host serves a single command.
     """
 
@@ -332,10 +406,12 @@ def _subject(what: object) -> object:
     match what:
         case GpusSeen():
             return "gpus"
-        case LoadSaid(backend):
+        case LoadStage(backend):
             return "load", backend
         case PromptsKept(backend):
             return "prompts", backend
+        case CardRead(backend):
+            return "card", backend
     return None
 
 
@@ -360,3 +436,207 @@ def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
             missing = missing_images([b for b in config.backends if b.name in names])
         if missing:
             raise ConfigError(missing)
+
+
+# Adoption
+
+ADOPT_SECONDS = 5.0
+"""How long an engine that runs already may take to answer."""
+
+
+class Notes:
+    """Files in the state folder that tell a later start about backends; a program that is killed leaves them.
+
+    ``BACKEND.level`` holds the standby level that a backend was last told to take, ``services`` our services.
+    Any thread.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._services = folder / "services"
+        self._lock = threading.Lock()
+
+    def note_level(self, backend: str, level: str) -> None:
+        """Note the standby level that a backend is about to take; "" when it leaves standby."""
+        file = self._level_file(backend)
+        try:
+            if level:
+                write_whole(file, level)
+            else:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s: its standby level cannot be noted: %s", backend, error)
+
+    def level(self, backend: str) -> str:
+        return text_of(self._level_file(backend))
+
+    def _level_file(self, backend: str) -> Path:
+        return self._folder / f"{backend}.level"
+
+    def orphans(self, backends: Iterable[Backend]) -> list[Backend]:
+        """List noted backends that are none of the ``backends``, with as much of each as ``stop`` needs."""
+        return [_of_word(word) for word in sorted(self._words() - set(map(_word, backends)))]
+
+    def add(self, backends: Iterable[Backend]) -> None:
+        """Note more backends; should the program end before others are stopped, the next start does that."""
+        with self._lock:
+            self._write(self._words() | set(map(_word, backends)))
+
+    def remove(self, backend: Backend) -> None:
+        """Forget a backend that was stopped."""
+        with self._lock:
+            self._write(self._words() - {_word(backend)})
+
+    def _words(self) -> set[str]:
+        return set(text_of(self._services).split())
+
+    def _write(self, words: Iterable[str]) -> None:
+        try:
+            write_whole(self._services, "\n".join(sorted(words)))
+        except OSError as error:
+            log.warning("which services are ours cannot be noted: %s", error)
+
+
+def _word(backend: Backend) -> str:
+    """A word by which a later start knows the backend when the configuration has it no longer."""
+    service = backend.service
+    return f"{service.name}/{service.number}" if service.name else backend.name
+
+
+def _of_word(word: str) -> Backend:
+    service, scaled, number = word.partition("/")
+    if not scaled:
+        return Backend(word, word)
+    return Backend(f"{service}-{number}", service, service=Service(name=service, number=int(number)))
+
+
+class Adopter:
+    """Looks at engines; calls for different backends may come from several threads at once."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        notes: Notes,
+        *,
+        probe: Probe | None = None,
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._notes = notes
+        self._memory = FreedCheck(probe)
+        self._checkpointer = checkpointer or Checkpointer()
+
+    def look(self, backend: Backend, url: str) -> Found:
+        """Judge a backend that runs; ``url`` as ``Runtime.running`` has it."""
+        if not url:
+            return Unfit("it cannot be reached")
+        try:
+            if differs := self._runtime.differs(backend):
+                return Unfit(differs)
+            return self._frozen(backend) or self._asleep(backend, url) or self._awake(backend, url)
+        except MuxError as error:
+            return Unfit(error.message)
+
+    def _frozen(self, backend: Backend) -> Found | None:
+        """Judge a frozen backend; None if it is not frozen, or was thawed and is not checkpointed."""
+        frozen = self._runtime.is_frozen(backend)
+        if frozen and "freeze" in backend.evict_to and "checkpoint" not in backend.evict_to:
+            return self._in_standby(backend, "freeze")
+        if frozen:
+            self._runtime.resume(backend)
+        if "checkpoint" not in backend.evict_to:
+            return None
+        try:
+            standby = self._checkpointer.find_standby(self._runtime.pids(backend))
+        except MuxError as error:
+            return Unfit(f"nobody knows whether it is checkpointed: {error.message}")
+        if standby is None:
+            return None
+        if not standby.whole:
+            return Unfit("only a part of it is checkpointed")
+        self._runtime.pause(backend)
+        return self._in_standby(backend, "checkpoint")
+
+    def _asleep(self, backend: Backend, url: str) -> Found | None:
+        sleeps = engines.find_engine(backend.engine).sleeps
+        if sleeps is None:
+            return None
+        noted, asleep = self._notes.level(backend.name), None
+        with suppress(MuxError):  # one that does not answer is waited for afterwards
+            asleep = engines.is_asleep(backend, url)
+        if asleep is None and sleeps.is_silent and noted in ("sleep", "sleep-2"):
+            asleep = True
+        if not asleep:
+            return None
+        # On its way to a checkpoint it may have slept at any level that it may take.
+        light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.evict_to)
+        deepens = engines.UNKNOWN in sleeps.levels
+        return self._in_standby(backend, "sleep-2" if deepens and not light else "sleep")
+
+    def _in_standby(self, backend: Backend, level: str) -> Found:
+        """Judge one in standby: unfit if it holds its GPUs all the same."""
+        pids = self._runtime.pids(backend)
+        held = self._memory.held(backend, lambda: pids, resident=False)
+        full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
+        if full and level != "freeze":
+            amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
+            return Unfit(f"it is in standby but still holds {amounts}")
+        return Evicted(level, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
+
+    def _awake(self, backend: Backend, url: str) -> Found:
+        try:
+            engines.await_ready(
+                backend,
+                url,
+                ended=partial(self._runtime.ended, backend),
+                deadline=time.monotonic() + ADOPT_SECONDS,
+            )
+            if may_sleep(backend):
+                engines.probe(backend, url)  # some sleep without saying so
+        except MuxError:
+            silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
+            return Unfit(f"{silent} (perhaps it was still loading)")
+        try:
+            engines.load_adapters(backend, url, deadline=time.monotonic() + ADOPT_SECONDS)
+        except MuxError as error:
+            return Unfit(error.message)
+        return Awake(url)
+
+
+# Engines that nobody serves
+
+
+class LeftEngines:
+    """The engines of one project that run, by its state folder; nobody may serve the project meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = folder.name
+        self.problem = ""
+        """Why it is not known of some of them whether they run; "" if it is."""
+        self._running: list[tuple[Runtime, Backend]] = []
+        noted = Notes(folder).orphans(())
+        records = RunRecords(folder)
+        processes = [each for each in noted if records.has_room(each.name)]
+        containers = [each for each in noted if each not in processes]
+        for kind, backends in (("process", processes), ("compose", containers)):
+            if backends:
+                self._look(kind, backends)
+
+    def _look(self, kind: str, backends: list[Backend]) -> None:
+        runtime = build_runtime(HostConfig(tuple(backends), project=self.project, runtime=kind))
+        try:
+            running = runtime.running()
+        except MuxError as error:
+            self.problem = error.message
+            return
+        self._running += [(runtime, each) for each in backends if each.name in running]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of their backends."""
+        return [backend.name for _, backend in self._running]
+
+    def stop(self) -> None:
+        """End them; BackendError if one cannot be ended."""
+        for runtime, backend in self._running:
+            runtime.stop(backend)

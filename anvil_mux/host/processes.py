@@ -33,7 +33,7 @@ from typing import IO
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Mounts
 from anvil_mux.errors import BackendError, ConfigError, LoadError
-from anvil_mux.host.load_logs import PORT_TAKEN
+from anvil_mux.host.engines import PORT_TAKEN
 from anvil_mux.host.runs import (
     MARK,
     OURS,
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessRuntime:
-    """The services of one compose file as processes, see ``runtime.Runtime``."""
+    """The services of one compose file as processes, see ``seam.Runtime``."""
 
     def __init__(
         self,
@@ -214,8 +214,8 @@ class ProcessRuntime:
 
     def is_frozen(self, backend: Backend) -> bool:
         record = self._records.read(backend.name)
-        seen = stat_of(record.pid) if record is not None and record.is_alive() else None
-        return seen is not None and seen.state in "Tt"
+        stat = stat_of(record.pid) if record is not None and record.is_alive() else None
+        return stat is not None and stat.state in "Tt"
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:

@@ -34,7 +34,7 @@ from typing import Protocol
 from anvil_mux import command
 from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.docker_api import ALIVE, Container, ContainerEngine, Stream, how_it_ended, read_death
 from anvil_mux.host.docker_endpoint import Endpoint, Unreachable, find_endpoint

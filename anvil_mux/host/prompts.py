@@ -232,12 +232,12 @@ def _used(client: EngineClient, props: dict[str, Any]) -> list[UsedSlot]:
     return [*filter(None, map(_used_slot, found))]
 
 
-def _used_slot(said: Any) -> UsedSlot | None:
+def _used_slot(entry: Any) -> UsedSlot | None:
     """Read what an engine says of one slot; None if it was not used, or that is no slot."""
-    if not isinstance(said, dict) or count(said.get("id_task")) is None:
+    if not isinstance(entry, dict) or count(entry.get("id_task")) is None:
         return None
-    number = count(said.get("id"))
-    return None if number is None else UsedSlot(number, count(said.get("n_prompt_tokens")) or 0)
+    number = count(entry.get("id"))
+    return None if number is None else UsedSlot(number, count(entry.get("n_prompt_tokens")) or 0)
 
 
 # Restoring
@@ -287,8 +287,8 @@ def _act(client: EngineClient, slot: int, action: str, file: str) -> Any:
     path = f"/slots/{slot}?action={action}"
     status, answer = client.ask("POST", path, {"filename": file}, client.deadline - client.now())
     if status >= 300:
-        said = answer[:300].decode("utf-8", "replace")
-        raise Unkept(f"{client.place}: POST {path} answers {status}: {said}")
+        words = answer[:300].decode("utf-8", "replace")
+        raise Unkept(f"{client.place}: POST {path} answers {status}: {words}")
     try:
         return foreign.read(answer)
     except ValueError:
@@ -323,12 +323,12 @@ def _depends_on(client: EngineClient, props: dict[str, Any], began: float | None
             raise Unkept(f"{inside} is in no folder of this machine, so a changed model would not be noticed")
         for file in shards(Path(path)):
             try:
-                seen = file.stat()
+                status = file.stat()
             except OSError as error:
                 raise Unkept(f"{file} cannot be looked at: {error.strerror}") from None
-            if began is not None and seen.st_ctime >= began:
+            if began is not None and status.st_ctime >= began:
                 raise Unkept(f"{file} changed while it was loaded")
-            files[str(file)] = [seen.st_size, seen.st_mtime_ns]
+            files[str(file)] = [status.st_size, status.st_mtime_ns]
     described = [service.command, service.environment, service.image]
     return _digest([props["build_info"], props["total_slots"], described, files])
 
@@ -413,9 +413,9 @@ class PromptFiles:
                 parts = self._own_name.fullmatch(name)
                 if not parts or not parts["tokens"] or not name.endswith(".prompt"):
                     continue
-                if seen := _stat(folder, name):
+                if status := _stat(folder, name):
                     slot, tokens = int(parts["slot"]), int(parts["tokens"])
-                    found.append(KeptPrompt(name, slot, tokens, seen.st_size, seen.st_mtime_ns))
+                    found.append(KeptPrompt(name, slot, tokens, status.st_size, status.st_mtime_ns))
         if loaded_from is None:
             return found
         return [each for each in found if each == each.named(self._backend, loaded_from)]
@@ -461,7 +461,7 @@ class PromptFiles:
 def _stat(folder: int, name: str) -> os.stat_result | None:
     """The kernel's account of a regular file; None: it is not there, or is none."""
     with suppress(OSError):
-        seen = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if stat.S_ISREG(seen.st_mode):
-            return seen
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISREG(status.st_mode):
+            return status
     return None

@@ -49,8 +49,8 @@ class RunRecord:
 
     def is_alive(self) -> bool:
         """Whether the process that was started has not ended."""
-        seen = stat_of(self.pid)
-        return seen is not None and seen.started == self.started and not seen.has_ended
+        stat = stat_of(self.pid)
+        return stat is not None and stat.started == self.started and not stat.has_ended
 
     def members(self, pids: Iterable[int] | None = None) -> set[int]:
         """The processes of the run, among ``pids`` (None: all), that have not ended.
@@ -60,9 +60,9 @@ class RunRecord:
         another session. Then those without a mark count only where their environment is blank, as it is for
         whoever has written a title over it.
         """
-        seen = {pid: each for pid in (_processes() if pids is None else pids) if (each := stat_of(pid))}
+        stats = {pid: each for pid in (_processes() if pids is None else pids) if (each := stat_of(pid))}
         since = {
-            pid: each for pid, each in seen.items() if each.started >= self.started and not each.has_ended
+            pid: each for pid, each in stats.items() if each.started >= self.started and not each.has_ended
         }
         marked = self._marked(since)
         session = {pid for pid, each in since.items() if each.session == self.pid}
@@ -108,7 +108,7 @@ class RunRecord:
 
     def begun(self) -> RunRecord | None:
         """The same of a run that was about to be started, if it came to that."""
-        marked = [(seen.started, pid) for pid in self._marked(_processes()) if (seen := stat_of(pid))]
+        marked = [(stat.started, pid) for pid in self._marked(_processes()) if (stat := stat_of(pid))]
         if not marked:
             return None
         started, pid = min(marked)  # its workers began later
@@ -226,8 +226,8 @@ class RunRecords:
 
 
 def start_moment(pid: int) -> int:
-    seen = stat_of(pid)
-    return seen.started if seen else 0
+    stat = stat_of(pid)
+    return stat.started if stat else 0
 
 
 def _processes() -> list[int]:

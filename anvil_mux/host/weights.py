@@ -1,27 +1,49 @@
-"""The files of weights that an engine will read, found on this machine by what its service says.
+"""The files of weights that an engine will read: where they are on this machine, and their reading ahead.
 
 A word of its command, or the value of a variable, may be a file of weights (GGUF, with all its parts, or
 safetensors), the folder of a model, or the name of a repository of Hugging Face, whose copy lies in a mounted
 cache. Ollama's manifest lists the files of a model. Only files in folders that the service mounts count, with
 links resolved. Where a service names nothing of that sort, nothing is guessed.
+
+The weights of backends that are waited for are read into the page cache before their load begins. While a
+policy holds a swap back, leases drain and victims leave their GPUs, the disk is idle; what is read then the
+load finds in memory. One thread reads, when nobody else uses the disk. It begins when there is something to
+read, and ends when there is not. It reads nothing while any load is under way on this host, no more than the
+page cache has room for, and no file that is not on a disk of this machine.
+
+A part is read by ``sendfile`` to /dev/null, which copies nothing: 0.03 s of CPU for a GiB. ``posix_fadvise``
+would read no more than one window of the device at a time, and not say when that is there. Whether a page is
+there already a read says that may not wait; ``mincore`` answers that only to the owner of a file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import math
 import os
+import platform
+import random
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import HERE, Mounts, flag_values
+from anvil_mux.clock import Clock
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import HERE, Mounts, Service, flag_values
+from anvil_mux.host.gpus import cache_room
 from anvil_mux.protocol import foreign
+from anvil_mux.state import open_regular
+
+log = logging.getLogger(__name__)
 
 MOST_FILES = 512
 MOST_INDEX = 64 << 20
@@ -168,9 +190,9 @@ class _Finder:
         parts = name.split("/")
         place = (*OLLAMA_NAMES[: max(3 - len(parts), 0)], *parts)
         for store in self._folders((("OLLAMA_MODELS", ""),), STORES):
-            said = _json(store.joinpath("manifests", *place, tag or "latest"))
+            manifest = _json(store.joinpath("manifests", *place, tag or "latest"))
             try:
-                layers = [(str(each["mediaType"]), str(each["digest"])) for each in said["layers"]]
+                layers = [(str(each["mediaType"]), str(each["digest"])) for each in manifest["layers"]]
             except (KeyError, TypeError):
                 continue
             read = [digest for kind, digest in layers if kind.rpartition(".")[2] in OLLAMAS]
@@ -203,3 +225,217 @@ def _json(file: Path) -> Any:
         return foreign.read(state.read_bytes(file, MOST_INDEX))
     except (OSError, ValueError):
         return None
+
+
+# Reading ahead
+
+ROOM_SECONDS = 0.25
+"""How long it holds how much room there is: to find out takes a millisecond."""
+
+PIECE = 8 << 20
+"""Bytes that are read at a time: it takes some milliseconds before a reader is seen to be stopped."""
+PROBED = 1 << 20
+"""The distance between the pages of a piece that are looked at."""
+ON_DISK = frozenset(
+    (
+        *("bcachefs", "btrfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "iso9660", "jfs", "ntfs3"),
+        *("overlay", "reiserfs", "squashfs", "vfat", "xfs"),
+    )
+)
+"""The file systems whose files are on a disk of this machine, and are read by way of the page cache.
+
+Files of a tmpfs are in memory. What a network may do to others, and for how long a cached page of a network's
+file is believed, cannot be judged from here.
+"""
+ESCAPED = re.compile(r"\\([0-7]{3})")
+"""A space in a list of mounts, or something else that would end a word."""
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
+"""Machine -> the number of its system call ioprio_set."""
+ONE_THREAD, IDLE_CLASS = 1, 3 << 13
+"""IOPRIO_WHO_PROCESS, which means a thread, and the class of those that read when nobody else does."""
+
+
+def is_on_disk(file: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether an absolute path, with links resolved, is of a file on a disk of this machine."""
+    places = {file, *file.parents}
+    kind, depth = "", -1
+    with suppress(OSError, ValueError):
+        for line in mounts.read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            place = Path(ESCAPED.sub(lambda found: chr(int(found[1], 8)), before.split()[4]))
+            if place in places and len(place.parts) >= depth:  # of two on one place the later is seen
+                kind, depth = after.split()[0], len(place.parts)
+    return kind in ON_DISK
+
+
+class ReadAhead:
+    """Reads weights ahead, as ordered. Any thread; only ``weights`` and ``tell`` are called in its own.
+
+    ``weights`` finds a backend's files. ``tell`` learns its name, the bytes that were read ahead for it, and
+    the seconds that took. ``room``: bytes that the page cache has room for.
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[Backend], Sequence[Path]],
+        tell: Callable[[str, int, float], object],
+        *,
+        room: Callable[[], int] = cache_room,
+        on_disk: Callable[[Path], bool] = is_on_disk,
+        clock: Clock | None = None,
+    ) -> None:
+        self._weights = weights
+        self._tell = tell
+        self._room = room
+        self._on_disk = on_disk
+        self._clock = clock or Clock()
+        self._seen_room, self._seen_at = 0, -math.inf  # of its thread alone
+        self._lock = threading.Lock()
+        # The lock guards what follows.
+        self._wanted: dict[str, Backend] = {}
+        """The backends that are waited for, in the order in which they are read."""
+        self._held: dict[str, int] = {}
+        """The backends among them that were dealt with, and how large their files are."""
+        self._loads = 0
+        """The loads under way."""
+        self._is_reading = False
+        """Whether there is a thread."""
+
+    def order(self, backends: Sequence[Backend]) -> None:
+        """Read the weights of these ahead, in this order, and those of no others. Never blocks."""
+        with self._lock:
+            self._wanted = {each.name: each for each in backends}
+            self._held = {name: size for name, size in self._held.items() if name in self._wanted}
+        self._begin()
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """A context in which nothing is read, since an engine reads its own weights."""
+        with self._lock:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+            self._begin()
+
+    def _begin(self) -> None:
+        """Start the thread if there is something to read and it is not there."""
+        with self._lock:
+            if self._is_reading or self._next() is None:
+                return
+            self._is_reading = True
+        try:
+            self._clock.spawn(self._run, "read-weights")
+        except RuntimeError:  # no thread can be started
+            with self._lock:
+                self._is_reading = False
+
+    def _next(self) -> Backend | None:
+        """The backend to be read next. Under the lock."""
+        left = (backend for name, backend in self._wanted.items() if name not in self._held)
+        return None if self._loads else next(left, None)
+
+    def _run(self) -> None:
+        step_back()
+        while True:
+            with self._lock:
+                backend = self._next()
+                if backend is None:
+                    self._is_reading = False
+                    return
+            size = 0
+            try:
+                size = self._read(backend)
+            except Exception:
+                log.exception("%s: a mistake while its weights were read ahead", backend.name)
+            with self._lock:
+                if self._goes_on(backend):
+                    self._held[backend.name] = size
+
+    def _goes_on(self, backend: Backend) -> bool:
+        """Whether a backend is still to be read. Under the lock."""
+        return not self._loads and self._wanted.get(backend.name) is backend
+
+    def _read(self, backend: Backend) -> int:
+        """Read what is not in the page cache of a backend's files; return how large the files are."""
+        begun, read, size = time.monotonic(), 0, 0
+        for path in filter(self._on_disk, self._weights(backend)):
+            if not self._may_read(backend, size):
+                break
+            try:
+                with CachedFile(path) as file:
+                    for offset, length in file.missing():
+                        if not self._may_read(backend, size + offset + length):
+                            break
+                        file.bring_in(offset, length)
+                        read += length
+                    size += file.size
+            except OSError as error:
+                log.info("%s: %s is not read ahead: %s", backend.name, path, error)
+        if read:
+            self._tell(backend.name, read, time.monotonic() - begun)
+        return size
+
+    def _may_read(self, backend: Backend, size: int) -> bool:
+        """Whether to go on; ``size``: of what of its files will be in the page cache then."""
+        with self._lock:
+            held = sum(self._held.values())
+            goes_on = self._goes_on(backend)
+        if goes_on and time.monotonic() >= self._seen_at + ROOM_SECONDS:
+            self._seen_room, self._seen_at = self._room(), time.monotonic()
+        return goes_on and held + size <= self._seen_room
+
+
+# The page cache
+
+
+class CachedFile:
+    """An open file, of which parts are brought into the page cache. OSError where that is not possible."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.fdopen(open_regular(path), "rb", buffering=0)
+        self._looked_at = os.fdopen(open_regular(path), "rb", buffering=0)
+        # A look at a page that is not there has it read, and no more than that page of such a file.
+        os.posix_fadvise(self._looked_at.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        self.size = os.fstat(self._file.fileno()).st_size
+        self._first = random.randrange(PROBED)  # so that another look is at other pages
+
+    def __enter__(self) -> CachedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._looked_at.close()
+
+    def missing(self) -> list[tuple[int, int]]:
+        """The pieces (offset, length) that are not wholly there."""
+        pieces = [(offset, min(PIECE, self.size - offset)) for offset in range(0, self.size, PIECE)]
+        return [piece for piece in pieces if not self.is_there(*piece)]
+
+    def is_there(self, offset: int, length: int) -> bool:
+        """Whether a part is in the page cache, judged by some of its pages."""
+        looked_at, end, page = self._looked_at.fileno(), offset + length, bytearray(1)
+        probed = [*range(offset + self._first, end, PROBED), end - 1]
+        try:
+            return all(os.preadv(looked_at, [page], each, os.RWF_NOWAIT) for each in probed)
+        except BlockingIOError:
+            return False
+
+    def bring_in(self, offset: int, length: int) -> None:
+        """Return once a part is in the page cache."""
+        file, end = self._file.fileno(), offset + length
+        with open(os.devnull, "wb", buffering=0) as sink:
+            while offset < end and (read := os.sendfile(sink.fileno(), file, offset, end - offset)):
+                offset += read
+
+
+def step_back() -> None:
+    """Have this thread read from disks when nobody else does, where the machine knows of such a thing.
+
+    For the CPU it stays as it is: others would wait for an interpreter whose holder is not let run.
+    """
+    if number := IOPRIO_SET.get(platform.machine()):
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).syscall(number, ONE_THREAD, 0, IDLE_CLASS)

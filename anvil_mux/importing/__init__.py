@@ -20,6 +20,8 @@ import yaml
 from anvil_mux.errors import ConfigError
 
 WIDTH = 110
+ServiceKeys = dict[str, Any]
+"""A service of a compose file, as it is written there."""
 NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9._-]")
 
 
@@ -46,7 +48,7 @@ class Written:
     """A sentence that says what the file was made of."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings in ``x-anvil`` at the top level."""
-    services: dict[str, dict[str, Any]] = field(default_factory=dict)
+    services: dict[str, ServiceKeys] = field(default_factory=dict)
     volumes: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 

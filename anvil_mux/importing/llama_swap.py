@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from anvil_mux.config.diagnostic import KeyPath
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.kinds import KeyPath
 from anvil_mux.config.values import UNTOUCHED
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing import Note, Written, swap_models

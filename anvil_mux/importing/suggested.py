@@ -14,14 +14,13 @@ from typing import Any
 import yaml
 
 from anvil_mux.clock import count_in
-from anvil_mux.config import devices, interpolate, service
+from anvil_mux.config import interpolate, service
 from anvil_mux.config.compose import laid_over
-from anvil_mux.config.diagnostic import with_texts
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.kinds import with_texts
 from anvil_mux.config.machines import ALL
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Note, Written
-from anvil_mux.importing.docker_run import ServiceKeys
+from anvil_mux.importing import Note, ServiceKeys, Written
 from anvil_mux.importing.roles import (
     Role,
     about_vram,
@@ -260,7 +259,7 @@ class Suggestion:
         top = self._rest.get("x-anvil")
         top = top if isinstance(top, dict) else {}
         has_gpus = bool(self._gpus_here or top.get("gpus"))
-        return top.get("runtime") == "process" and has_gpus and not devices.hides_gpus(engine.variables)
+        return top.get("runtime") == "process" and has_gpus and not service.hides_gpus(engine.variables)
 
     def _settle_port(self, engine: _EngineFound) -> int:
         """The port on which the engine listens; it is written where check would not find it."""
@@ -336,7 +335,7 @@ class Suggestion:
         """Name the GPUs at the top where check would ask which there are."""
         used = [engine.gpus for engine in self._engines.values()]
         for engine in self._engines.values():
-            if engine.gpus is None and devices.is_nvidia(engine.described):
+            if engine.gpus is None and service.is_nvidia(engine.described):
                 engine.said["gpus"] = ALL
                 used.append(ALL)
                 self._note(
@@ -496,7 +495,7 @@ def _published(described: ServiceKeys) -> list[service.Port]:
 
 def _gpus(engine: _EngineFound) -> str | tuple[str, ...] | None:
     try:
-        return devices.gpus(engine.described, engine.variables)
+        return service.gpus(engine.described, engine.variables)
     except ValueError:
         return NOT_KNOWN
 
@@ -519,7 +518,7 @@ def _shown(engine: _EngineFound, unsaid: str) -> str:
     """The GPUs of an engine; ``unsaid``: those that it has where nothing says which."""
     if engine.gpus is not None:
         return engine.gpus if isinstance(engine.gpus, str) else ",".join(id or "?" for id in engine.gpus)
-    if devices.is_nvidia(engine.described):
+    if service.is_nvidia(engine.described):
         return ALL
-    given = devices.others_gpus(engine.described, engine.variables)
+    given = service.others_gpus(engine.described, engine.variables)
     return f"{'/'.join(given.vendors)}: {', '.join(given.ids) or 'all'}" if given else unsaid

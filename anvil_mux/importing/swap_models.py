@@ -1,4 +1,5 @@
-"""The models of llama-swap's file -> services: what becomes of each key, and of the macros in their values.
+"""The models of llama-swap's file -> services: what becomes of each key, of the macros in their values, and
+of the words of a `docker run` or `podman run`.
 
 ``KEYS`` has the keys that become something, in the order in which they are taken; ``NOTES`` says why the
 others become nothing.
@@ -11,17 +12,19 @@ are marks until a value is written.
 
 from __future__ import annotations
 
+import csv
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.config.kinds import show
 from anvil_mux.config.service import engine as service_engine
+from anvil_mux.config.service import is_nvidia, reserved, reserves_others
 from anvil_mux.config.values import UNTOUCHED
-from anvil_mux.importing import docker_run
-from anvil_mux.importing.docker_run import ContainerRun
+from anvil_mux.importing import ServiceKeys
 
 MACRO = re.compile(r"\$\{([a-zA-Z0-9_.-]+)\}")
 PORT, PID = "\ue000", "\ue001"
@@ -36,6 +39,40 @@ NO_VOLUME = (".", "/", "~", "$", VARIABLE)
 """The beginnings of a source that is no named volume, or may be none."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")
 PROXY = re.compile(rf"(?P<scheme>\w+)://(?P<host>\[[^]]*\]|[^/:]*)(:(?P<port>[0-9]+|{PORT}))?(?P<path>/.*)?")
+
+
+@dataclass
+class ContainerRun:
+    """One container that a command line starts."""
+
+    service: ServiceKeys = field(default_factory=dict)
+    ports: list[tuple[str, str]] = field(default_factory=list)
+    """The ports that it publishes: (outside, inside)."""
+    unknown: list[str] = field(default_factory=list)
+    """The options that no key of a service stands for."""
+
+    @property
+    def sources(self) -> list[str]:
+        """The paths and named volumes that it mounts."""
+        volumes = self.service.get("volumes", ())
+        named = [volume.partition(":")[0] for volume in volumes if isinstance(volume, str)]
+        return named + [str(mount["source"]) for mount in volumes if _is_volume(mount)]
+
+    @property
+    def reserves(self) -> bool:
+        """Whether it reserves GPUs."""
+        return is_nvidia(self.service) or reserves_others(self.service) is not None
+
+    @property
+    def gpus(self) -> list[str]:
+        """The ids of the GPUs that it names, or counts."""
+        asked = reserved(self.service)
+        others = reserves_others(self.service)
+        return [*(asked if isinstance(asked, tuple) else ()), *(others.ids if others else ())]
+
+
+def _is_volume(mount: object) -> bool:
+    return isinstance(mount, dict) and mount["type"] == "volume" and "source" in mount
 
 
 @dataclass
@@ -209,8 +246,8 @@ def listed(value: Any) -> list[str]:
 
 def _command(model: SwapModel, value: Any) -> None:
     model.words = command_words(str(value or ""))
-    if docker_run.is_container(model.words):
-        model.container = docker_run.read(model.words)
+    if is_container(model.words):
+        model.container = read_container(model.words)
 
 
 def _proxy(model: SwapModel, value: Any) -> None:
@@ -266,6 +303,26 @@ def _concurrency(model: SwapModel, value: Any) -> None:
     if value:
         model.settings["concurrency"] = value
         model.note("concurrencyLimit", "requests above it are queued, and not refused with 429.")
+
+
+def _capabilities(model: SwapModel, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold in, out, tools, reranker or context, not {value!r}")
+    takes, makes = (texts(value.get(key)) for key in ("in", "out"))
+    can = {
+        "completion": "text" in makes,
+        "tools": value.get("tools"),
+        "vision": "image" in takes,
+        "audio": "audio" in takes,
+        "embeddings": "embeddings" in makes or "embedding" in makes,
+        "reranking": value.get("reranker"),
+    }
+    if length := value.get("context"):
+        model.settings["context"] = length
+    if names := [name for name, is_able in can.items() if is_able]:
+        model.settings["capabilities"] = names
 
 
 def _health(model: SwapModel, value: Any) -> None:
@@ -344,6 +401,7 @@ KEYS: dict[str, Callable[[SwapModel, Any], None]] = {
     "healthCheckTimeout": _health_timeout,
     "unloadTimeout": _unload_timeout,
     "concurrencyLimit": _concurrency,
+    "capabilities": _capabilities,
     "checkEndpoint": _health,
     "cmdStop": _stop,
 }
@@ -352,9 +410,198 @@ NOTES = {
     "name": "is left out: lists of models have no second name.",
     "description": "is left out: lists of models have no descriptions.",
     "metadata": "is left out: lists of models have no metadata.",
-    "capabilities": "is left out: lists of models do not say what a model can do.",
     "unlisted": "every model is listed; an API key with `models=` sees its own alone (docs/security.md).",
     "sendLoadingState": "a stream that waits for a load gets comments, which are no part of the answer.",
     "timeouts": "is left out: `upstream_timeout` at the top level is the longest silence of any engine.",
     "compat": "is left out: a websocket is a request like any other.",
+}
+
+
+# The words of a `docker run`
+
+
+def is_container(words: Sequence[str]) -> bool:
+    """Whether the words start a container."""
+    program = PurePosixPath(words[0]).name if words else ""
+    return program in ("docker", "podman") and (words[1:2] == ["run"] or words[1:3] == ["container", "run"])
+
+
+def read_container(words: Sequence[str]) -> ContainerRun:
+    """The container that the words start; see ``is_container``."""
+    made = ContainerRun()
+    rest = list(words[words.index("run") + 1 :])
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        _option(made, word, rest)
+    if rest:
+        made.service = {"image": rest.pop(0), **made.service}
+    if rest:
+        made.service["command"] = rest
+    return made
+
+
+def _option(made: ContainerRun, word: str, rest: list[str]) -> None:
+    """Take one option, and its value from ``rest`` unless the word holds it."""
+    if not word.startswith("--") and len(word) > 2 and set(word[1:]) <= set(SHORT_FLAGS):
+        for letter in word[1:]:
+            _option(made, f"-{letter}", rest)
+        return
+    name, equals, value = _parts(word)
+    if name in FLAGS:
+        made.service |= FLAGS[name] if value not in ("false", "0") else {}
+    elif name not in MEANINGLESS:
+        known = name in (*SINGLE, *LISTS, *OTHERS, *IGNORED, PUBLISH)
+        if known and not equals and rest:
+            equals, value = "=", rest.pop(0)
+        if known and equals:
+            _take(made, name, value)
+        else:
+            made.unknown.append(word)
+            if name in VALUED and not equals:
+                del rest[:1]
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    """The long name of an option, and its value if the word holds one."""
+    name, equals, value = word.partition("=")
+    if not word.startswith("--") and len(word) > 2 and word[:2] in SHORT:
+        name, equals, value = word[:2], "=", word[2:].removeprefix("=")
+    return SHORT.get(name, name), equals, value
+
+
+def _take(made: ContainerRun, name: str, value: str) -> None:
+    if name == PUBLISH:
+        outside, _, inside = value.removesuffix("/tcp").rpartition(":")
+        made.ports.append((outside.rpartition(":")[2], inside))
+    elif name in SINGLE:
+        made.service[SINGLE[name]] = value
+    elif name in LISTS:
+        made.service.setdefault(LISTS[name], []).append(value)
+    elif name in OTHERS:
+        try:
+            OTHERS[name](made.service, value)
+        except (ValueError, csv.Error):
+            made.unknown.append(f"{name} {value}")
+
+
+def _variable(service: ServiceKeys, value: str) -> None:
+    name, equals, text = value.partition("=")
+    service.setdefault("environment", {})[name] = text if equals else None
+
+
+def _label(service: ServiceKeys, value: str) -> None:
+    name, _, text = value.partition("=")
+    service.setdefault("labels", {})[name] = text
+
+
+def _limit(service: ServiceKeys, value: str) -> None:
+    name, _, text = value.partition("=")
+    soft, colon, hard = text.partition(":")
+    limits: Any = {"soft": int(soft), "hard": int(hard)} if colon else int(text) if text else 0
+    service.setdefault("ulimits", {})[name] = limits
+
+
+def _mount(service: ServiceKeys, value: str) -> None:
+    """Mount what is written as `type=bind,source=...,target=...,readonly`."""
+    said = dict(part.partition("=")[::2] for part in value.split(","))
+    source, target = (next((said[key] for key in keys if key in said), "") for keys in MOUNT_KEYS)
+    mount: ServiceKeys = {"type": said.get("type", "volume"), "source": source, "target": target}
+    if "readonly" in said or "ro" in said:
+        mount["read_only"] = True
+    service.setdefault("volumes", []).append({key: each for key, each in mount.items() if each})
+
+
+def _entrypoint(service: ServiceKeys, value: str) -> None:
+    service["entrypoint"] = [value]
+
+
+def _gpus(service: ServiceKeys, value: str) -> None:
+    """Reserve GPUs as Docker reads them: fields in CSV, such as `all`, `2`, `count=2` or `"device=0,1"`."""
+    asked: ServiceKeys = {"driver": "nvidia", "capabilities": ["gpu"]}
+    for part in _in_csv(value.strip("'")):
+        key, equals, text = part.partition("=")
+        match key if equals else "count":
+            case "count":
+                text = text if equals else key
+                asked["count"] = "all" if text in ("all", "-1") else int(text)
+            case "device":
+                asked["device_ids"] = text.split(",")
+            case "driver":
+                asked["driver"] = text
+            case "capabilities":
+                asked["capabilities"] = list(dict.fromkeys((*text.split(","), "gpu")))
+            case "options":
+                asked["options"] = dict(option.partition("=")[::2] for option in _in_csv(text))
+            case _:
+                raise ValueError(f"--gpus has no {key}")
+    if "device_ids" not in asked:
+        asked.setdefault("count", 1)
+    elif "count" in asked:
+        raise ValueError("--gpus names GPUs and counts them")
+    service["deploy"] = {"resources": {"reservations": {"devices": [asked]}}}
+
+
+def _in_csv(text: str) -> list[str]:
+    return next(csv.reader([text]), [])
+
+
+def _by_key(keys: Sequence[str]) -> dict[str, str]:
+    """The options that are called as the keys of a service are."""
+    return {f"--{key.replace('_', '-')}": key for key in keys}
+
+
+PUBLISH = "--publish"
+SHORT = {
+    "-p": PUBLISH,
+    "-v": "--volume",
+    "-e": "--env",
+    "-u": "--user",
+    "-w": "--workdir",
+    "-m": "--memory",
+    "-h": "--hostname",
+    "-l": "--label",
+}
+SHORT_FLAGS = "itd"
+FLAGS: dict[str, ServiceKeys] = {
+    "--init": {"init": True},
+    "--privileged": {"privileged": True},
+    "--read-only": {"read_only": True},
+}
+MEANINGLESS = ("--rm", "-i", "-t", "-d", "--interactive", "--tty", "--detach", "--sig-proxy", "--replace")
+"""Options without a value that say how a terminal, or whoever ran the command, has the container."""
+IGNORED = ("--name", "--restart", "--pull", "--stop-timeout")
+"""Options with a value that anvil-mux sees to, or that would be in its way."""
+VALUED = (
+    *("--dns", "--sysctl", "--log-driver", "--log-opt", "--cgroup-parent", "--memory-swap", "--cidfile"),
+    *("--pids-limit", "--oom-score-adj", "--health-cmd", "--network-alias", "--link", "--expose", "--ip"),
+    "--volumes-from",
+)
+"""Options with a value for which nothing is written."""
+MOUNT_KEYS = (("source", "src"), ("target", "dst", "destination"))
+SINGLE = {
+    **_by_key(("cpus", "hostname", "ipc", "pid", "platform", "runtime", "shm_size", "stop_signal", "user")),
+    "--cpuset-cpus": "cpuset",
+    "--memory": "mem_limit",
+    "--net": "network_mode",
+    "--network": "network_mode",
+    "--userns": "userns_mode",
+    "--workdir": "working_dir",
+}
+"""Option -> the key that has its value."""
+LISTS = {
+    **_by_key(("cap_add", "cap_drop", "env_file", "group_add", "security_opt", "tmpfs")),
+    "--add-host": "extra_hosts",
+    "--device": "devices",
+    "--volume": "volumes",
+}
+"""Option -> the key that lists its values."""
+OTHERS: dict[str, Callable[[ServiceKeys, str], None]] = {
+    "--entrypoint": _entrypoint,
+    "--env": _variable,
+    "--gpus": _gpus,
+    "--label": _label,
+    "--mount": _mount,
+    "--ulimit": _limit,
 }

@@ -14,14 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 from anvil_mux.config.config import EITHER, STAGES, Config
+from anvil_mux.scheduler.admission import bound_seconds, in_round
 from anvil_mux.scheduler.events import BY_HAND, FOUND, PRELOADS, Event
-from anvil_mux.scheduler.eviction import LeastRecentlyUsed
+from anvil_mux.scheduler.layout import gpu_groups
+from anvil_mux.scheduler.memory import LeastRecentlyUsed, Placement
 from anvil_mux.scheduler.model import model_settings
-from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.queueing import bound_seconds, in_round
 from anvil_mux.scheduler.slot import HOLDING, TRANSITIONS, Slot
-from anvil_mux.telemetry.situation import BackendRecord, Situation
+from anvil_mux.telemetry.eventlog import BackendRecord, Situation
 
 ROUNDING = 1e-6
 """Seconds by which sums of moments may be off."""

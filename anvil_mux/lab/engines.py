@@ -33,7 +33,7 @@ from anvil_mux.config.profile import CHUNK, Profile
 from anvil_mux.errors import MuxError
 from anvil_mux.host.engines import at_once
 from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.steps import Cancel, Load, Step
+from anvil_mux.scheduler.slot import Cancel, Load, Step
 
 # Steps
 

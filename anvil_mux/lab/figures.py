@@ -14,7 +14,7 @@ from typing import Any
 
 from anvil_mux.errors import WaitedTooLong
 from anvil_mux.scheduler.events import Event
-from anvil_mux.telemetry.situation import Situation
+from anvil_mux.telemetry.eventlog import Situation
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import MuxError
 from anvil_mux.lab.figures import figures
 from anvil_mux.scheduler.events import Event
-from anvil_mux.telemetry.situation import Situation
+from anvil_mux.telemetry.eventlog import Situation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

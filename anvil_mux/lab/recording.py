@@ -23,8 +23,7 @@ from anvil_mux.lab.study import SAME_NAMES, Case, StudyRun, case_of
 from anvil_mux.lab.workload import ModelNames, Workload
 from anvil_mux.scheduler.events import ADOPTED, Event
 from anvil_mux.telemetry import eventlog
-from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, config_of, whole
-from anvil_mux.telemetry.situation import Situation
+from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, Situation, config_of, whole
 
 LOGGED = "(as logged)"
 """The name, in place of a policy's, of what the running program itself did."""

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, Protocol
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
 from anvil_mux.lab.engines import ALONE, Batch, Batching, Engines, NextEnd, Outcome, Perform
+from anvil_mux.scheduler.admission import no_room_to_wait
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.queueing import no_room_to_wait
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
+from anvil_mux.scheduler.slot import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 
 
 class Arrival(NamedTuple):
@@ -163,12 +163,11 @@ class _Simulation:
     # Requests
 
     def _arrive(self, request: Arrival) -> None:
-        now, model = request.at, request.model
-        if model not in self._scheduler.layout.served:
+        now, model, layout = request.at, request.model, self._scheduler.layout
+        if model not in layout.settings.models:
             self._follow_up(now, request)
             return
-        layout = self._scheduler.layout
-        wanted, most = layout.models[model], layout.config.max_queue
+        wanted, most = layout.models[model], layout.settings.config.max_queue
         if no_room_to_wait(wanted, self._waiting, most) and not wanted.takes():
             self._follow_up(now, request)  # overloaded
             return
@@ -190,9 +189,8 @@ class _Simulation:
         self._arrive(request)
 
     def _limit_wait(self, ticket: Ticket, now: float) -> None:
-        self._time_outs.append(
-            (now + self._scheduler.layout.config.queue_timeout, next(self._order), self._time_out, ticket)
-        )
+        limit = self._scheduler.layout.settings.config.queue_timeout
+        self._time_outs.append((now + limit, next(self._order), self._time_out, ticket))
         if len(self._time_outs) == 1:
             heappush(self._heap, self._time_outs[0])
 

@@ -27,7 +27,7 @@ from anvil_mux.lab.figures import Figures, fairness, figures
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import PROFILES, SEEDED, BadWorkload, ClientGroups, ModelNames, Workload
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import EVICTIONS, build_eviction
+from anvil_mux.scheduler.memory import EVICTIONS, build_eviction
 from anvil_mux.scheduler.policies import POLICIES, build_policy
 
 CLIENTS = ClientGroups()

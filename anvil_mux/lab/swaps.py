@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.kinds import AUTO
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host import byhand
+from anvil_mux.host.check import bus
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.lab.swap_figures import (
@@ -54,8 +54,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.connections import Address
 from anvil_mux.proxy.exchange import Exchange, Relay
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import LeastRecentlyUsed
-from anvil_mux.scheduler.placement import Placement
+from anvil_mux.scheduler.memory import LeastRecentlyUsed, Placement
 from anvil_mux.serve.state_files import locked
 
 SLACK_SECONDS = 60.0
@@ -229,9 +228,9 @@ class _Ring:
         patience = sum(each.load_timeout + each.stop_timeout + SLACK_SECONDS for each in self._members)
         self._residual: dict[str, int] = {}
         """Backend -> the GPU memory that it still held in standby."""
-        self._hand = byhand.hand(host, HostConfig.of(config))
+        self._hand = host.by_hand()
         self._asker = Asker()
-        self._buses = {member.name: byhand.bus(member) for member in self._members}
+        self._buses = {member.name: bus(member) for member in self._members}
         self._mux = Multiplexer(
             replace(
                 config,
@@ -332,7 +331,7 @@ class _Ring:
         """The GPU memory that came back with it, as NVML tells or as declared; None where nobody knows."""
         if self._way == "freeze":
             return None
-        amount = byhand.held(self._host, backend)
+        amount = self._host.held(backend)
         return max(amount - self._residual.get(backend.name, 0), 0) or None
 
     def _observe(self, event: Event) -> None:

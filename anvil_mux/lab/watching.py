@@ -21,7 +21,7 @@ from anvil_mux.lab.engines import SwapTimes
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.slot import STATES
 from anvil_mux.serve import remote
-from anvil_mux.telemetry.situation import BackendRecord, Situation
+from anvil_mux.telemetry.eventlog import BackendRecord, Situation
 
 CLIENT_LEFT = 499
 SEEN_SECONDS = 5.0

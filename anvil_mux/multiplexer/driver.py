@@ -29,13 +29,13 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import Cancelled, LoadError, MuxError, TooManyRequests
 from anvil_mux.host.hosts import AnyHost
-from anvil_mux.host.seam import Evicted
+from anvil_mux.host.seam import CardRead, Evicted
 from anvil_mux.scheduler.costs import Cost, Costs, Footprint, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.slot import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 from anvil_mux.scheduler.waits import LogProgress
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class SchedulerDriver:
         emit_leases: bool,
         costs: Iterable[Cost],
         footprints: Iterable[Footprint],
+        cards: Iterable[CardRead],
         close_idle: Callable[[EngineRun], object],
     ) -> None:
         self._host = host
@@ -108,6 +109,8 @@ class SchedulerDriver:
         """Backend -> what its log said last of a load, and when."""
         self.prompts: dict[str, KeptPrompts] = {}
         """Backend -> its prompts on disk, of those that keep some."""
+        self.cards = {each.backend: each for each in cards}
+        """Backend -> what its engine said last of its model."""
         self._changed = clock.condition(self.lock)
         self._jobs: deque[Job] = deque()
         self._ask_at = -FOREVER
@@ -153,8 +156,7 @@ class SchedulerDriver:
                 each.granted = Granted(self.backends[each.backend], self.runs[each.backend])
 
     def _job(self, step: Step) -> Job:
-        slot = self.scheduler.layout.slot(step.backend)
-        assert slot is not None, step
+        slot = self.scheduler.layout.of_backend[step.backend].slots[step.backend]
         if isinstance(step, Load):
             self.backends[step.backend] = slot.backend
         return Job(step, slot.backend)
@@ -310,26 +312,23 @@ class SchedulerDriver:
             self._take(config, config.names)
             effects = self.scheduler.reconfigured(config, now, expected=expected)
             layout = self.scheduler.layout
-            self.backends |= layout.wanted
-            self.backends |= {slot.name: slot.backend for slot in layout.slots}
-            self._forget_gone()
+            known = dict(layout.settings.wanted)
+            known |= {slot.name: slot.backend for slot in layout.slots}
+            self.backends |= known
+            tables: tuple[dict[str, Any], ...] = (
+                self.runs,
+                self.loads,
+                self.reported,
+                self.prompts,
+                self.cards,
+            )
+            for name in self.backends.keys() - known.keys():  # those that have left their GPUs for good
+                del self.backends[name]
+                for table in tables:
+                    table.pop(name, None)
             return effects
 
         self.apply(fact)
-
-    def _forget_gone(self) -> None:
-        """Forget the backends that the configuration has no longer, and that have left their GPUs."""
-        layout = self.scheduler.layout
-        tables: tuple[dict[str, Any], ...] = (
-            self.backends,
-            self.runs,
-            self.loads,
-            self.reported,
-            self.prompts,
-        )
-        for name in [each for each in self.backends if each not in layout.wanted and not layout.slot(each)]:
-            for table in tables:
-                table.pop(name, None)
 
 
 class RequestCounts:

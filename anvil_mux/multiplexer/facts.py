@@ -19,7 +19,7 @@ from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, address_of
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.steps import NOTHING, RUNS, Crash, Effects, FoundBackend, Ticket
+from anvil_mux.scheduler.slot import NOTHING, RUNS, Crash, Effects, FoundBackend, Ticket
 
 KNOWN_SECONDS = 2.0
 """Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""

@@ -30,17 +30,17 @@ from anvil_mux.errors import (
     WaitedTooLong,
 )
 from anvil_mux.host.hosts import AnyHost
+from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuits, Permit
 from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, cut
 from anvil_mux.multiplexer.facts import Facts
 from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.admission import no_room_to_wait
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.events import Cause, Event, Severance
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.queueing import no_room_to_wait
-from anvil_mux.scheduler.slot import IS_PAUSED
-from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
+from anvil_mux.scheduler.slot import IS_PAUSED, NO_USAGE, NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
 
 TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""
@@ -196,6 +196,7 @@ class Multiplexer:
         log_leases: bool = True,
         costs: Iterable[Cost] = (),
         footprints: Iterable[Footprint] = (),
+        cards: Iterable[CardRead] = (),
         clock: Clock | None = None,
         has_heard: Callable[[tuple[str, int], float], bool] = lambda address, since: False,
         close_idle: Callable[[EngineRun], object] = lambda run: None,
@@ -209,6 +210,7 @@ class Multiplexer:
             emit_leases=log_leases,
             costs=costs,
             footprints=footprints,
+            cards=cards,
             close_idle=close_idle,
         )
         self.scheduler, self.tell = self._driver.scheduler, self._driver.tell

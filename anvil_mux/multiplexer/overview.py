@@ -16,16 +16,18 @@ from typing import Any, TypeVar
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.values import AnyOf
+from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver
+from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard, together
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.admission import no_room_to_wait
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import expected_load
-from anvil_mux.scheduler.queueing import no_room_to_wait
-from anvil_mux.scheduler.slot import LOADING
+from anvil_mux.scheduler.slot import LOADING, NO_WORK
+from anvil_mux.scheduler.state import expected_load
 from anvil_mux.scheduler.status import (
     GpuState,
     KeptPrompts,
@@ -37,7 +39,6 @@ from anvil_mux.scheduler.status import (
     host_state,
     model_state,
 )
-from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.waits import (
     ComingLoad,
     LogProgress,
@@ -135,7 +136,8 @@ class Overview:
         """Take a picture, consistent for each model and each GPU group: the lock is held for moments."""
         with self._lock:
             now, layout = self._clock.now(), self._layout
-            names, groups, known = list(layout.models), [group.name for group in layout.groups], layout.gpus
+            names, groups = list(layout.models), [group.name for group in layout.groups]
+            known = layout.settings.gpus
             hosts = tuple(filter(None, [host_state(host, now) for host in layout.records]))
             pause = replace(layout.pause) if layout.pause.is_on else None
         models = tuple(self._each(names, self._model_states))
@@ -307,6 +309,34 @@ class Overview:
         """Note which prompts of a backend are on disk."""
         with self._lock:
             self._prompts[backend] = kept
+
+    def note_card(self, read: CardRead) -> None:
+        """Note what an engine says of its model, unless its backend is described otherwise by now."""
+        with self._lock:
+            backend = self._driver.backends.get(read.backend)
+            if backend and backend.description == read.described:
+                self._driver.cards[read.backend] = replace(read, card=read.card.sound())
+
+    def read_cards(self) -> tuple[CardRead, ...]:
+        """The cards that engines have made of their models, for the next start."""
+        with self._lock:
+            return tuple(self._driver.cards.values())
+
+    def cards(self) -> dict[str, ModelCard]:
+        """Model -> its card: what is set, else what was said; of several backends what holds for each."""
+        found: dict[str, list[ModelCard]] = {}
+        for backend in self._driver.config.backends:
+            found.setdefault(backend.model, []).append(self._card(backend))
+        return {model: together(each) for model, each in found.items()}
+
+    def card(self, model: str) -> ModelCard:
+        """The same of one model."""
+        return together([self._card(each) for each in self._driver.config.backends if each.model == model])
+
+    def _card(self, backend: Backend) -> ModelCard:
+        read = self._driver.cards.get(backend.name)
+        said = read.card if read and read.described == backend.description else NOTHING_KNOWN
+        return backend.own_card.over(said) if backend.context or backend.capabilities else said
 
     def last_words(self, backend: str) -> tuple[str, ...]:
         """The last lines of a backend's engine before it failed; () once it is loaded again."""

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from anvil_mux.errors import BadRequest, MuxError, NotFound
 from anvil_mux.protocol import foreign
+from anvil_mux.protocol.cards import CAPABILITIES, NOTHING_KNOWN, ModelCard
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.protocol.naming import checked
 
@@ -401,10 +402,13 @@ def model_entry(
     aliases: Iterable[str] = (),
     failed: bool = False,
     parent: str = "",
+    card: ModelCard = NOTHING_KNOWN,
+    anthropic: bool = False,
 ) -> dict[str, object]:
     """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the GPU group's word.
 
-    ``parent``: the model that it is a preset or a LoRA adapter of, in vLLM's word.
+    ``parent``: the model that it is a preset or a LoRA adapter of, in vLLM's word. ``anthropic``: for clients
+    to whom ``capabilities`` is an object with all that Anthropic's models can do.
     """
     return {
         "id": model,
@@ -417,7 +421,45 @@ def model_entry(
         "aliases": list(aliases),
         "status": model_status(state, failed=failed),
         **({"parent": parent} if parent else {}),
+        **_about(card, anthropic),
     }
+
+
+def _about(card: ModelCard, anthropic: bool) -> dict[str, object]:
+    """The card of a model, in the words of all whose clients look for it.
+
+    The length of its context is told as vLLM, OpenRouter, llama.cpp and Anthropic do, what it takes as
+    llama.cpp and OpenRouter do.
+    """
+    about: dict[str, object] = {}
+    if length := card.context:
+        about = {"max_model_len": length, "context_length": length, "max_input_tokens": length}
+        about["meta"] = {"n_ctx": length}
+    if card.capabilities:
+        inputs = ["text", *(kind for name, kind in _INPUTS.items() if card.can(name))]
+        outputs = ["text"] if card.is_textual else ["embeddings"] if card.can("embeddings") else []
+        about["architecture"] = {"input_modalities": inputs, "output_modalities": outputs}
+    if card.capabilities and not anthropic:
+        text = ["completion"] if card.is_textual else []
+        about["capabilities"] = text + [name for name in CAPABILITIES if card.can(name) and name not in text]
+    return about
+
+
+_INPUTS = {"vision": "image", "audio": "audio"}
+_TOOLS = ("supports_tools", "supports_tool_calls")
+
+
+def props(model: str, card: ModelCard) -> bytes:
+    """The answer of llama.cpp's ``GET /props``, as far as it is known while the model is not loaded."""
+    tools = card.capabilities.get("tools")
+    known = {
+        "default_generation_settings": {"n_ctx": card.context, "params": {}},
+        "model_alias": model,
+        "modalities": {name: card.can(name) for name in _INPUTS},
+        "chat_template_caps": {name: tools for name in _TOOLS if tools is not None},
+        "is_sleeping": True,
+    }
+    return written(known)
 
 
 def models_list(entries: Iterable[dict[str, object]]) -> bytes:
@@ -431,19 +473,26 @@ def models_list(entries: Iterable[dict[str, object]]) -> bytes:
     return written({"object": "list", "data": data, "has_more": False, **ends})
 
 
-def lmstudio_list(states: Mapping[str, str]) -> bytes:
-    """Model -> state, as LM Studio's clients want it."""
-    data = [
-        {
-            "id": model,
-            "object": "model",
-            "type": "llm",
-            "publisher": "anvil-mux",
-            "state": "loaded" if _STATUS_VALUES.get(state) == "loaded" else "not-loaded",
-        }
-        for model, state in states.items()
-    ]
+def lmstudio_list(states: Mapping[str, tuple[str, ModelCard]]) -> bytes:
+    """Model -> state and card, as LM Studio's clients want it."""
+    data = [_lmstudio_entry(model, state, card) for model, (state, card) in states.items()]
     return written({"object": "list", "data": data})
+
+
+def _lmstudio_entry(model: str, state: str, card: ModelCard) -> dict[str, object]:
+    is_loaded = _STATUS_VALUES.get(state) == "loaded"
+    kind = "vlm" if card.can("vision") else "llm"
+    length = {"max_context_length": card.context}
+    return {
+        "id": model,
+        "object": "model",
+        "type": kind if card.is_textual else "embeddings",
+        "publisher": "anvil-mux",
+        "state": "loaded" if is_loaded else "not-loaded",
+        **(length if card.context else {}),
+        **({"loaded_context_length": card.context} if card.context and is_loaded else {}),
+        **({"capabilities": ["tool_use"]} if card.can("tools") else {}),
+    }
 
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")

@@ -14,13 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any, ClassVar
 
 from anvil_mux.clock import YEAR_SECONDS, seconds_in
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol.api import written
+from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.protocol.completions import (
     AnswerTranslation,
     ChunkReader,
@@ -399,38 +400,59 @@ class _Embeddings(_Embed):
 # Models
 
 
-def tags(models: Iterable[str], since: float) -> bytes:
+def tags(models: Mapping[str, ModelCard], since: float) -> bytes:
     """All models that could be asked for, as /api/tags lists them."""
-    return written({"models": [_model(name, since) for name in models]})
+    listed = [{**_model(name, since), "capabilities": _abilities(card)} for name, card in models.items()]
+    return written({"models": listed})
 
 
-def running(models: Mapping[str, float], now: float) -> bytes:
+def running(models: Mapping[str, tuple[float, ModelCard]], now: float) -> bytes:
     """Resident model -> the seconds for which it stays if nobody uses it, as /api/ps lists them."""
     listed = [
-        {**_model(name, now), "expires_at": _stamp(now + min(left, FOR_EVER)), "size_vram": 0}
-        for name, left in models.items()
+        {
+            **_model(name, now),
+            "expires_at": _stamp(now + min(left, FOR_EVER)),
+            "size_vram": 0,
+            **({"context_length": card.context} if card.context else {}),
+        }
+        for name, (left, card) in models.items()
     ]
     return written({"models": listed})
 
 
-def show(name: str, since: float) -> bytes:
-    """The answer of /api/show: what may be passed on to the model."""
+def show(name: str, since: float, card: ModelCard) -> bytes:
+    """The answer of /api/show: what may be passed on to the model, and how long that may be."""
+    length = {f"{ARCHITECTURE}.context_length": card.context} if card.context else {}
     about = {
         "modelfile": "",
-        "parameters": "",
+        "parameters": f"num_ctx {card.context}" if card.context else "",
         "template": "",
         "details": _DETAILS,
-        "model_info": {"general.architecture": "unknown", "general.basename": name},
-        "capabilities": ["completion", "tools", "vision", "thinking"],
+        "model_info": {"general.architecture": ARCHITECTURE, "general.basename": name, **length},
+        "capabilities": _abilities(card),
         "modified_at": _stamp(since),
     }
     return written(about)
+
+
+def _abilities(card: ModelCard) -> list[str]:
+    """The abilities of a model in Ollama's words.
+
+    Its clients leave out what a model is not said to be able to do; so what is not known is named as well,
+    unless it answers in no text.
+    """
+    if not card.is_textual:
+        return ["embedding"] if card.can("embeddings") else []
+    maybe = [name for name in _PASSED_ON if card.capabilities.get(name, True)]
+    return ["completion", *maybe, *(["audio"] if card.can("audio") else [])]
 
 
 def version() -> bytes:
     return written({"version": VERSION})
 
 
+ARCHITECTURE = "unknown"
+_PASSED_ON = ("tools", "vision", "thinking")
 _DETAILS: dict[str, Any] = {
     "parent_model": "",
     "format": "",

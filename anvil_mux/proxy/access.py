@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
 from anvil_mux.config.keys import Key, Keyring
-from anvil_mux.config.values import Preset
+from anvil_mux.config.values import Preset, Rule, names_in
 from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
@@ -40,10 +40,10 @@ class Named(NamedTuple):
     model: str
     preset: str = ""
     """The preset of it that is meant, if one is."""
-    choices: tuple[str, ...] = ()
-    """The names of which any may be meant instead, in order of preference; (): there is no choice."""
+    rules: tuple[Rule, ...] = ()
+    """The rules by which another may be meant instead; (): there is no choice."""
     swaps: bool = True
-    """Whether one of them is loaded if none is resident."""
+    """Whether one of their models is loaded if none is resident."""
 
 
 @dataclass(slots=True)
@@ -219,10 +219,12 @@ class Access:
             if found := self._meant.get(each):
                 if self.may_use(key, found.model, found.preset):
                     return found
-            elif choices := self.choices(each, key):
-                return self.meant(choices[0])._replace(choices=choices, swaps=self.config.any_of[each].swaps)
+            elif rules := self.rules(each, key):
+                return self.meant(rules[0].models[0])._replace(
+                    rules=rules, swaps=self.config.any_of[each].swaps
+                )
         known = [name for name, means in self._meant.items() if self.may_use(key, means.model, means.preset)]
-        raise UnknownModel(name, known + [each for each in self.config.any_of if self.choices(each, key)])
+        raise UnknownModel(name, known + [each for each in self.config.any_of if self.rules(each, key)])
 
     def _configured(self, name: str, api: str) -> list[str]:
         """The configured names that a client's name may be, or else the longest alias that it fits."""
@@ -241,27 +243,31 @@ class Access:
     def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
         """The one model that a client's name stands for; BadRequest if it stands for several."""
         found = self.find(named, api=api, key=key)
-        if found.choices:
+        if found.rules:
             text = f"{named or self.config.default_model} stands for several models: name one of them"
-            raise BadRequest(f"{text} ({', '.join(found.choices)})", param="model")
+            raise BadRequest(f"{text} ({', '.join(names_in(found.rules))})", param="model")
         return found.model
 
-    def choices(self, name: str, key: Key | None) -> tuple[str, ...]:
-        """The names for which a name of ``any_of`` stands, as far as ``key`` may use them; () for none.
+    def rules(self, name: str, key: Key | None) -> tuple[Rule, ...]:
+        """The rules of a name of ``any_of``, with those of their models that ``key`` may use; () for none.
 
         A key that names the name may use all of them by it.
         """
         found = self.config.any_of.get(name)
         if found is None or key is None or key.models is None or name in key.models:
-            return found.models if found else ()
-        return tuple([each for each in found.models if self.may_use(key, *self.meant(each)[:2])])
+            return found.rules if found else ()
+        usable = [
+            Rule(tuple([each for each in models if self.may_use(key, *self.meant(each)[:2])]), when)
+            for models, when in found.rules
+        ]
+        return tuple([rule for rule in usable if rule.models])
 
     def usable(self, key: Key | None) -> list[str]:
         """The models, then the presets, then the names for several, that a key may use."""
         models = [model for model in self._names if self.may_use(key, model)]
         presets = [meant for meant in self._meant.values() if meant.preset]
         models += [each.preset for each in presets if self.may_use(key, each.model, each.preset)]
-        return models + [name for name in self.config.any_of if self.choices(name, key)]
+        return models + [name for name in self.config.any_of if self.rules(name, key)]
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -50,7 +50,7 @@ from anvil_mux.proxy.question import (
 )
 from anvil_mux.proxy.reply import CAPTURED_BYTES, JSON, Reply
 from anvil_mux.proxy.rewriting import rewritten, with_system
-from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket
+from anvil_mux.scheduler.slot import NO_USAGE, Crash, Ticket
 
 LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from anvil_mux.config.values import names_in
 from anvil_mux.errors import (
     BackendError,
     BadRequest,
@@ -58,12 +59,12 @@ from anvil_mux.proxy.access import FallbackStep
 from anvil_mux.proxy.attempt import Attempt
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.exchange import BrokenOff, EngineUnreachable, Failed, Relay, Unanswered
-from anvil_mux.proxy.question import Question, StoredResponses, previous_answer, retarget
+from anvil_mux.proxy.question import Question, StoredResponses, heed_hint, previous_answer, retarget
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.queueing import MOST_CRASHES
-from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, Crash
+from anvil_mux.scheduler.admission import MOST_CRASHES
+from anvil_mux.scheduler.slot import NO_USAGE, NO_WORK, Crash
 
 EXPLAIN = b"x-anvil-explain"
 """The header of a request that is not to be sent on: where it would go, and why, is the answer."""
@@ -119,10 +120,13 @@ class Dispatcher:
     def answer(self, question: Question, reply: Reply) -> None:
         """Answers ``question`` from the engine of its model; MuxError if that comes to nothing."""
         target, translation = question.target, question.translation
-        if target.choices:
-            reply.chosen = target.preset or target.model
+        for rule in target.rules:
+            name = target.preset or target.model
+            reply.chosen = f"{name}; {rule.conditions}" if rule.when else name
         if translation and translation.unloads:
             self._answer_and_unload(question, reply)
+        elif known := self._props(question):
+            reply.whole(200, [JSON], known)
         elif not naming.may_load(question.context.request.query) and not self._mux.overview.is_ready(
             target.model
         ):
@@ -131,6 +135,18 @@ class Dispatcher:
             self._send_in_turn(question, reply)
         else:
             self._send(question, reply)
+
+    def _props(self, question: Question) -> bytes:
+        """The /props of a model that is not loaded, where it is asked for them; empty: its engine has to say.
+
+        Nothing is loaded to answer that, unless the client says that it wants to.
+        """
+        query, model = question.context.request.query, question.target.model
+        if question.context.route.path != "/props" or ("autoload=" in query and naming.may_load(query)):
+            return b""
+        card = self._mux.overview.card(model)
+        is_to_ask = card.context is None or self._mux.overview.is_ready(model)
+        return b"" if is_to_ask else api.props(model, card)
 
     def _answer_and_unload(self, question: Question, reply: Reply) -> None:
         """A question in Ollama's API after which the model is unloaded; it may ask for nothing else."""
@@ -214,6 +230,7 @@ class Dispatcher:
         try:  # as `with lease` does, in half the time
             record.waited += lease.waited
             record.backend = lease.backend.name
+            heed_hint(self._mux, context)  # not before: its own model stays while it has this lease
             reply.routed, record.foreseen = (_chosen(lease), lease.foreseen) if lease.why else ("", None)
             if lease.backend.url:
                 lease.permit = self._mux.circuits.begin(lease.backend.name)
@@ -240,7 +257,7 @@ class Dispatcher:
     def _nothing_resident(self, question: Question) -> NothingResident:
         """The error of a request that may force no swap, with the models that are resident for its key."""
         context, target = question.context, question.target
-        wanted = " or ".join(target.choices or (target.preset or target.model,))
+        wanted = " or ".join(names_in(target.rules) or (target.preset or target.model,))
         ready = [name for name in self._mux.overview.residents() if context.access.may_use(context.key, name)]
         text = f"{wanted} is not loaded, and this request does not allow a swap (swap: never)."
         there = f"Resident: {', '.join(ready)}." if ready else "No model is resident."

@@ -23,7 +23,7 @@ from anvil_mux.proxy.client import Client, Spool
 from anvil_mux.proxy.dispatch import Dispatcher, Patience
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.local import Local
-from anvil_mux.proxy.question import Questions, StoredResponses
+from anvil_mux.proxy.question import Questions, StoredResponses, heed_hint
 from anvil_mux.proxy.reply import Capture, Reply
 from anvil_mux.telemetry.accesslog import Served, Sink
 
@@ -90,12 +90,13 @@ class Handler:
         reply = Reply(client, context, record, keep=request.keep_alive and not self.local.probes.draining)
         row = None
         if context.route is api.NO_ROUTE:
-            row = self.local.find(request.path)
+            row = self.local.find(request.method, request.path)
             record.route = row.route
         try:
             if key := access.check(context, row.right if row else ANY_KEY):
                 context = reply.context = replace(context, key=key)
             if row:
+                heed_hint(self._mux, context)
                 self.local.answer(row, reply)
             elif key and key.requests is not None:
                 with self._mux.counts.under_way(key):

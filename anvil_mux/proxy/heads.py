@@ -20,7 +20,7 @@ from anvil_mux.config.values import site
 from anvil_mux.host.hosts import key_fields
 from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import http1, naming
-from anvil_mux.proxy.question import Question
+from anvil_mux.proxy.question import WARM, Question
 from anvil_mux.proxy.reply import Reply, date
 
 PASSED = frozenset(
@@ -39,7 +39,7 @@ KEYS_IN_QUERY = frozenset(
     ["key", "api_key", "api-key", "apikey", "token", "access_token", "subscription-key"]
 )
 """The names under which APIs take a key in the query, which a server elsewhere does not get."""
-_NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding"])
+_NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", WARM])
 """The fields of a client that no engine gets: its request has an id of ours, and its body was unpacked."""
 UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
 _NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")

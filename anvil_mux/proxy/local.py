@@ -15,11 +15,11 @@ from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
 from anvil_mux.proxy.access import ADMIN, ANY_KEY, NO_KEY, STATE, Right, is_page, preflight
-from anvil_mux.proxy.operations import HostReports, Keep, Operations, Reloads
+from anvil_mux.proxy.operations import HINT, OF_ONE, HostReports, Keep, Operations, Reloads, hinted_in
 from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.reply import JSON, TEXT, Reply
-from anvil_mux.proxy.reports import OF_ONE, Captures, Diagnosis, Lists, Probes, UsageSince, report_usage
-from anvil_mux.telemetry.feed import Feed
+from anvil_mux.proxy.reports import Captures, Diagnosis, Lists, Probes, UsageSince, report_usage
+from anvil_mux.telemetry.journal import Feed
 
 
 class LocalRoute(NamedTuple):
@@ -100,6 +100,7 @@ class Local:
             LocalRoute(ACT, "/requests/cancel", ADMIN, operations.cancel),
             LocalRoute(READ, "/v1/models", ANY_KEY, lists.models),
             LocalRoute(READ, OF_ONE, ANY_KEY, lists.model),
+            LocalRoute(ACT, HINT, ANY_KEY, operations.hint),
             LocalRoute(READ, "/models", ANY_KEY, lists.models),
             LocalRoute(FOLLOW, "/models/sse", ANY_KEY, operations.follow),
             LocalRoute(ACT, "/models/load", ADMIN, operations.load),
@@ -131,12 +132,12 @@ class Local:
         self.probes.draining = True
         self._feed.close()
 
-    def find(self, path: str) -> LocalRoute:
+    def find(self, method: str, path: str) -> LocalRoute:
         """The row of a path that is no question to an engine."""
         if row := self.routes.get(path):
             return row
         if path.startswith(OF_ONE):
-            return self.routes[OF_ONE]
+            return self.routes[OF_ONE if method in READ or not hinted_in(path) else HINT]
         return UPSTREAM if path.startswith(UPSTREAM.path) else NOWHERE
 
     def answer(self, row: LocalRoute, reply: Reply) -> None:

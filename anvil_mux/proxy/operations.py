@@ -2,11 +2,12 @@
 
 Models are loaded, unloaded, pinned and followed, a request is cancelled, the files are read again. Loading
 and following is llama.cpp's router API, as Open WebUI and others use it; the rest is ours alone. ``POST
-/models/load`` says that the load has begun, as llama.cpp does; a load that fails or ends within a moment says
-that instead, and ``?wait=true`` waits for the end of any. A load that was asked for goes on when the client
-leaves; all who ask for the same model meanwhile share it. ``GET /models/sse`` tells every model's status, and
-then each change of it, until the client leaves or the program ends; it looks a few times a second, once for
-all who follow, so no request pays for it.
+/models/load`` says that the load has begun, as llama.cpp does; a load that fails or ends within a moment
+says that instead, and ``?wait=true`` waits for the end of any. A load that was asked for goes on when the
+client leaves; all who ask for the same model meanwhile share it. ``POST /v1/models/NAME/load`` is a hint for
+which a client needs no right but to use the model: it is preloaded if nobody is in the way. ``GET
+/models/sse`` tells every model's status, and then each change of it, until the client leaves or the program
+ends; it looks a few times a second, once for all who follow, so no request pays for it.
 
 ``POST /hosts/drain`` empties a host and loads nothing there until ``/hosts/undrain``; ``/hosts/gone`` says
 that nothing runs any more on a host that is lost.
@@ -29,6 +30,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Config
@@ -37,12 +39,16 @@ from anvil_mux.errors import BadRequest, ConfigError, Draining, MuxError, NotFou
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
 from anvil_mux.protocol.completions import parse
-from anvil_mux.proxy.question import read_json, resolve
+from anvil_mux.proxy.question import hint, read_json, resolve
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.scheduler.status import ModelState
 from anvil_mux.telemetry import healthz
-from anvil_mux.telemetry.feed import Feed
+from anvil_mux.telemetry.journal import Feed
 
+OF_ONE = "/v1/models/"
+"""How the paths of one model begin."""
+HINT = f"{OF_ONE}NAME/load"
+"""The route by which a client says which model it will ask for."""
 LOOK_SECONDS = 0.25
 COMMENT_SECONDS = 15.0
 """Seconds between two signs of life to those who follow."""
@@ -125,6 +131,12 @@ class Operations:
             with self._lock:
                 del self._loads[model]
             load.over.set()
+
+    def hint(self, reply: Reply) -> None:
+        """A client will ask for the model in the path."""
+        model = reply.record.model = hint(self._mux, reply.context, hinted_in(reply.context.request.path))
+        status = _status(self._mux.overview.model(model))
+        reply.whole(202, [JSON], api.written({"model": model, "status": status}))
 
     def unload(self, reply: Reply) -> None:
         """Unload the model that the body names, or with ``{"all": true}`` every one."""
@@ -259,6 +271,12 @@ class Operations:
 
 def _done(reply: Reply, **more: object) -> None:
     reply.whole(200, [JSON], api.written({"success": True, **more}))
+
+
+def hinted_in(path: str) -> str:
+    """The model that a client says it will ask for, in the path of ``HINT``; "" in any other path."""
+    name = path.removeprefix(OF_ONE)
+    return unquote(name.removesuffix("/load")) if name.endswith("/load") else ""
 
 
 def _model(reply: Reply) -> str:

@@ -2,10 +2,10 @@
 
 ``GET /events`` is a stream of server-sent events: first a ``snapshot``, then an ``event`` for each change,
 the ``requests`` that ended, and the ``state`` when it has changed. Each watcher is served in the thread of
-its own connection from a place in the feed's rings (feed.py), so one that reads slowly holds up only itself
-and is told how much it ``lost``. The state is rendered once for all who look within a moment. While nothing
-happens nothing is sent but a comment line now and then. The snapshot says what the watcher's API key may do,
-if it shows one.
+its own connection from a place in the feed's rings (journal.py), so one that reads slowly holds up only
+itself and is told how much it ``lost``. The state is rendered once for all who look within a moment. While
+nothing happens nothing is sent but a comment line now and then. The snapshot says what the watcher's API key
+may do, if it shows one.
 
 The page is one file, put together from the parts in ``web/``: its HTML, its style, and its script, which
 reads from what is general (``elements``, ``words``) by what it shows (``state``, ``gpus``, the ``past``) and
@@ -37,8 +37,7 @@ from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.reply import Reply
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
-from anvil_mux.telemetry.feed import Feed, FeedPosition
-from anvil_mux.telemetry.journal import event_as_json
+from anvil_mux.telemetry.journal import Feed, FeedPosition, event_as_json
 
 LOOK_SECONDS = 1.0
 """How often a watcher looks at the state and at its client while nothing happens."""

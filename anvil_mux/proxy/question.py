@@ -12,6 +12,7 @@ answer, and says so.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -19,19 +20,22 @@ from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
-from anvil_mux.config.values import Preset
-from anvil_mux.errors import BadRequest, Forbidden, NotFound, UnknownModel
+from anvil_mux.config.values import Preset, Rule, names_in
+from anvil_mux.errors import BadRequest, Forbidden, MuxError, NotFound, UnknownModel
 from anvil_mux.host.engines import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext
 from anvil_mux.proxy.client import Client, Spool
+from anvil_mux.proxy.contents import Contents, chosen_by, first_fit, in_form, in_json
 
 SESSIONS = "/v1/realtime/"
 """How the paths begin at which a session is described, which may name a model within."""
 SWAP = b"x-anvil-swap"
 """The header by which a request says whether it may force a swap: never, or allowed."""
+WARM = b"x-anvil-warm"
+"""The header by which a client says which model it will ask for next."""
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
 MOST_ANSWERS = 10_000
@@ -42,6 +46,8 @@ _PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(re
 _FIRST_EVENT_BYTES = 64 * 1024
 
 QuestionBody = bytes | bytearray | Spool
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -55,8 +61,9 @@ class Target:
     """The preset that they name, if they name one."""
     never_swaps: bool = False
     """Whether they may force no swap: what is ready serves them, or nothing does."""
-    choices: tuple[str, ...] = ()
-    """The models of which any serves them, in order of preference, where their name stands for several."""
+    rules: tuple[Rule, ...] = ()
+    """The rules by which their model is chosen, where their name stands for several; once it is, the one that
+    chose it."""
     chain: FallbackChain = ()
     """The models that they go to in turn, if the model has fallbacks."""
 
@@ -109,14 +116,32 @@ class Questions:
     def read(self, context: RequestContext, client: Client) -> Question:
         """Read body and model of a request; BadRequest, NotFound, UnknownModel. To be closed."""
         question = self._read(context, client)
-        return self._chosen(question) if question.target.choices else question
+        return self._chosen(question) if question.target.rules else question
 
     def _chosen(self, question: Question) -> Question:
         """The question for the one of several names that is to serve it, as things are at this moment."""
         context, before = question.context, question.target
-        name = self._mux.overview.choose(before.choices)
-        found = _target(context, context.access.meant(name)._replace(choices=before.choices))
-        return replace(question, target=replace(found, never_swaps=before.never_swaps))
+        rule = self._of_earlier(question) or before.rules[0]
+        if rule.when:
+            rule = chosen_by(before.rules, _contents(question))
+        name = self._mux.overview.choose(rule.models)
+        found = _target(context, context.access.meant(name)._replace(rules=before.rules))
+        target = replace(found, never_swaps=before.never_swaps, rules=(rule,))
+        return replace(question, target=target)
+
+    def _of_earlier(self, question: Question) -> Rule | None:
+        """The model that has the answer which a question goes on from, if it is one of several and resident.
+
+        (What that answer was about, such as an image, does not stand in the question.)
+        """
+        context, body = question.context, question.body
+        if context.route.beat != "responses" or isinstance(body, Spool):
+            return None
+        if (kept := self._stored.find(previous_answer(body), context.key)) is None:
+            return None
+        names = names_in(question.target.rules)
+        own = [name for name in names if context.access.meant(name).model == kept.model][:1]
+        return Rule(tuple(own)) if own and self._mux.overview.is_ready(kept.model) else None
 
     def _read(self, context: RequestContext, client: Client) -> Question:
         route, query = context.route, context.request.query
@@ -224,8 +249,8 @@ def _target(context: RequestContext, found: Named, named: str | None = None) -> 
         unchanged_at=backend if unchanged else None,
         preset=found.preset,
         never_swaps=_never_swaps(context.request) or not (found.swaps and (key is None or key.swaps)),
-        choices=found.choices,
-        chain=access.chain(key, model, found.choices),
+        rules=found.rules,
+        chain=access.chain(key, model, names_in(found.rules)),
     )
 
 
@@ -239,9 +264,48 @@ def _never_swaps(request: http1.Request) -> bool:
     return value == b"never"
 
 
+def _contents(question: Question) -> Contents:
+    route, body = question.context.route, question.body
+    if question.translation:
+        return in_json(question.translation.question)
+    if route.model_in == "multipart":
+        return in_form(route)
+    if isinstance(body, Spool) or route.model_in not in ("json", "path"):
+        return Contents()
+    return in_json(parse(body))
+
+
 def resolve(context: RequestContext, named: str | None) -> str:
     """The one model that a client's name stands for; BadRequest if it stands for several."""
     return context.access.find_one(named, api=context.api, key=context.key)
+
+
+def hint(mux: Multiplexer, context: RequestContext, named: str) -> str:
+    """Have the model preloaded for which a client's name stands, if nobody is in the way, and return it.
+
+    MuxError if its key may not use it, or may have nothing loaded.
+    """
+    found = context.access.find(named, api=context.api, key=context.key)
+    if not found.swaps or not (context.key is None or context.key.swaps):
+        raise Forbidden(f"nothing is loaded for {named} at the word of this client (swap: never)")
+    if found.rules:
+        # What the request will contain is not known yet.
+        rule = first_fit(found.rules, Contents())
+        name = mux.overview.choose(rule.models) if rule else resolve(context, named)
+        found = context.access.meant(name)
+    mux.tell(mux.scheduler.hinted, found.model)
+    return found.model
+
+
+def heed_hint(mux: Multiplexer, context: RequestContext) -> None:
+    """Heed the hint in the header of a request, if there is one. No request fails for its hint."""
+    named = context.request.fields.get(WARM)
+    if named is None:
+        return
+    try:
+        hint(mux, context, named.decode("utf-8", "replace"))
+    except MuxError as error:
+        log.debug("request %s: X-Anvil-Warm is ignored: %s", context.id, error.message)
 
 
 def _from_json(context: RequestContext, client: Client) -> Question:
@@ -356,7 +420,7 @@ def _check_session(context: RequestContext, aim: Target, named: str | None, body
     UnknownModel.
     """
     key, backends = context.key, context.access.config.backends
-    models = {aim.model, *aim.choices, *(step.model for step in aim.chain)}
+    models = {aim.model, *names_in(aim.rules), *(step.model for step in aim.chain)}
     if key is None or key.admin or not any(each.url and each.model in models for each in backends):
         return
     there = names_there(context.access, key, aim.model)

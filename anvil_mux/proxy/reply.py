@@ -81,7 +81,7 @@ class Reply:
         self.routed = ""
         """The replica that answers, of several, and why."""
         self.chosen = ""
-        """The model that answers, where the request's name stands for several."""
+        """The model that answers, where the request's name stands for several, and on which conditions."""
         self.fell_back = ""
         """The model that answers instead of the one that was asked for, and why."""
         self.capture: Capture | None = None

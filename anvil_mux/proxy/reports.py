@@ -13,20 +13,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote
 
 from anvil_mux import __version__
 from anvil_mux.clock import count_in, mistakes
 from anvil_mux.config.kinds import read_seconds
+from anvil_mux.config.values import names_in, words_of
 from anvil_mux.errors import BadRequest, CircuitOpen, NotFound, UnknownModel
 from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
+from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard, together
 from anvil_mux.protocol.completions import finite, parse
 from anvil_mux.proxy.access import RequestContext
-from anvil_mux.proxy.operations import Reloads
+from anvil_mux.proxy.contents import Contents, chosen_by, first_fit
+from anvil_mux.proxy.operations import OF_ONE, Reloads
 from anvil_mux.proxy.question import read_json
 from anvil_mux.proxy.reply import JSON, TEXT, Capture, Reply
 from anvil_mux.routing.routing import Work
@@ -35,7 +37,6 @@ from anvil_mux.scheduler.waits import WaitEstimate
 from anvil_mux.telemetry import healthz
 from anvil_mux.telemetry.accesslog import Served
 
-OF_ONE = "/v1/models/"
 LOG_LINES = 200
 MAX_LOG_LINES = 5000
 WEEK = "7d"
@@ -134,10 +135,14 @@ class Probes:
         }
 
     def _any_of(self) -> dict[str, dict[str, object]]:
-        """The names that stand for several models, and the one that would serve now."""
-        choose = self._mux.overview.choose
-        found = self._mux.overview.any_of().items()
-        return {name: {**each.to_json(), "serves": choose(each.models)} for name, each in found}
+        """The names that stand for several models, and the one that would serve a plain request now."""
+        told: dict[str, dict[str, object]] = {}
+        for name, each in self._mux.overview.any_of().items():
+            rule = first_fit(each.rules, Contents())
+            serves = self._mux.overview.choose(rule.models) if rule else None
+            words = each.words if each.has_conditions else f"{each.words}; now {serves}"
+            told[name] = {**each.to_json(), "words": words, "serves": serves}
+        return told
 
     def _external_states(self) -> dict[str, dict[str, object]]:
         """Model -> the part of its state that the scheduler does not know; see ``healthz.external_state``."""
@@ -172,7 +177,7 @@ class Lists:
         self._started = time.time()
 
     def models(self, reply: Reply) -> None:
-        entries = starmap(self._entry, self._offered(reply.context))
+        entries = [self._entry(each, reply.context) for each in self._offered(reply.context)]
         reply.fresh(JSON, api.models_list([*entries, *self._choices(reply.context)]))
 
     def model(self, reply: Reply) -> None:
@@ -182,76 +187,104 @@ class Lists:
         if not name:
             return self.models(reply)
         meant = context.access.find(name, api=context.api, key=context.key)
-        if meant.choices:
+        if meant.rules:
             entries = [entry for entry in self._choices(context) if entry["id"] == name]
         else:
             wanted = (meant.model, meant.preset)
-            entries = [
-                self._entry(m, preset) for m, preset in self._offered(context) if (m.model, preset) == wanted
-            ]
+            offered = [each for each in self._offered(context) if (each.model.model, each.preset) == wanted]
+            entries = [self._entry(each, context) for each in offered]
         if not entries:
             raise UnknownModel(name)  # a reload has just taken it away
         return reply.fresh(JSON, json.dumps(entries[0]).encode("ascii"))
 
     def lmstudio_models(self, reply: Reply) -> None:
-        states = {
-            preset or model.model: model.offered_state for model, preset in self._offered(reply.context)
-        }
+        offered = self._offered(reply.context)
+        states = {each.name: (each.model.offered_state, each.card) for each in offered}
         reply.fresh(JSON, api.lmstudio_list(states | self._states(reply.context)))
 
     def ollama_tags(self, reply: Reply) -> None:
-        names = [preset or model.model for model, preset in self._offered(reply.context)]
-        names += self._states(reply.context)
-        reply.fresh(JSON, ollama.tags(names, self._started))
+        found = {each.name: each.card for each in self._offered(reply.context)}
+        found |= {name: card for name, (_, card) in self._states(reply.context).items()}
+        reply.fresh(JSON, ollama.tags(found, self._started))
 
     def ollama_running(self, reply: Reply) -> None:
-        usable = [model for model, preset in self._offered(reply.context) if not preset]
-        resident = [model for model in usable if model.offered_state in ("ready", "draining")]
-        reply.fresh(JSON, ollama.running({m.model: _stays(m) for m in resident}, time.time()))
+        usable = [each for each in self._offered(reply.context) if not each.preset]
+        resident = [each for each in usable if each.model.offered_state in ("ready", "draining")]
+        running = {each.name: (_stays(each.model), each.card) for each in resident}
+        reply.fresh(JSON, ollama.running(running, time.time()))
 
     def ollama_show(self, reply: Reply) -> None:
         context = reply.context
         name = ollama.name_in(parse(read_json(context, reply.client)))
         model = reply.record.model = context.access.find(name, api=context.api, key=context.key).model
-        reply.whole(200, [JSON], ollama.show(model, self._started))
+        card = self._mux.overview.card(model)
+        reply.whole(200, [JSON], ollama.show(model, self._started, card))
 
-    def _offered(self, context: RequestContext) -> list[tuple[ModelState, str]]:
-        """The models that the request's key may use, and after each its presets; "": the model itself."""
-        access, key = context.access, context.key
+    def _offered(self, context: RequestContext) -> list[Offered]:
+        """The models that the request's key may use, and after each its presets."""
+        access, key, cards = context.access, context.key, self._mux.overview.cards()
         return [
-            (model, preset)
+            Offered(model, preset, cards.get(model.model, NOTHING_KNOWN))
             for model in self._mux.overview.status().models
             for preset in ("", *model.presets)
             if access.may_use(key, model.model, preset)
         ]
 
-    def _states(self, context: RequestContext) -> dict[str, str]:
-        """The names that stand for several models, and the state of the one that would serve now."""
-        access, found = context.access, dict[str, str]()
+    def _states(self, context: RequestContext) -> dict[str, tuple[str, ModelCard]]:
+        """The names that stand for several models, the state of the one that would serve now, and what holds
+        whichever does.
+        """
+        access, found = context.access, dict[str, tuple[str, ModelCard]]()
         any_of = access.config.any_of
+        cards = self._mux.overview.cards() if any_of else {}
         states = {m.model: m.offered_state for m in self._mux.overview.status().models} if any_of else {}
         for name in any_of:
-            models = [access.meant(each).model for each in access.choices(name, context.key)]
+            names = names_in(access.rules(name, context.key))
+            models = [access.meant(each).model for each in names]
             own = [states[model] for model in models if model in states]
             if own:
-                found[name] = "ready" if "ready" in own else own[0]
+                card = together([cards[model] for model in models if model in cards])
+                found[name] = "ready" if "ready" in own else own[0], card
         return found
 
     def _choices(self, context: RequestContext) -> list[dict[str, object]]:
         """The entries of the names that stand for several models."""
-        created = int(self._started)
-        states = self._states(context)
-        return [api.model_entry(name, created=created, state=state) for name, state in states.items()]
+        created, anthropic = int(self._started), _is_anthropic(context)
+        return [
+            api.model_entry(name, created=created, state=state, card=card, anthropic=anthropic)
+            for name, (state, card) in self._states(context).items()
+        ]
 
-    def _entry(self, model: ModelState, preset: str) -> dict[str, object]:
+    def _entry(self, offered: Offered, context: RequestContext) -> dict[str, object]:
+        model, preset, card = offered
         return api.model_entry(
-            preset or model.model,
+            offered.name,
             created=int(self._started),
             state=model.offered_state,
             aliases=() if preset else model.aliases,
             failed=bool(model.last_error),
             parent=model.model if preset else "",
+            card=card,
+            anthropic=_is_anthropic(context),
         )
+
+
+class Offered(NamedTuple):
+    """One name in the lists."""
+
+    model: ModelState
+    preset: str
+    """The preset of it that is meant; "": the model itself."""
+    card: ModelCard
+
+    @property
+    def name(self) -> str:
+        return self.preset or self.model.model
+
+
+def _is_anthropic(context: RequestContext) -> bool:
+    """Whether the client reads Anthropic's lists."""
+    return b"anthropic-version" in context.request.fields
 
 
 def _stays(model: ModelState) -> float:
@@ -292,11 +325,13 @@ class Diagnosis:
     def why(self, reply: Reply) -> None:
         access = reply.context.access
         name, query = _named(reply.context)
-        choices = access.choices(name, reply.context.key)
-        model = self._mux.resolve(self._mux.overview.choose(choices) if choices else name)
         tokens = count_in(query.get("tokens", ["0"])[-1])
         if tokens is None:
             raise BadRequest("`tokens` is a whole number", param="tokens")
+        rules = access.rules(name, reply.context.key)
+        rule = chosen_by(rules, _contents(query, tokens)) if rules else None
+        chosen = self._mux.overview.choose(rule.models) if rule else name
+        model = self._mux.resolve(chosen)
         found = self._mux.overview.wait_estimate(model)
         stages = self._mux.overview.explain(model, Work(tokens=tokens), staged=True)
         if found.verdict == "served" and not all(
@@ -318,9 +353,11 @@ class Diagnosis:
             first, line_end, log = sentence.partition("\n")  # below it are lines of the engine's log
             stop = "" if first.endswith(".") else "."
             sentence = f"{first}{stop} {healthz.fallback_words(state['fallback'])}{line_end}{log}"
-        if choices:
-            more["any_of"] = list(choices)
-            sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"
+        if rule:
+            more |= {"any_of": list(names_in(rules)), "chosen": chosen, "when": dict(rule.when)}
+            why = f" ({rule.conditions})" if rule.when else ""
+            here = f" For this request that is {chosen}{why}." if len(rules) > 1 else ""
+            sentence = f"{name} stands for {words_of(rules)}.{here} {sentence}"
         elif name != model:
             what = "a preset of" if access.meant(name).preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
@@ -333,6 +370,14 @@ class Diagnosis:
         except CircuitOpen as error:
             return found.refused(error.message)
         return found._replace(because=f"{server} answers for it.") if found.verdict == "served" else found
+
+
+def _contents(query: Mapping[str, Sequence[str]], tokens: int) -> Contents:
+    """The contents of the request that the query is about: ``with=images,tools``."""
+    said = set(",".join(query.get("with", ())).split(",")) - {""}
+    if unknown := said - {"images", "audio", "tools"}:
+        raise BadRequest(f"`with` names images, audio or tools, not {unknown.pop()}", param="with")
+    return Contents(images="images" in said, audio="audio" in said, tools="tools" in said, tokens=tokens)
 
 
 def _named(context: RequestContext) -> tuple[str, dict[str, list[str]]]:

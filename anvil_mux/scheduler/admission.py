@@ -3,27 +3,79 @@
 When a model becomes ready its whole queue is leased at once, or as much of it as there are places; so is the
 next in queue whenever a place becomes free. Each ticket ends exactly once: leased, failed or gone. Tickets
 that had waited are ``woken`` by the driver. Of the layers of a GPU group this is the only one that writes
-queues.
+queues. How long a request waits, when its queue is overdue, and why it is refused, pure functions over the
+GPU group's state say.
+
+A queue stands in the GPU group where its wait is shortest (``nearest``). Its bound, after which it is
+overdue, is fixed when it begins.
+
+The bound is ``max_wait``, or less where a load would come too late for ``queue_timeout`` then. With ``auto``
+it follows the load. A round is what it takes to load all models that wait for the same GPUs now, one after
+the other, and this one last. The bound is two rounds: one in which all could be served oldest first, and one
+more, of ``CHOICE_SECONDS`` at most, for the answers in between, which nobody knows beforehand, and for the
+policy to choose in; and ``LEAST_SECONDS`` at least. A bound shorter than what a round really takes makes
+every queue overdue before its turn comes, and then each policy serves them oldest first.
+
+Before an overdue queue only older ones are served, and these waited when it began: one more round
+(docs/design.md has the proof). Where ``queue_timeout`` leaves less time than that the bound is as much
+shorter.
+
+What a load is expected to take is fixed with the bound, and both stand in the event ``queued``: who reads a
+log can compute each bound again.
+
+A drain without a bound has no known end. What is known is how long answers of that model take on average: one
+that has run for less is expected to take the rest, of one that has run for longer nothing is known. Where
+nothing is known a request waits until ``queue_timeout``; one whose model could not be loaded before that is
+refused at once. Only victims with a ``drain_timeout`` of their own count: who sets the one of the top level
+has ``queue_timeout`` beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
-from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.events import Cause, Event, Severance
-from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import could_spill
+from anvil_mux.config.kinds import gib, span
+from anvil_mux.errors import (
+    Crashed,
+    DoesNotFit,
+    GpuMemoryShort,
+    HostMemoryShort,
+    HostUnavailable,
+    LoadError,
+    MuxError,
+    NothingResident,
+    Overloaded,
+    Stuck,
+    WouldWaitTooLong,
+    with_log,
+)
+from anvil_mux.scheduler.events import LOCAL, Cause, Event, Severance
+from anvil_mux.scheduler.model import Model, ModelSettings
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.queueing import Bound, bound, not_resident, of_crashes, refusal, too_late
-from anvil_mux.scheduler.replicas import nobody_takes
-from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.steps import Ticket
+from anvil_mux.scheduler.slot import LOADING, STAYING, HostRecord, Slot, Ticket
+from anvil_mux.scheduler.state import (
+    FIRST_SERVICE_SECONDS,
+    G,
+    GroupState,
+    choose,
+    cost_of,
+    could_spill,
+    victims,
+)
 
+LEAST_SECONDS = 60.0
+"""The least bound: that of a queue whose round takes half as long, or less."""
+CHOICE_SECONDS = 150.0
+"""The most by which a bound is longer than a round."""
+MOST_ANSWERS = 5
+"""How many of the answers that are waited for are named."""
+MOST_HOSTS = 5
+"""How many hosts the text of an error names."""
+MOST_CRASHES = 2
+"""How often backends end under one request before that is refused."""
 BUSY = Cause("busy")
-_BEGAN_BEFORE = Bound(FOREVER, 0.0, 0.0)
-"""The bound in the event of a request that joins others: none."""
 
 
 class Admission(GroupState):
@@ -168,7 +220,7 @@ class Admission(GroupState):
     ) -> None:
         """Add a request to its model's queue; ``only``: the one backend that can serve it."""
         queue = model.queue
-        most, load, seconds = _BEGAN_BEFORE
+        most, load, seconds = FOREVER, 0.0, 0.0
         if not ticket.resent:
             model.demand.arrived(now)
         if not queue.tickets:
@@ -273,3 +325,393 @@ class Admission(GroupState):
             error = refusal(self, model, now) if model.queue.tickets else None
             if error:
                 self.fail_queue(model, error, now)
+
+
+# Where a queue waits, and how long
+
+
+def nearest(states: Sequence[G], model: Model, now: float) -> G:
+    """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
+    if len(states) == 1:
+        return states[0]
+    return min(states, key=lambda state: (wait_seconds(state, model, now), state.host.name, state.name))
+
+
+def wait_seconds(state: GroupState, model: Model, now: float) -> float:
+    """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
+    slots = [
+        slot
+        for slot in state.own(model)
+        if slot.host.is_awaited
+        and not slot.host.is_away
+        and (slot.state != "evicting" or _leaves_for_somebody(state, slot))
+    ]
+    if state.unseen or not slots or all(slot.leaving for slot in slots):
+        return math.inf
+    if all_obstacles(state, slots, now) is not None:
+        return math.inf
+    before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
+    return before + swap_seconds(state, model, now)
+
+
+def _seconds_before(state: GroupState, slot: Slot) -> float:
+    """How long the swaps under way on the GPUs of a backend will take."""
+    longest = 0.0
+    for swap in state.swaps:
+        target = swap.target
+        if target is slot or slot.holds.keys().isdisjoint(swap.gpus()):
+            continue
+        seconds = _drain_seconds(state, swap.victims) + (
+            cost_of(state, swap, target).seconds if target else 0.0
+        )
+        longest = max(longest, seconds)
+    return longest
+
+
+def _leaves_for_somebody(state: GroupState, slot: Slot) -> bool:
+    """Whether a backend is being evicted in a swap.
+
+    What has been stuck, or was unloaded by hand, is not: nothing can be planned with it before that has
+    ended, as well as it may.
+    """
+    return any(slot in swap.victims for swap in state.swaps)
+
+
+def swap_seconds(state: GroupState, model: Model, now: float) -> float:
+    """How long it will take to have ``model`` here, drain included, as far as is known."""
+    slots = [slot for slot in state.own(model) if slot.host.is_awaited]
+    loadable = [] if model.ready else [slot for slot in slots if slot.is_loadable(now)]
+    if found := choose(state, loadable, state.busy_gpus(), now, frozenset()):
+        target, leaving = found
+        cost = state.cost([victim.model for victim in leaving], target, target.level)
+        return _drain_seconds(state, leaving) + cost.seconds
+    return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
+
+
+def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
+    """The same for one backend whose GPUs are in other swaps: their targets are loaded, then evicted."""
+    goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
+    others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
+    swapped = state.cost([other.model for other in others], slot, slot.load_level)
+    return _drain_seconds(state, others) + swapped.seconds
+
+
+def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
+    """The drain of these backends: about the longest of their leases."""
+    longest = 0.0
+    for victim in leaving:
+        service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
+        answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
+        longest = max(longest, min(answers, victim.backend.drain_timeout))
+    return longest
+
+
+def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
+    """The backends whose GPUs are kept for an overdue queue that must wait on.
+
+    None of them waits for a drain without a bound: its other GPUs would be idle for as long as that takes. Of
+    a model in several GPU groups it is the one whose GPUs will be free first.
+    """
+    slots = state.loadable(model, now)
+    if state.patient:
+        endless = {
+            gpu for swap in state.swaps for each in swap.victims if each.is_endless for gpu in each.holds
+        }
+        slots = [slot for slot in slots if endless.isdisjoint(slot.holds)]
+    if len(slots) < 2 or not model.is_spread:
+        return slots
+    return [min(slots, key=lambda slot: _swap_seconds_later(state, slot))]
+
+
+# When it is overdue
+
+
+class Bound(NamedTuple):
+    """The bound of a queue that begins, and what it was computed from."""
+
+    seconds: float
+    """The time after which the queue is overdue."""
+    load_seconds: float
+    """The time that the load of its model is expected to take."""
+    swap_seconds: float
+    """The time that a swap to its model would take now, the drain included."""
+
+
+def bound(state: GroupState, model: Model, now: float) -> Bound:
+    """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
+    load_seconds = min([state.load_seconds(slot, slot.load_level) for slot in state.own(model)], default=0.0)
+    one = round_seconds(state, model, load_seconds) if model.settings.follows_load else 0.0
+    timeout, soonest = state.config.queue_timeout, math.inf
+    enough = timeout - most_seconds(model.settings, one) - one
+    for each in state.groups_of(model) if model.is_spread else (state,):
+        soonest = min(soonest, swap_seconds(each, model, now))
+        if soonest <= enough:
+            break  # an even shorter one makes no difference
+    return Bound(bound_seconds(model.settings, one, timeout - soonest), load_seconds, soonest)
+
+
+def round_seconds(state: GroupState, model: Model, load_seconds: float) -> float:
+    """How long the loads of a round take that ends with that of ``model``, as far as is known."""
+    waiting = {
+        each.name: state.gpus_of(each)
+        for each in state.models.values()
+        if each is not model and state.lacks_load(each)
+    }
+    others = in_round(state.gpus_of(model), waiting)
+    return load_seconds + math.fsum([state.models[name].queue.load_seconds for name in others])
+
+
+def in_round(gpus: Set[str], waiting: Mapping[str, Set[str]]) -> list[str]:
+    """The models that wait for some of these ``gpus``, or for a GPU for which one of these waits.
+
+    ``waiting``: a model that waits -> the GPUs of its backends.
+    """
+    found: list[str] = []
+    left, reached = dict(waiting), set(gpus)
+    while more := [name for name, own in left.items() if not reached.isdisjoint(own)]:
+        found += more
+        reached.update(*[left.pop(name) for name in more])
+    return found
+
+
+def most_seconds(settings: ModelSettings, one: float) -> float:
+    """The bound of a queue whose round takes the seconds of ``one``, if there is time enough."""
+    if not settings.follows_load:
+        return settings.max_wait
+    return min(settings.max_wait, max(one + min(one, CHOICE_SECONDS), LEAST_SECONDS))
+
+
+def bound_seconds(settings: ModelSettings, one: float, latest: float) -> float:
+    """The bound if a swap must begin within ``latest`` seconds, or one round before that with ``auto``."""
+    most = most_seconds(settings, one)
+    if settings.follows_load and most > LEAST_SECONDS:
+        most = max(min(most, latest - one), LEAST_SECONDS)
+    return max(min(most, latest), 0.0)
+
+
+# Too late
+
+
+class RunningAnswer(NamedTuple):
+    """An answer that runs, and that a swap waits for."""
+
+    model: str
+    request: str
+    """The id of its request; its ticket, where that has none."""
+    run_seconds: float
+
+    @property
+    def words(self) -> str:
+        return f"request {self.request} of {self.model} has run for {span(self.run_seconds)}"
+
+
+def answers(slots: Iterable[Slot], now: float) -> tuple[RunningAnswer, ...]:
+    """The answers that run at these backends, the longest first."""
+    found = [
+        RunningAnswer(slot.model, ticket.request or f"#{ticket.id}", now - since)
+        for slot in slots
+        for ticket, since in slot.holders.items()
+    ]
+    return tuple(sorted(found, key=lambda each: -each.run_seconds)[:MOST_ANSWERS])
+
+
+def seconds_left(state: GroupState, victim: Slot, now: float) -> float:
+    """How long the answers of a backend will take yet, as far as is known."""
+    usual = state.models[victim.model].demand.service_seconds or 0.0
+    left = max([usual - (now - since) for since in victim.holders.values()], default=0.0)
+    most = state.drain_left(victim, now)
+    return max(min(left, most), 0.0)
+
+
+class _Prospect(NamedTuple):
+    """The soonest that a backend could be loaded."""
+
+    drain_seconds: float = 0.0
+    load_seconds: float = 0.0
+    before: tuple[Slot, ...] = ()
+    """The backends whose answers are waited for."""
+
+
+def too_late(state: GroupState, model: Model, now: float) -> WouldWaitTooLong | None:
+    """Why a request that comes now could not be served in time: answers that a swap may not sever."""
+    states = state.groups_of(model)
+    if model.ready or not any(each.patient for each in states):
+        return None
+    found = [
+        _prospect(each, slot, now)
+        for each in states
+        for slot in each.own(model)
+        if slot.host.takes_loads and not slot.leaving
+    ]
+    soonest = min(found, key=lambda each: each.drain_seconds + each.load_seconds, default=_Prospect())
+    seconds, limit = soonest.drain_seconds + soonest.load_seconds, state.config.queue_timeout
+    if not soonest.drain_seconds or not soonest.load_seconds <= limit < seconds:
+        return None
+    [first, *_] = answers(soonest.before, now)
+    text = (
+        f"{model.name} would wait longer than queue_timeout ({limit:g} s): {first.words}, and may finish "
+        f"first (drain_timeout). It can be loaded in about {span(seconds)}."
+    )
+    return WouldWaitTooLong(text, retry_after=seconds - limit)
+
+
+def _prospect(state: GroupState, slot: Slot, now: float) -> _Prospect:
+    """The soonest that a backend could be loaded, whatever the policy says."""
+    if slot.state in (*LOADING, "ready"):
+        return _Prospect()
+    seconds = state.load_seconds(slot, slot.load_level)
+    if swap := state.swap_to(slot):
+        before = swap.victims
+    elif swaps := [each for each in state.swaps if not slot.holds.keys().isdisjoint(each.gpus())]:
+        before = [victim for each in swaps for victim in each.victims]
+        others = [each.target for each in swaps if each.target]
+        seconds += max([state.load_seconds(other, other.level) for other in others], default=0.0)
+    else:
+        before = victims(state, slot, state.busy_gpus(), frozenset(), now) or []
+    own = [each for each in before if each.backend.has_own("drain_timeout") and each.holders]
+    left = [seconds_left(state, each, now) for each in own]
+    return _Prospect(max(left, default=0.0), seconds, tuple(own))
+
+
+# Why no backend of a model can be loaded
+
+
+def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
+    """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
+    if model.slots[0].backend.url:
+        return None  # nothing of ours is in the way of a server elsewhere
+    pause = state.host.pause
+    if pause.refuses:
+        return pause.error(now)
+    first: MuxError | None = None
+    away: dict[HostRecord, None] = {}
+    for each in state.groups_of(model):
+        own = each.own(model)
+        able = [slot for slot in own if slot.host.is_awaited]
+        away.update({slot.host: None for slot in own if not slot.host.is_awaited})
+        if not able:
+            continue
+        error = all_obstacles(each, able, now)
+        if error is None:
+            return None
+        first = first or error
+    return first or (unavailable(model.name, list(away), now) if away else None)
+
+
+def unavailable(model: str, hosts: Sequence[HostRecord], now: float) -> MuxError:
+    """The error of a request for a model none of whose hosts can have it."""
+    whys = [_why_away(host, now) for host in hosts[:MOST_HOSTS]]
+    more = f", and so on for {len(hosts) - MOST_HOSTS} more hosts" if len(hosts) > MOST_HOSTS else ""
+    return HostUnavailable(f"{model} has no host to run on now: {', '.join(whys)}{more}.")
+
+
+def _why_away(host: HostRecord, now: float) -> str:
+    name = host.name or LOCAL
+    return f"{name} has been lost for {now - host.since:.0f} s" if host.is_lost else f"{name} is drained"
+
+
+def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxError | None:
+    """The same for some backends of a model in this GPU group, whose hosts take loads."""
+    first: MuxError | None = None
+    for slot in slots:
+        error = _obstacle(state, slot, now)
+        if error is None:
+            return None
+        first = first or error
+    return first
+
+
+def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
+    if (gpu := state.left_gpu(slot)) and slot.state not in STAYING:
+        theirs = f"other programs hold {gib(state.placement.others[gpu])} of GPU {gpu}"
+        return GpuMemoryShort(f"{slot.name} is not loaded: {theirs}, which is left to them (`yield`).")
+    if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
+        return None
+    for other in state.slots.values():
+        if other.state == "stuck" and (other is slot or other.holds.keys() & slot.holds.keys()):
+            return _stuck(other, slot, now)
+    if slot.state == "stopped" and slot.retry_at > now:
+        pause = slot.retry_at - now
+        what = "ended" if slot.failed_starts == slot.crashes else "failed to load"
+        text = f"{slot.name} {what} and is not tried again for {pause:.0f} s: {slot.error}"
+        return LoadError(text, log=slot.log, retry_after=pause)
+    why = state.placement.never_fits(slot) or state.memory.never_fits(slot)
+    if why:
+        return DoesNotFit(f"{slot.name} cannot be loaded: {why}.")
+    return _no_room_beside(state.placement.irremovable(slot), slot, now)
+
+
+def _no_room_beside(others: Sequence[Slot], slot: Slot, now: float) -> MuxError | None:
+    """The error for a backend beside others that cannot be evicted now, and are not all pinned."""
+    asleep = [other for other in others if other.state == "standby"]
+    return _stuck(min(asleep, key=lambda other: other.retry_at), slot, now) if asleep else None
+
+
+def _stuck(other: Slot, slot: Slot, now: float) -> Stuck:
+    """The error for a backend that cannot be loaded because another, or itself, could not be stopped."""
+    whose = "" if other is slot else f" and holds a GPU of {slot.model}"
+    text = f"{other.name} could not be stopped{whose}: {other.error}"
+    return Stuck(text, retry_after=other.retry_at - now)
+
+
+def lack_of_memory(state: GroupState, model: Model, busy: set[str], now: float) -> MuxError | None:
+    """Why an overdue queue is not served: the memory is held by others than this GPU group's backends.
+
+    Other GPU groups are asked to free host memory that a backend lacks; None if they will.
+    """
+    may_go = ("ready", "draining", "evicting")
+    others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
+    first: MuxError | None = None
+    for slot in [slot for slot in state.own(model) if slot.host.is_awaited and slot.state != "stuck"]:
+        if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
+            return None  # its turn comes
+        error = _lack_of(state, slot, others, now)
+        if error is None:
+            return None
+        first = first or error
+    return first
+
+
+def _lack_of(state: GroupState, slot: Slot, others: Sequence[Slot], now: float) -> MuxError | None:
+    """The same for one backend; ``others``: those of its GPU group that could make room for it."""
+    if lack := state.placement.others_before(slot):
+        return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
+    short = state.memory.short(slot, others)
+    if short > 0 and not state.memory.call(slot, short, state.slots.values(), now):
+        who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
+        return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
+    return None
+
+
+def no_room_to_wait(model: Model, waiting: int, most: int) -> Overloaded | None:
+    """Why one more request may not wait for ``model``; ``waiting``: how many do for all, of ``most``."""
+    if model.is_queue_full:
+        text = f"overloaded: the queue of {model.name} is full: {len(model.queue)} waiting (its max_queue)."
+    elif waiting >= most and model.queue.tickets:  # one may always wait: its GPU may be free
+        text = f"overloaded: the queues of all models together are full: {waiting} waiting (max_queue)."
+    else:
+        return None
+    return Overloaded(f"{text} Try again.")
+
+
+def not_resident(state: GroupState, model: str, now: float) -> MuxError:
+    """The error of a request that may force no swap: its model is not there, or nothing is."""
+    pause = state.host.pause
+    if pause.refuses:
+        return pause.error(now)
+    return NothingResident(f"{model} is not loaded, and this request does not allow a swap (swap: never).")
+
+
+def of_crashes(ticket: Ticket) -> MuxError | None:
+    """Why a request is refused under which backends ended: it may be what ends them."""
+    if len(ticket.crashes) < MOST_CRASHES:
+        return None
+    *_, last = ticket.crashes
+    often = f"{len(ticket.crashes)} engines ended while they worked on this request, so it is not sent again"
+    return Crashed(with_log(f"{often}: {last.backend} {last.why}.", last.log))
+
+
+def nobody_takes(model: str) -> Overloaded:
+    return Overloaded(
+        f"overloaded: the routing policy of {model} lets none of its replicas take more. Try again."
+    )

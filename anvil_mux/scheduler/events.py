@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 LOCAL = "local"
 """The name, for people, of the host that anvil-mux runs on."""
-
 KINDS = {
     "queued": "a request waits for its model, or for the one `backend` that has the answer it continues; "
     "on the first of a queue, `bound` is the number of seconds after which the queue is overdue, `load` and "
@@ -56,10 +55,8 @@ KINDS = {
     "reload_failed": "a new configuration was refused for a `cause`, and nothing changed",
 }
 """Each kind of event -> what it means."""
-
 Leaving = Literal["", "changed", "removed"]
 """Why a backend leaves for good; "": it does not."""
-
 BY_HAND = frozenset(("unloaded", "host_drained", "paused"))
 """Causes of a drain that people ask for: a backend's own drain_timeout does not count."""
 DEATHS = frozenset(("died", "died_early"))
@@ -68,7 +65,7 @@ FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
 """Causes of a state that a backend was found in, and no step has led to."""
 CLEARING = frozenset(("host_drained", "paused", "others_hold"))
 """Causes of an eviction after which nothing is loaded on the host, or on that GPU."""
-PRELOADS = frozenset(("preload", "missing_stage", "home", "gpu_given_back", "wake_to_demote"))
+PRELOADS = frozenset(("preload", "hinted", "missing_stage", "home", "gpu_given_back", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
 """Causes for which a request is severed to be sent to another replica."""
@@ -128,7 +125,6 @@ class Event(NamedTuple):
 
 
 _EARLY = "{detail} {seconds:.1f} s after it was loaded, before it had completed an answer"
-
 DECISIONS = {
     "room_free": "{waiting} waiting, room is free",
     "oldest_first": "{waiting} waiting, oldest first",
@@ -153,7 +149,6 @@ DECISIONS = {
     "policy_text": "{detail}",
 }
 """Kind of cause that a policy may give for its decision -> its sentence: see ``SENTENCES``."""
-
 SENTENCES = DECISIONS | {
     "overdue": "overdue",
     "outranked": "{model} has a higher priority, and needs the same GPUs",
@@ -179,6 +174,7 @@ SENTENCES = DECISIONS | {
     "surplus": "its model is already loaded as often as `most` allows",
     "standby_full": "no room for standby level {way}",
     "preload": "preloaded before the first request",
+    "hinted": "preloaded because a client said that it will ask for it",
     "missing_stage": "preloaded because the other stage is loaded",
     "home": "home model, and its GPUs are idle",
     "gpu_given_back": "other programs have left its GPUs for {seconds:.0f} s",
@@ -210,7 +206,6 @@ SENTENCES = DECISIONS | {
     "bad_configuration": "{detail}",
 }
 """Kind of cause -> its sentence; the names in braces are the figures that it has."""
-
 _SEVERED = {
     "evicted": "{of} was evicted for {model}",
     "unloaded": "{of} was unloaded on request",
@@ -229,7 +224,6 @@ _SEVERED = {
     "stale": "the engine of {of} did not answer",
 }
 """The same for the client of a request that was severed; ``of``: the model that was asked."""
-
 ADOPTED = Cause("adopted")
 UNLOADED = Cause("unloaded")
 PAUSED = Cause("paused")
@@ -265,22 +259,6 @@ def ending(cause: Cause) -> str:
 def _filled(template: str, cause: Cause) -> str:
     figures = {**cause._asdict(), "residents": " and ".join(cause.residents), "host": cause.host or LOCAL}
     return template.format(**figures)
-
-
-_NUMBER = (int, float)
-_FIGURES: tuple[Any, ...] = (str, str, str, tuple, str, _NUMBER, _NUMBER, _NUMBER, _NUMBER, str, str)
-"""The types of a cause's figures, in their order."""
-
-
-def is_decided(value: object) -> bool:
-    """Whether a value is the cause of a decision, with figures of their types: a policy may be anybody's."""
-    if (
-        not isinstance(value, Cause)
-        or value.kind not in DECISIONS
-        or not all(map(isinstance, value, _FIGURES))
-    ):
-        return False
-    return all(isinstance(each, str) for each in value.residents)
 
 
 def mistake(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""The facts about a GPU group, each in the past tense; that a request arrived is told in admission.py.
+"""The facts about a GPU group, each in the past tense, but for how requests arrive and how steps end.
 
-How leases and steps ended, which backends died, which ran before this program came, whether their host is
+How leases ended, which backends died, which ran before this program came, whether their host is
 lost, is back, is declared gone or is drained by hand, and what people ask for: unload a model, pin it, take
 another configuration. The record of a host says whether it is lost. Its backends keep the states that they
 had meanwhile: they may still run. When the host is back each backend is what it was found to be, whatever its
@@ -10,21 +10,31 @@ state was. One that was found and may not stay is stuck until it is stopped.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Set
-from types import MappingProxyType
 
-from anvil_mux.errors import Cancelled, LoadError, UnknownModel
+from anvil_mux.errors import Cancelled, Overloaded, UnknownModel
 from anvil_mux.scheduler.events import ADOPTED, UNLOADED, Cause, Event, Leaving, ending
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.slot import LOADING, TRANSITIONS, Slot
-from anvil_mux.scheduler.steps import NO_USAGE, Crash, FoundBackend, Ticket, TokenUsage
-from anvil_mux.scheduler.upkeep import Upkeep
+from anvil_mux.scheduler.slot import (
+    LOADING,
+    NO_USAGE,
+    TRANSITIONS,
+    Crash,
+    FoundBackend,
+    Slot,
+    Ticket,
+    TokenUsage,
+)
+from anvil_mux.scheduler.swaps import Swaps
 
+HINT_SECONDS = 60.0
+"""How long a hint holds, and what was loaded for one is not evicted for another."""
+MOST_HINTS = 32
+"""The most models that are hinted at at once."""
 INCOMPLETE = Cause("incomplete")
-NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
-class GroupFacts(Upkeep):
+class GroupFacts(Swaps):
     """The facts about one GPU group: from requests, steps, engines, hosts and people."""
 
     __slots__ = ()
@@ -79,7 +89,7 @@ class GroupFacts(Upkeep):
 
         It does where swaps are held back if the policy says so, if there is a choice of victims, or if a
         drain, memory or another replica may depend on it; and at the end of a drain, and where a ttl or the
-        return of a home backend begins.
+        return of a home backend begins, or a hint may wait for it.
         """
         if self.deferred:
             if self.swaps or self.idlers or self.routed or self.memory.budget is not None:
@@ -90,7 +100,7 @@ class GroupFacts(Upkeep):
         if slot.holders:
             return False
         comes_back = bool(self.homes) and not slot.backend.home
-        return slot.state == "draining" or slot.ttl is not None or comes_back
+        return slot.state == "draining" or slot.ttl is not None or comes_back or bool(self.common.hints)
 
     # Before this program came
 
@@ -130,116 +140,6 @@ class GroupFacts(Upkeep):
         self.emit(Event(now, "standby", slot.model, slot.name, cause=cause, way=found.level))
         return True
 
-    # Loads
-
-    def loaded(self, slot: Slot, now: float, level: str) -> None:
-        """The backend answers, brought back from the standby ``level``; its whole queue is leased."""
-        seconds, model = now - slot.since, self.models[slot.model]
-        wanted = bool(model.queue.tickets)
-        unwanted = any(swap.cancel == UNLOADED for swap in self.swaps if swap.target is slot)
-        self.enter(slot, "loaded", now)
-        slot.note_loaded(now, seconds, level)
-        for other in self.slots.values():
-            if other is slot or not self.placement.fit_together(slot, other):
-                other.made_way = None
-        self.keep_alive(slot, None)
-        self.learn(slot, level, seconds)
-        self.end_to(slot)
-        self.emit(Event(now, "ready", slot.model, slot.name, seconds=seconds, way=level))
-        if slot.leaving:
-            self.begin_leaving(slot, now)
-            return
-        self.admit(model, now)
-        if unwanted:  # it was unloaded a moment too late to be cancelled
-            self.begin_eviction(slot, now, UNLOADED)
-        elif wanted:
-            slot.next_level = ""
-        elif slot.next_level:
-            cause = Cause("wake_to_demote", way=slot.next_level)
-            self.begin_eviction(slot, now, cause, severs=Cause("idle"))
-        if slot.state == "ready" and model.replicas and not model.queue.tickets:
-            self.take_back(slot, now)
-        if slot.pinned:
-            self.fail_refused(now)  # what does not fit beside it
-
-    def load_failed(self, slot: Slot, now: float, error: LoadError) -> None:
-        """The backend did not become ready, and was cleaned up."""
-        if slot.state == "cancelling":  # it was to end anyway
-            self.load_cancelled(slot, now)
-            return
-        self.enter(slot, "load_failed", now)
-        slot.note_load_failed(now, error.reason, error.log)
-        self.end_to(slot)
-        cause = Cause("load_failed", detail=error.reason)
-        self.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
-        self.fail_refused(now)
-
-    def load_cancelled(self, slot: Slot, now: float) -> None:
-        """The load of the backend ended before its time, and all that it had begun was stopped."""
-        if slot.state != "cancelling":  # nobody here wanted that
-            self.load_failed(slot, now, LoadError("its load was cancelled by somebody else"))
-            return
-        self.enter(slot, "cancelled", now)
-        slot.next_level = ""
-        self.end_to(slot)
-        self.emit(Event(now, "stopped", slot.model, slot.name))
-        self.fail_refused(now)
-
-    # Evictions
-
-    def evicted(
-        self,
-        slot: Slot,
-        now: float,
-        *,
-        residual: Mapping[str, int] = NOTHING_HELD,
-        level: str = "stop",
-        host_bytes: int = 0,
-        freed: Mapping[str, int] = NOTHING_HELD,
-        died: str = "",
-        log: Iterable[str] = (),
-    ) -> None:
-        """The backend left its GPUs; unless it was stopped it is in standby, at this ``level``.
-
-        It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
-        ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
-        and ``log`` what it had printed last.
-        """
-        standby, cause = level != "stop", None
-        host_bytes = host_bytes if standby else 0
-        if died and not slot.failed_stops:  # else it had been told to stop before, in vain
-            cause = slot.judge_end(now, died)
-        if not slot.failed_stops:  # else an earlier attempt freed some of it
-            gave_up = freed if slot.state == "evicting" else {}  # what is demoted held less than all
-            described = slot.backend.service.digest
-            self.footprints.learn(
-                slot.name, level, gave_up, residual, host_bytes=host_bytes, described=described
-            )
-            self.placement.measure(slot, self.footprints.held(slot.name, described))
-        self.enter(slot, "standby" if standby else "stopped", now)
-        slot.next_level = "stop" if slot.leaving else ""
-        slot.keep_in_standby(level, slot.named(residual) if standby else {}, host_bytes)
-        slot.note_left(now)
-        self.left(slot)
-        if cause:
-            slot.error, slot.log = ending(cause), tuple(log)
-        self.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=level if standby else ""))
-        self.fail_refused(now)
-
-    def evict_failed(self, slot: Slot, now: float, why: str) -> None:
-        """The backend may still hold its GPUs: nothing is loaded there until a later stop succeeds.
-
-        One that was in standby holds what it held, and stays so.
-        """
-        slot.failed_starts += slot.state == "loading"
-        self.enter(slot, "evict_failed", now)
-        slot.note_stop_failed(now, why)
-        way, cause = slot.level if slot.state == "standby" else "", Cause("evict_failed", detail=why)
-        self.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way))
-        for swap in [each for each in self.swaps if each.target is slot or slot in each.victims]:
-            self.dissolve(swap, now)
-        self.fail_refused(now)
-
     # Ends by themselves
 
     def died(self, slot: Slot, now: float, why: str, log: Iterable[str]) -> None:
@@ -268,7 +168,7 @@ class GroupFacts(Upkeep):
         """Other processes hold so many bytes, by GPU; whether that is news.
 
         It is not believed while a backend is loaded or evicted: its processes may be taken for others. GPUs
-        of which they hold much are left to them: all there goes, and returns later (upkeep.py).
+        of which they hold much are left to them: all there goes, and returns later (group.py).
         """
         moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in self.slots.values())
         if moving or held == self.placement.others:
@@ -346,7 +246,7 @@ class GroupFacts(Upkeep):
         self.emit(Event(now, "stuck", slot.model, slot.name, cause=cause))
 
     def host_cleared(self, now: float, *, cleared: bool) -> None:
-        """Have all go that is on the host (upkeep.py), or stay: it was drained or paused, or is no longer."""
+        """Have all go that is on the host (group.py), or stay: it was drained or paused, or is no longer."""
         self.changed()
         if not cleared and not self.host.is_lost:
             self.reprieve_all(now)
@@ -389,6 +289,7 @@ class GroupFacts(Upkeep):
             slot.unloaded = True
         ready = [slot for slot in slots if slot.state == "ready"]
         given_up = self._give_up_load(model, is_ready, now)
+        self.common.hints.pop(model.name, None)
         for slot in ready:
             self.begin_eviction(slot, now, UNLOADED)
         standby = [] if is_ready else [slot for slot in slots if self.may_be_stopped(slot)]
@@ -427,6 +328,20 @@ class GroupFacts(Upkeep):
             model.unload_when_idle = True
             return False
         return self.unload(model, now)
+
+    def hint(self, model: Model, now: float) -> None:
+        """A client will ask for ``model`` soon; Overloaded if too many such hints are pending.
+
+        It holds for ``HINT_SECONDS``, and is forgotten once the model is resident or coming, or asked for.
+        """
+        hints = self.common.hints
+        for name in [name for name, since in hints.items() if now >= since + HINT_SECONDS]:
+            del hints[name]
+        if model.name in hints or model.ready or model.is_coming:
+            return
+        if len(hints) >= MOST_HINTS:
+            raise Overloaded(f"Hints for {MOST_HINTS} models are pending already; no more are kept.")
+        hints[model.name] = now
 
     def pin(self, model: Model, now: float, *, pinned: bool) -> None:
         """Keep ``model``, once it is resident, from being evicted for others; or do so no longer."""

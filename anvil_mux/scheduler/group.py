@@ -6,21 +6,41 @@ of them at a time (layout.py). A ``GpuGroup`` takes facts, and answers one quest
 is asked until it answers ``Wait``. It performs nothing: whoever drives the scheduler performs the steps and
 reports how they ended. It has no lock, no clock and no I/O; calls must not overlap.
 
-It is one object in six layers, each a module that builds on those before it:
+It is one object in five layers, each a module that builds on those before it:
 
-    state.py       what stands still: models, slots (slot.py), swaps under way
+    state.py       what stands still: models, slots (slot.py), swaps under way; plans for others
     admission.py   leases, queues, failures: every end of a ticket
-    swaps.py       how swaps begin, go on and end; states of backends, events and steps
-    upkeep.py      what happens to backends although no queue needs their GPUs
-    facts.py       the facts about backends, about their host, and from people
+    swaps.py       how swaps begin, go on and end; states of backends, their steps, and how these ended
+    facts.py       the other facts about backends, about their host, and from people
     group.py       the next step, or until when there is none
 
 The next step is looked for in this order: swaps under way go on, upkeep is done, the oldest overdue queue
 gets its swap, a queue of higher priority takes over the drain for a lower one, the policy is asked, a load
-that no request waits for any more is cancelled for a queue, and a preload is begun. Which
-backends could be loaded, and whom they evict, planner.py says; what the policy is shown, ``snapshot``. The
-policy proposes, the group disposes: an overdue queue waits for no policy, and the GPUs that it needs go to no
-younger queue meanwhile.
+that no request waits for any more is cancelled for a queue, and a preload is begun, first for clients who say
+that they will ask for a model. Which backends could be loaded, and whom they evict, state.py says; what the
+policy is shown, ``snapshot``. The policy proposes, the group disposes: an overdue queue waits for no policy,
+and the GPUs that it needs go to no younger queue meanwhile.
+
+Upkeep is what happens to backends although no queue needs their GPUs, preloads included. Backends
+that could not be stopped are stopped again; those in standby are demoted when their time has come or host
+memory is short; idle residents are evicted after their ``ttl``, or for a queue of another GPU group that
+lacks host memory. All go that are on a host that is cleared, or on a GPU that is left to other programs.
+
+Loads for which no request waits are begun only while no queue waits and no swap is under way, and stop no
+backend in standby:
+
+* Preloads are of backends that are configured so, and of stages that a model in use lacks. They evict no
+  backend that has had work. Of a model with a ``most`` so many backends are preloaded, where there is room
+  first.
+* A hint says that a client will ask for a model soon: see ``_begin_hinted``.
+* A home backend comes back when nothing else was wanted on its GPUs for a while: the residents that must go
+  for it have no lease, and were not used for ``home_after``. Once its load has failed, or it was unloaded by
+  hand, it waits until a request has loaded it.
+* A backend that made way for other programs comes back in the same way once they have left its GPUs for that
+  long, where there is room.
+
+Two other such loads are begun elsewhere: one that wakes a backend on its way to a deeper standby level, and
+another replica of a busy model (``_ask_policy``).
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Load`` until its ``evicted``; the sum of what residents and
@@ -35,11 +55,11 @@ Invariants:
     loaded instead on GPUs that nobody holds, where it is served no later. A queue of higher priority takes a
     drain over, but not that for an overdue queue. One begun is finished, unless its load is cancelled: when
     it is unloaded by hand (requests that wait for it fail), or when nobody waits for it any more and another
-    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend (upkeep.py),
-    which makes way for a queue. If a target that nobody waits for any more does not fit although its victims
-    have left, no others go for it: the swap ends. Requests that wait behind others at a busy replica count as
-    waiting for another replica, if no queue waits for its GPUs; so do those in the queue of a resident model
-    whose backends take only so many at once.
+    queue needs its GPUs. Preloads are cancelled by hand only, but for that of a home backend and that of
+    a hint, which make way for a queue. If a target that nobody waits for any more does not fit
+    although its victims have left, no others go for it: the swap ends. Requests that wait behind others at a
+    busy replica count as waiting for another replica, if no queue waits for its GPUs; so do those in the
+    queue of a resident model whose backends take only so many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
     in no other swap, oldest queue first, and no younger queue gets those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
@@ -61,20 +81,19 @@ fills the GPU group anew: another slot may take the place of that one; the queue
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from anvil_mux.scheduler.events import POLICY, Cause, Event, is_decided, mistake
-from anvil_mux.scheduler.facts import GroupFacts
+from anvil_mux.config.kinds import gib
+from anvil_mux.scheduler.admission import lack_of_memory, nearest, reserved
+from anvil_mux.scheduler.events import PAUSED, POLICY, UNLOADED, Cause, Event
+from anvil_mux.scheduler.facts import HINT_SECONDS, GroupFacts
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import Plan, plan, spills, takeover, victims, waiting
 from anvil_mux.scheduler.policies import (
     FOREVER,
     Decision,
-    Policy,
     Queue,
     Resident,
     Snapshot,
@@ -83,12 +102,20 @@ from anvil_mux.scheduler.policies import (
     Swapping,
     SwapTo,
     Unload,
-    decide,
+    ask,
 )
-from anvil_mux.scheduler.queueing import lack_of_memory, reserved
-from anvil_mux.scheduler.slot import LOADING, Slot
-from anvil_mux.scheduler.state import Deferred, GroupState, SwapInProgress
-from anvil_mux.scheduler.steps import Step, Ticket, Wait
+from anvil_mux.scheduler.slot import DESCENTS, LOADING, Slot, Step, Ticket, Wait
+from anvil_mux.scheduler.state import (
+    Deferred,
+    GroupState,
+    Plan,
+    SwapInProgress,
+    plan,
+    spills,
+    takeover,
+    victims,
+    waiting,
+)
 
 SHORTEST_DEFERRAL = 1.0
 """Seconds for which a swap is held back before that is announced, and before it is announced again."""
@@ -136,20 +163,20 @@ class GpuGroup(GroupFacts):
             return Wait(FOREVER)
         if self.is_out_of_reach:
             return self.advance(now) or Wait(FOREVER)
-        self.clear(now)
+        self._clear(now)
         if self.bounded:
-            self.give_up_surplus(now)
+            self._give_up_surplus(now)
         while True:
             step = self.advance(now) if self.swaps else None
-            step = step or self.upkeep_step(now)
+            step = step or self._upkeep_step(now)
             if step:
                 return step
             models = waiting(self)
             if not (
-                self.evict_idle(now)
+                self._evict_idle(now)
                 or self._begin_swap(models, now)
                 or self._cancel_unwanted(models, now)
-                or (not (models or self.swaps) and self.begin_preload(now))
+                or (not (models or self.swaps) and (self._begin_hinted(now) or self._begin_preload(now)))
             ):
                 return self._wait(self._next_moment(models, now), now)
 
@@ -163,8 +190,8 @@ class GpuGroup(GroupFacts):
     def _next_moment(self, models: list[Model], now: float) -> float:
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
         moments = [model.queue.overdue_at for model in models]
-        moments += self.upkeep_moments(now)
-        for slot in self.stayers if models or self.preloads else ():
+        moments += self._upkeep_moments(now)
+        for slot in self.stayers if models or self.preloads or self.common.hints else ():
             moments.append(slot.stays_until)
         for swap in self.swaps:
             moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
@@ -250,9 +277,56 @@ class GpuGroup(GroupFacts):
         slot = swap.target
         if slot is None or slot.state != "loading" or swap.cancel:
             return False
-        if swap.preload and swap.cause.kind != "home":
+        if swap.preload and swap.cause.kind not in ("home", "hinted"):
             return False
         return not (slot.pinned or self.models[slot.model].queue.tickets)
+
+    # Hints
+
+    def _begin_hinted(self, now: float) -> bool:
+        """Begin a load that a client has hinted at, or the evictions that make room for it.
+
+        Nobody waits for it. So it evicts only who is idle, whom a queue that began with the hint would evict
+        by the policy's word, and nobody in standby; nor what was loaded for another hint a moment ago.
+        """
+        hints = self.common.hints
+        for name in [name for name in hints if name in self.models]:
+            model, since = self.models[name], hints[name]
+            if model.ready or model.is_coming or model.queue.tickets or now >= since + HINT_SECONDS:
+                del hints[name]
+            elif model.is_spread and nearest(self.groups_of(model), model, now) is not self:
+                continue
+            elif found := plan(self, model, set(), now, self._unhinted(now)):
+                if found.victims and self._may_evict_for(found, since, now):
+                    self._preload(Preload(found.target, found.victims, Cause("make_room", name)), now)
+                    return True
+                if not found.victims and self.memory.has_room(found.target):
+                    del hints[name]
+                    self._preload(Preload(found.target, [], Cause("hinted")), now)
+                    return True
+        return False
+
+    def _unhinted(self, now: float) -> set[str]:
+        """The backends that are not evicted for a hint."""
+        return self.staying(now) | {
+            slot.name
+            for slot in self.placement.active
+            if slot.holders
+            or slot.state == "standby"
+            or self.models[slot.model].queue.tickets
+            or not (slot.has_had_work or now >= slot.loaded + HINT_SECONDS)
+        }
+
+    def _may_evict_for(self, found: Plan, since: float, now: float) -> bool:
+        """Whether the policy would evict them for a request that had come at the moment ``since``."""
+        name = found.target.model
+        contest = contests(self, {name: found})[0]
+        seen = snapshot(self, now, contest.plans, here=contest.residents)
+        queue = seen.queues[0]._replace(oldest=since, newest=since)
+        decision = ask(self.policy, seen._replace(queues=(queue,)))
+        if isinstance(decision, Stay):
+            self._ask_again = min(self._ask_again, decision.until, decision.again)
+        return isinstance(decision, SwapTo)
 
     # The policy
 
@@ -345,6 +419,220 @@ class GpuGroup(GroupFacts):
             self.emit(
                 Event(now, "deferred", model.name, ticket=first.id, size=size, seconds=left, cause=stay.cause)
             )
+
+    # Upkeep
+
+    def _upkeep_moments(self, now: float) -> list[float]:
+        """The moments at which something is to be done, as things are; also those that have passed."""
+        demotions = [until for slot in self.sleepers if (until := slot.demoted_at) is not None]
+        returns = [self.comes_back_at(slot, now) for slot in self._absent()]
+        return demotions + returns + [slot.idle_until for slot in self.idlers]
+
+    def _upkeep_step(self, now: float) -> Step | None:
+        """The next step that is due."""
+        return self._retry_stuck(now) or self._demote_due(now)
+
+    def _retry_stuck(self, now: float) -> Step | None:
+        for slot in self.slots.values():
+            if now < slot.retry_at or (slot.state != "stuck" and slot.next_level != "stop"):
+                continue
+            if slot.state == "stuck":
+                return self.evict(slot, now, Cause("retry_stuck"))
+            if self.may_be_stopped(slot):
+                why = self._why_stopped(slot)
+                return self.demote(slot, now, Cause("retry_stuck") if slot.failed_stops else why)
+        return None
+
+    def _why_stopped(self, slot: Slot) -> Cause:
+        if slot.leaving:
+            return Cause(slot.leaving)
+        return self._why_gone(slot) if self.must_go(slot) else UNLOADED
+
+    def _demote_due(self, now: float) -> Step | None:
+        """Demote a backend that has been at its level for long enough, or because host memory is short."""
+        found = self.memory.yields(now)
+        if found is not None and found is self.slots.get(found.name):
+            return self.demote(found, now, Cause("host_memory_short"), to=self.memory.lower(found))
+        for slot in self.sleepers:
+            until = slot.demoted_at
+            if until is None or until > now or slot.coming or self.models[slot.model].queue.tickets:
+                continue
+            if DESCENTS.get((slot.level, to := slot.below(may_wake=self._is_calm(slot)))):
+                slot.next_level = to
+                self.begin(slot, [], now, Cause("wake_to_demote", way=to), preload=True)
+                return self.advance(now)
+            cause = Cause("demote_timer", way=slot.level, seconds=now - slot.since)
+            return self.demote(slot, now, cause)
+        return None
+
+    def _is_calm(self, slot: Slot) -> bool:
+        """Whether a backend in standby may be woken for a moment: there is room, and no queue waits."""
+        if self.swaps or waiting(self) or not self.models[slot.model].may_come(slot):
+            return False
+        return self.fits(slot) and self.memory.has_room(slot)
+
+    def _clear(self, now: float) -> None:
+        """Have all go that may not stay where it is, or is on its way there; what it keeps there, too.
+
+        Such are the backends on a host that was drained (while anvil-mux is paused, all are), and on a GPU
+        that is left to other programs.
+        """
+        if not self.host.is_cleared and self.config.yield_above is None:
+            return
+        slots = [slot for slot in self.slots.values() if not slot.backend.url and self.must_go(slot)]
+        for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
+            self.give_up(slot, now, self._why_gone(slot))  # makes victims ready which only drained
+        for slot in slots:
+            if slot.state == "ready":
+                if not slot.host.is_cleared:
+                    slot.made_way = FOREVER
+                self.begin_eviction(slot, now, self._why_gone(slot))
+            if slot.host.is_cleared:
+                if slot.state in ("draining", "standby"):
+                    slot.next_level = "stop"
+                self.hasten(slot, now)
+            elif slot.state == "standby" and any(slot.residual.values()):
+                slot.next_level = "stop"
+
+    def _why_gone(self, slot: Slot) -> Cause:
+        """Why a backend may not stay where it is."""
+        if slot.host.pause.is_on:
+            return PAUSED
+        if slot.host.is_drained:
+            return Cause("host_drained", host=slot.host.name)
+        gpu = self.left_gpu(slot)
+        return Cause("others_hold", detail=f"{gib(self.placement.others[gpu])} of GPU {gpu}")
+
+    def _give_up_surplus(self, now: float) -> None:
+        """Give up backends here of models of which more are resident or coming than may be."""
+        for model in self.bounded:
+            while (slot := model.surplus) and slot is self.slots.get(slot.name):
+                self.give_up(slot, now, Cause("surplus"))
+                if slot.state == "loading":
+                    break  # it counts until its load is being cancelled, which is the next step
+
+    def _evict_idle(self, now: float) -> bool:
+        """Begin to evict idle residents; whether there were any."""
+        idlers = self.idlers
+        idle = [slot for slot in idlers if slot.idle_until <= now < FOREVER]
+        for slot in idle:
+            self.begin_eviction(slot, now, Cause("idle", seconds=slot.ttl or 0.0))
+        for slot in self.ready if self.memory.budget is not None else ():
+            model = self.common.models.get(self.memory.answer(slot, now))
+            if model and model.queue.tickets:
+                cause, severs = Cause("host_memory_needed", model.name), Cause("evicted", model.name)
+                self.begin_eviction(slot, now, cause, severs=severs)
+                return True
+        return bool(idle)
+
+    # Preloads and returns
+
+    def _begin_preload(self, now: float) -> bool:
+        """Begin the next load for which no request waits; whether there is any."""
+        found = self._next_preload(now) or self._next_return(now)
+        if found:
+            self._preload(found, now)
+        return found is not None
+
+    def _preload(self, found: Preload, now: float) -> None:
+        """Begin a preload, or the evictions of its victims."""
+        for victim in found.victims:
+            severs = Cause("evicted", found.target.model)
+            self.begin_eviction(victim, now, found.cause, severs=severs)
+        if not found.victims:
+            self.begin(found.target, [], now, found.cause, preload=True)
+
+    def _next_preload(self, now: float) -> Preload | None:
+        """The next preload; backends for which there is no room any more are passed over.
+
+        So are those of a model of which enough are resident; while they are coming, the others are kept.
+        """
+        for slot in tuple(self.preloads):
+            if not self.takes_loads(slot):
+                continue
+            model = self.models[slot.model]
+            if not model.may_come(slot) and model.is_coming:
+                continue
+            found = victims(self, slot, self.busy_gpus(), frozenset(), now) if model.may_come(slot) else None
+            failed = slot.state != "stopped" or slot.retry_at > now or found is None
+            if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):
+                self.preloads.remove(slot)
+            elif any(each.stays_until > now for each in found or ()):
+                return None
+            elif found:
+                return Preload(slot, found, Cause("make_room", slot.model))
+            else:
+                self.preloads.remove(slot)
+                if self.memory.has_room(slot):
+                    return Preload(slot, [], self._why_preloaded(slot, now))
+        return None
+
+    def _why_preloaded(self, slot: Slot, now: float) -> Cause:
+        model = self.models[slot.model]
+        lacked = model.ready and model.replicas and slot in model.replicas.lacking(now)
+        return Cause("missing_stage" if lacked else "preload")
+
+    def _next_return(self, now: float) -> Preload | None:
+        """The backend that is to come back now, once its victims are evicted."""
+        for slot in self._absent():
+            found = self._return(slot, now)
+            if found.at > now:
+                continue
+            if found.victims:
+                return Preload(slot, list(found.victims), Cause("make_room", slot.model))
+            if self.memory.has_room(slot):
+                kind = "home" if slot.backend.home else "gpu_given_back"
+                return Preload(slot, [], Cause(kind, seconds=slot.backend.home_after))
+        return None
+
+    def _absent(self) -> list[Slot]:
+        """The backends that come back by themselves."""
+        if self.config.yield_above is None:
+            return self.homes
+        return [slot for slot in self.slots.values() if slot.backend.home or slot.made_way is not None]
+
+    def comes_back_at(self, slot: Slot, now: float) -> float:
+        """When a backend comes back by itself, as things are; infinite: it does not."""
+        return self._return(slot, now).at
+
+    def _return(self, slot: Slot, now: float) -> _Return:
+        if not self._may_return(slot):
+            return _Return()
+        found = victims(self, slot, self.busy_gpus(), frozenset(), now)
+        if found is None or (found and not slot.backend.home):
+            return _Return()
+        if any(each.backend.home or each.state == "standby" for each in found):
+            return _Return()
+        others = [each for each in self.slots.values() if not self.placement.fit_together(slot, each)]
+        concerned = dict.fromkeys((*others, *found))
+        if any(each.holders for each in concerned):
+            return _Return()
+        left = slot.since if slot.state == "stopped" else -FOREVER
+        given_back = -FOREVER if slot.made_way is None else slot.made_way
+        quiet = max([left, given_back, *(each.used for each in concerned)]) + slot.backend.home_after
+        return _Return(max([quiet, *(each.stays_until for each in found)]), tuple(found))
+
+    def _may_return(self, slot: Slot) -> bool:
+        if slot.state not in ("stopped", "standby") or slot.coming or slot.leaving:
+            return False
+        if slot.failed_starts or slot.unloaded or not self.takes_loads(slot):
+            return False
+        return self.models[slot.model].may_come(slot)
+
+
+class Preload(NamedTuple):
+    """A backend to load now, once its victims are evicted."""
+
+    target: Slot
+    victims: list[Slot]
+    cause: Cause
+
+
+class _Return(NamedTuple):
+    """The return of a backend by itself."""
+
+    at: float = FOREVER
+    victims: tuple[Slot, ...] = ()
 
 
 # What a policy is asked
@@ -466,34 +754,3 @@ def _queue(model: Model, found: Plan, now: float, most: float) -> Queue:
         model.priority,
         demand.longest,
     )
-
-
-def ask(policy: Policy, seen: Snapshot) -> Decision:
-    """Ask the policy; if it fails, or its answer is not sound as a whole, everything stays as it is."""
-    try:
-        decision = decide(policy, seen)
-        _check(decision, seen)
-        return decision
-    except Exception as error:  # anybody's code; max_wait serves every queue all the same
-        return Stay(cause=Cause("policy_failed", detail=mistake(error)))
-
-
-def _check(decision: Decision, seen: Snapshot) -> None:
-    """Raise TypeError or ValueError if any part of a decision is not what it has to be."""
-    if isinstance(decision, Stay):
-        for each in (decision.until, decision.leases, decision.again):
-            if not isinstance(each, (int, float)) or math.isnan(each):
-                raise TypeError(f"it says {decision!r}, and {each!r} is no number")
-    elif isinstance(decision, SwapTo):
-        _check_name(decision, [each.model for each in seen.queues] + [each.model for each in seen.spills])
-    elif isinstance(decision, Unload):
-        _check_name(decision, [each.model for each in seen.residents])
-    else:
-        raise TypeError(f"it answers {decision!r}, and none of Stay, SwapTo and Unload")
-    if not is_decided(decision.cause):
-        raise TypeError(f"its cause is {decision.cause!r}, and no Cause of a decision")
-
-
-def _check_name(decision: SwapTo | Unload, models: list[str]) -> None:
-    if not isinstance(decision.model, str) or decision.model not in models:
-        raise ValueError(f"it says {decision!r}, and that is none of {', '.join(models) or 'no models'}")

@@ -15,31 +15,27 @@ merged, once it has taken over what was under way there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.machines import Gpu, gpu_name
 from anvil_mux.errors import UnknownModel
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
+from anvil_mux.scheduler.admission import nearest
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.memory import HostMemory, Placement, build_eviction
 from anvil_mux.scheduler.model import Model, model_settings, settings_of
-from anvil_mux.scheduler.placement import Placement, gpu_groups
-from anvil_mux.scheduler.planner import worth
 from anvil_mux.scheduler.policies import build_policy
-from anvil_mux.scheduler.queueing import nearest
 from anvil_mux.scheduler.slot import HostRecord, Pause, Slot
-from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import Common, SharedSettings
+from anvil_mux.scheduler.state import Common, SharedSettings, worth
 
 BY_NAME = attrgetter("name")
-
 T = TypeVar("T")
 
 
@@ -54,8 +50,10 @@ class Exchanged(NamedTuple):
     """The models that have or had backends in any of them."""
 
 
-class Layout:
+class Layout(Common):
     """The GPU groups of one configuration. Drivers read it; only ``Scheduler`` changes it."""
+
+    groups_of: dict[str, list[GpuGroup]]
 
     def __init__(
         self,
@@ -66,73 +64,34 @@ class Layout:
         *,
         emit_leases: bool,
     ) -> None:
+        settings = shared_settings(config)
+        super().__init__(settings, emit, emit_leases, costs, footprints)
         self.groups: list[GpuGroup] = []
         """All groups, in the order of their last backends in the configuration."""
         self.by_name: dict[str, GpuGroup] = {}
         self.of_backend: dict[str, GpuGroup] = {}
-        self.models: dict[str, Model] = {}
-        """All models, also those that are about to go."""
         self.of_model: dict[str, GpuGroup] = {}
         """Model -> the group in which its queue stands."""
-        self.groups_of: dict[str, list[GpuGroup]] = {}
-        """Model -> the groups that have backends of it, by name."""
         self.spread: list[str] = []
         """The models with backends in several groups."""
-        self.hosts: dict[str, HostRecord] = {}
-        """All hosts, by name."""
         self.pause = Pause()
-        """The pause of all of them."""
-        self.memories: dict[str, HostMemory] = {}
-        """Host -> its memory; ``bounded``: where that is bounded."""
+        """The pause of all hosts."""
         self.bounded: dict[str, HostMemory] = {}
+        """Host -> its memory, where that is bounded."""
         self._on_host: dict[str, list[GpuGroup]] = {}
-        self._moving: set[str] = set()
+        self.moving: set[str] = set()
         """The backends that have not left their host yet, and go to another one."""
-        settings = shared_settings(config)
-        self._common = common = Common(
-            settings=settings,
-            emit=emit,
-            emit_leases=emit_leases,
-            costs=costs,
-            footprints=footprints,
-            hosts=self.hosts,
-            memories=self.memories,
-            models=self.models,
-            groups_of=self.groups_of,
-        )
-        self.touched: dict[GpuGroup, None] = common.touched
-        """The groups in which something has changed: see ``Common.touched``."""
         self.take(settings)
         self.regroup()
 
     # Questions
-
-    @property
-    def config(self) -> Config:
-        """The configuration that holds."""
-        return self._common.settings.config
-
-    @property
-    def gpus(self) -> Mapping[str, Gpu]:
-        """All GPUs of all hosts, by the names that they have among them."""
-        return self._common.settings.gpus
-
-    @property
-    def wanted(self) -> Mapping[str, Backend]:
-        """The backends of the configuration, by name."""
-        return self._common.settings.wanted
-
-    @property
-    def served(self) -> Set[str]:
-        """The models that backends of the configuration serve."""
-        return self._common.settings.models.keys()
 
     def find(self, model: str) -> tuple[GpuGroup, Model]:
         """The GPU group in which a model's queue stands, and the model; UnknownModel if there is none."""
         try:
             return self.of_model[model], self.models[model]
         except KeyError:
-            raise UnknownModel(model, self.served) from None
+            raise UnknownModel(model, self.settings.models.keys()) from None
 
     def slot(self, backend: str) -> Slot | None:
         """The slot of a backend, also of one that is leaving; None if there is none of that name."""
@@ -162,7 +121,7 @@ class Layout:
     @property
     def moved(self) -> bool:
         """Whether a backend that goes to another host has left the one that it was on: ``regroup``."""
-        return any(self.of_backend[name].slots[name].is_left for name in self._moving)
+        return any(self.of_backend[name].slots[name].is_left for name in self.moving)
 
     def on_host(self, host: str) -> list[GpuGroup]:
         """The groups of a host, by name."""
@@ -181,12 +140,12 @@ class Layout:
 
     def take(self, settings: SharedSettings) -> None:
         """Another configuration holds from now on, also for the backends and models that go on."""
-        before, config, self._common.settings = self.config, settings.config, settings
+        before, config, self.settings = self.settings.config, settings.config, settings
         self.pause.waits = config.when_paused == "wait"
         for host in dict.fromkeys(("", *(each.host for each in config.backends))):
             if host not in self.hosts:
                 self.hosts[host] = HostRecord(host, pause=self.pause)
-                self.memories[host] = HostMemory(None, self._common.footprints)
+                self.memories[host] = HostMemory(None, self.footprints)
             self.memories[host].budget = config.memory_of(host)
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         for group in self.groups:
@@ -200,9 +159,9 @@ class Layout:
     def regroup(self) -> Exchanged:
         """Give all backends the groups that they are to be in."""
         staying = {slot.name: slot.backend for slot in self.leaving}
-        wanted = [self._description(name) for name in self.wanted]
-        self._moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
-        members = [*staying.values(), *(each for each in wanted if each.name not in self._moving)]
+        wanted = [self._description(name) for name in self.settings.wanted]
+        self.moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
+        members = [*staying.values(), *(each for each in wanted if each.name not in self.moving)]
         drafts = []
         for name, together in gpu_groups(members, lambda each: [group.name for group in self._before(each)]):
             own = {each.name: staying.get(each.name, each) for each in together}
@@ -218,7 +177,7 @@ class Layout:
         """Have a group do without a slot that was left for good, or with another of the same backend."""
         models = dict.fromkeys(group.own_slots)
         staying = {slot.name: slot.backend for slot in group.leaving}
-        described = {name: self._description(name) for name in group.slots if name in self.wanted}
+        described = {name: self._description(name) for name in group.slots if name in self.settings.wanted}
         here = [each for name in group.slots if (each := staying.get(name) or described.get(name))]
         made = self._filled(Draft(group.name, group.host.name, here, [group]))
         self._note([made if each is group else each for each in self.groups])
@@ -239,7 +198,7 @@ class Layout:
     def _description(self, backend: str) -> Backend:
         """The description of a backend of the configuration: that of its slot, if it goes on."""
         slot = self.slot(backend)
-        return slot.backend if slot and not slot.leaving else self.wanted[backend]
+        return slot.backend if slot and not slot.leaving else self.settings.wanted[backend]
 
     def _before(self, backend: Backend) -> list[GpuGroup]:
         """The group in which a backend is until now, if there is one on its host."""
@@ -250,9 +209,9 @@ class Layout:
         """The group of a draft: the one that it goes on from, if that need not be another."""
         group = self.by_name.get(draft.name)
         if not (group and list(draft.before) == [group] and draft.host == group.host.name):
-            group = build_group(draft, self._common)
+            group = build_group(draft, self)
         fill(group, draft)
-        settings = self._common.settings
+        settings = self.settings
         for name in [name for name in group.own_slots if name not in self.models]:
             of_model = settings.models[name]
             self.models[name] = Model(name, of_model, settings.routings[of_model.routing], full=settings.full)
@@ -260,7 +219,7 @@ class Layout:
 
     def _note(self, groups: Iterable[GpuGroup]) -> None:
         """Have all tables say what these groups have. They are changed in place: others keep them."""
-        places = {name: place for place, name in enumerate(self.wanted)}
+        places = {name: place for place, name in enumerate(self.settings.wanted)}
 
         def rank(group: GpuGroup) -> tuple[int, str]:
             return max([places.get(name, -1) for name in group.slots], default=-1), group.name
@@ -310,12 +269,12 @@ class Layout:
         While a backend of one leaves they are those of its backends as they are. ``rerouted``: routing
         policies are other ones, also where their names are the same.
         """
-        settings = self._common.settings
+        settings = self.settings
         for model in models:
             wanted = settings.models.get(model.name, model.settings)
             if [slot for slot in model.active if slot.leaving]:
                 own = [slot.backend for slot in model.slots if slot.model == model.name]
-                wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
+                wanted = settings_of(own, self.settings.config)._replace(routing=wanted.routing)
             routing = model.routing
             if rerouted or wanted.routing != model.settings.routing:
                 routing = settings.routings.get(wanted.routing, routing)
@@ -407,3 +366,33 @@ def _exchange(table: dict[str, T], other: Mapping[str, T]) -> None:
     """Have a table say what another one says."""
     table.clear()
     table.update(other)
+
+
+def gpu_groups(
+    backends: Iterable[Backend], before: Callable[[Backend], Iterable[str]] = lambda _: ()
+) -> list[tuple[str, list[Backend]]]:
+    """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
+
+    GPUs are tied by a backend that needs several of them. ``before``: the GPU groups that a backend goes on
+    from; backends that go on from the same one stay together.
+    """
+    groups: dict[int, tuple[set[str], list[Backend]]] = {}  # by the place of the last backend
+    of_tie: dict[str, int] = {}
+    for place, backend in enumerate(backends):
+        ties = {f"gpu {gpu}" for gpu in backend.gpu_names}
+        ties |= {f"group {group}" for group in before(backend)}
+        members: list[Backend] = []
+        for found in sorted({of_tie[tie] for tie in ties if tie in of_tie}):
+            its_ties, its_members = groups.pop(found)
+            ties |= its_ties
+            members = members + its_members if members else its_members
+        members.append(backend)
+        groups[place] = ties, members
+        of_tie.update(dict.fromkeys(ties, place))
+    return [(group_name(members), members) for _, members in groups.values()]
+
+
+def group_name(members: Sequence[Backend]) -> str:
+    """The name of a GPU group, after the GPUs of its backends."""
+    gpus = sorted({gpu for backend in members for gpu in backend.gpu_names})
+    return "+".join(gpus) or gpu_name(members[0].host, f"no-gpu:{members[0].name}")

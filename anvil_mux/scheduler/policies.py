@@ -20,12 +20,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from anvil_mux.clock import YEAR_SECONDS
-from anvil_mux.config.diagnostic import unfit
-from anvil_mux.config.kinds import meant, show
-from anvil_mux.scheduler.events import POLICY, Cause
+from anvil_mux.config.kinds import meant, show, unfit
+from anvil_mux.scheduler.events import DECISIONS, POLICY, Cause, mistake
 
 FOREVER = math.inf
 
@@ -174,13 +173,20 @@ class Policy(Protocol):
     def decide(self, seen: Snapshot) -> Decision: ...
 
 
-def decide(policy: Policy, seen: Snapshot) -> Decision:
-    """Ask a policy. If it says ``Stay``, another replica of a busy model may still be worth a load."""
-    decision = policy.decide(seen)
-    if not seen.spills or not isinstance(decision, Stay):
+def ask(policy: Policy, seen: Snapshot) -> Decision:
+    """Ask a policy; if it fails, or its answer is not sound as a whole, everything stays as it is.
+
+    If it says ``Stay``, another replica of a busy model may still be worth a load.
+    """
+    try:
+        decision = policy.decide(seen)
+        if seen.spills and isinstance(decision, Stay):
+            other = spill_over(seen)
+            decision = _sooner(decision, other.until) if isinstance(other, Stay) else other
+        _check(decision, seen)
         return decision
-    other = spill_over(seen)
-    return _sooner(decision, other.until) if isinstance(other, Stay) else other
+    except Exception as error:  # anybody's code; max_wait serves every queue all the same
+        return Stay(cause=Cause("policy_failed", detail=mistake(error)))
 
 
 def _sooner(stay: Stay, until: float) -> Stay:
@@ -199,6 +205,43 @@ def spill_over(seen: Snapshot) -> SwapTo | Stay:
             return SwapTo(spill.model, Cause("replicas_busy", waiting=spill.waiting))
         soonest = min(soonest, seen.now + missing / spill.waiting)
     return Stay(soonest)
+
+
+def _check(decision: Decision, seen: Snapshot) -> None:
+    """Raise TypeError or ValueError if any part of a decision is not what it has to be."""
+    if isinstance(decision, Stay):
+        for each in (decision.until, decision.leases, decision.again):
+            if not isinstance(each, (int, float)) or math.isnan(each):
+                raise TypeError(f"it says {decision!r}, and {each!r} is no number")
+    elif isinstance(decision, SwapTo):
+        _check_name(decision, [each.model for each in seen.queues] + [each.model for each in seen.spills])
+    elif isinstance(decision, Unload):
+        _check_name(decision, [each.model for each in seen.residents])
+    else:
+        raise TypeError(f"it answers {decision!r}, and none of Stay, SwapTo and Unload")
+    if not is_decided(decision.cause):
+        raise TypeError(f"its cause is {decision.cause!r}, and no Cause of a decision")
+
+
+def _check_name(decision: SwapTo | Unload, models: list[str]) -> None:
+    if not isinstance(decision.model, str) or decision.model not in models:
+        raise ValueError(f"it says {decision!r}, and that is none of {', '.join(models) or 'no models'}")
+
+
+_NUMBER = (int, float)
+_FIGURES: tuple[Any, ...] = (str, str, str, tuple, str, _NUMBER, _NUMBER, _NUMBER, _NUMBER, str, str)
+"""The types of a cause's figures, in their order."""
+
+
+def is_decided(value: object) -> bool:
+    """Whether a value is the cause of a decision, with figures of their types: a policy may be anybody's."""
+    if (
+        not isinstance(value, Cause)
+        or value.kind not in DECISIONS
+        or not all(map(isinstance, value, _FIGURES))
+    ):
+        return False
+    return all(isinstance(each, str) for each in value.residents)
 
 
 TINY_SECONDS = 1e-6
@@ -525,8 +568,6 @@ PAUSES = 2.0
 """The number of its usual pauses after which a resident is believed to be idle for good."""
 SHORTEST_PAUSE = 0.02
 """The longest time that a client which does not think takes to read an answer and to ask again."""
-
-
 POLICIES: dict[str, type] = {
     "eager": Eager,
     "debounce": Debounce,

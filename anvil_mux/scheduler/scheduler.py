@@ -31,22 +31,23 @@ from anvil_mux.scheduler.events import PAUSED, Cause, Event, Leaving
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.layout import BY_NAME, Exchanged, Layout, shared_settings
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import could_spill, with_room
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.slot import TRANSITIONS, Slot
-from anvil_mux.scheduler.steps import (
+from anvil_mux.scheduler.slot import (
     NO_USAGE,
     NOTHING,
     RUNS,
+    TRANSITIONS,
     Cancel,
     Effects,
     Evict,
     FoundBackend,
+    Slot,
     Step,
     Ticket,
     TokenUsage,
     Wait,
 )
+from anvil_mux.scheduler.state import could_spill, with_room
 
 AFTER_MISTAKE_SECONDS = 1.0
 """When a GPU group is asked again in which something went wrong."""
@@ -382,6 +383,15 @@ class Scheduler:
         is_now = group.unload_when_idle(found, now) if when_idle else group.unload(found, now)
         return self._settle(self.layout.groups_of[model], now) if is_now else NOTHING
 
+    def hinted(self, model: str, now: float) -> Effects:
+        """A client will ask for a model soon: it is preloaded if nobody is in the way; or UnknownModel.
+
+        Overloaded: too many hints are pending.
+        """
+        group, found = self.layout.find(model)
+        group.hint(found, now)
+        return self._settle(self.layout.groups_of[model], now)
+
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
         """Whether a model, once it is resident, is kept from being evicted for others; or UnknownModel."""
         group, found = self.layout.find(model)
@@ -405,13 +415,13 @@ class Scheduler:
 
     def reconfigured(self, config: Config, now: float, expected: Iterable[str] = ()) -> Effects:
         """Another configuration holds from now on; ``expected``: backends that may run already."""
-        change, settings = compare(self.layout.config, config), shared_settings(config)
+        change, settings = compare(self.layout.settings.config, config), shared_settings(config)
         self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
         for group in self.layout.groups:
             group.retire(leaving, settings.models.keys(), now)
-        if not self.layout.served <= settings.models.keys():
+        if not self.layout.settings.models.keys() <= settings.models.keys():
             self.costs.keep(settings.models.__contains__)
         self.layout.take(settings)
         exchange = self.layout.regroup()
@@ -456,7 +466,7 @@ class Scheduler:
         ``gone``: groups that are not asked any more, in which tickets may have ended.
         """
         found = _Gathered([], [], [], [])
-        if self.layout.moved:
+        if self.layout.moving and self.layout.moved:
             exchange = self.layout.regroup()
             still = [group for group in groups if self.layout.by_name.get(group.name) is group]
             gone, groups = exchange.gone, {*still, *self._exchanged(exchange, now)}

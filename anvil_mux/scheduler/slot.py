@@ -1,4 +1,6 @@
-"""A backend's slot in its GPU group: its state, its leases, and what is known of its last load and failures.
+"""A backend's slot in its GPU group, the tickets that lease it, and the steps that move it.
+
+The slot has the state of the backend, its leases, and what is known of its last load and failures.
 
 ``Slot.enter`` is the only writer of a state, and ``TRANSITIONS`` the whole table of what it accepts:
 
@@ -14,20 +16,30 @@ or ``unfit``. What follows from a new state for the rest of the GPU group is don
 
 All slots of a host refer to its ``HostRecord``, which says whether it is lost, and all of these to the one
 ``Pause``: while anvil-mux is paused nothing is loaded on any host, and the GPUs are free.
+
+A backend's ``evict_to`` lists its standby levels. It leaves its GPUs by the first, and is demoted by one when
+it has been there for ``demote_after``, or when host memory is short (memory.py). The last level is always
+``stop``. Not every standby level can be reached from the one above without waking: ``DESCENTS`` has the
+levels that can be reached at all, and whether the backend is woken for it. Such a level is passed over while
+others have its GPUs.
+
+``Ticket``s go in to the scheduler, ``Effects`` come out of it: beside the events nothing else passes between
+it and who drives it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import span
 from anvil_mux.config.machines import gpu_name
-from anvil_mux.errors import Paused
-from anvil_mux.scheduler.events import Cause, Leaving
+from anvil_mux.errors import MuxError, Paused
+from anvil_mux.routing.routing import Choice, Work
+from anvil_mux.scheduler.events import RESENT, Cause, Leaving, Severance
 
 TRANSITIONS: dict[tuple[str, str], str] = {
     ("stopped", "load"): "loading",
@@ -69,7 +81,6 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 """State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""
 STATES = sorted({state for state, _ in TRANSITIONS} | {*TRANSITIONS.values()})
 """The states of a backend. An event of one of these kinds tells that it entered it."""
-
 HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
 """States in which a backend's GPUs are its own."""
 STAYING = frozenset(("loading", "ready"))
@@ -78,9 +89,13 @@ PINS = frozenset(("sleep",))
 """Standby levels after which an engine keeps the host memory even when it is awake again (vLLM)."""
 LOADING = ("loading", "cancelling")
 """States of a backend whose load is under way."""
-
+DESCENTS: dict[tuple[str, str], bool] = {
+    ("sleep", "sleep-2"): True,
+    ("sleep", "checkpoint"): False,
+    ("sleep-2", "checkpoint"): False,
+}
+"""Standby level and a deeper one -> whether a backend is woken on the way. ``stop`` follows on each."""
 IS_PAUSED = "anvil-mux is paused: its GPUs are lent to something else"
-
 COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
@@ -360,6 +375,32 @@ class Slot:
             return False
         return self.state == "standby" or (self.state == "stopped" and self.retry_at <= now)
 
+    # Its standby levels
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The standby levels that it may take, from the lightest down to ``stop``."""
+        return tuple(dict.fromkeys((*self.backend.evict_to, "stop")))
+
+    def below(self, *, may_wake: bool) -> str:
+        """The next standby level for it in standby; ``may_wake``: its GPUs are free for it."""
+        return next(self.descents(may_wake=may_wake))
+
+    def descents(self, *, may_wake: bool) -> Iterator[str]:
+        """The levels that it can be taken to in standby, the lightest first; the last is ``stop``."""
+        levels = self.levels
+        for way in levels[levels.index(self.level) + 1 :] if self.level in levels else ():
+            wakes = DESCENTS.get((self.level, way))
+            if wakes is False or (wakes and may_wake):
+                yield way
+        yield "stop"
+
+    @property
+    def demoted_at(self) -> float | None:
+        """When it has been at its standby level for long enough; None: it may stay there."""
+        after = self.backend.demote_after
+        return None if after is None or self.state != "standby" else max(self.since + after, self.retry_at)
+
     # Loads, evictions and failures
 
     def note_loaded(self, now: float, seconds: float, level: str) -> None:
@@ -424,3 +465,200 @@ def cool_down(failed_starts: int) -> float:
 
 def _pause(first: float, failures: int, longest: float) -> float:
     return min(first * 2.0 ** min(failures - 1, 10), longest)
+
+
+# Tickets
+
+
+NO_WORK = Work()
+TokenUsage = tuple[int | None, int | None]
+"""Tokens of a request's input, and how many of them were cached, as its engine said; None: it did not."""
+NO_USAGE: TokenUsage = (None, None)
+
+
+@dataclass(frozen=True)
+class FoundBackend:
+    """How a backend was found: when the program began, or on a host that is back."""
+
+    level: str = ""
+    """The standby level of the backend; "": it runs, and answers."""
+    residual: Mapping[str, int] = field(default_factory=dict)
+    """GPU id -> bytes that it holds in standby."""
+    host_bytes: int = 0
+
+
+RUNS = FoundBackend()
+
+
+class Crash(NamedTuple):
+    """The end of a backend by itself, under its requests."""
+
+    backend: str
+    why: str
+    """How it ended; goes on from its name."""
+    log: tuple[str, ...] = ()
+    """The last lines that its engine had printed."""
+
+
+class Ticket:
+    """One request's identity, from its arrival to its end. Guarded like the GPU group that it is given to."""
+
+    __slots__ = (
+        "backend",
+        "choice",
+        "crash",
+        "crashes",
+        "cut",
+        "error",
+        "granted",
+        "id",
+        "model",
+        "never_swaps",
+        "prefill",
+        "request",
+        "resent",
+        "sender",
+        "severed",
+        "share",
+        "since",
+        "takes_lease",
+        "wake",
+        "work",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        model: str,
+        since: float,
+        takes_lease: bool = True,
+        work: Work = NO_WORK,
+        prefill: Ticket | None = None,
+        sender: Hashable = None,
+        crashes: tuple[Crash, ...] = (),
+    ) -> None:
+        self.id = id
+        self.model = model
+        self.since = since
+        self.work = work
+        self.sender = sender
+        """The client that it counts for: where a queue is admitted in parts, senders take turns."""
+        self.takes_lease = takes_lease
+        """Whether it takes a lease; if not it only wants the model loaded."""
+        self.request = ""
+        """The id of its request, as its client was told."""
+        self.resent = False
+        """Whether the same request came before, as another ticket: it counts once."""
+        self.never_swaps = False
+        """Whether it may force no swap: it is leased by what is ready, or fails."""
+        self.prefill = prefill
+        """The ticket of its first stage, leased with it if backends of both stages are resident."""
+        self.crashes = crashes
+        """The ends of backends at which the same request was there, as another ticket."""
+        self.crash: Crash | None = None
+        """The end of a backend that ended its lease."""
+        self.backend: str | None = None
+        self.choice: Choice | None = None
+        """Why that backend, where the model has several."""
+        self.error: MuxError | None = None
+        self.severed: Severance | None = None
+        self.share = 0.0
+        """Seconds that it had of its backend, once its lease has ended: a part of the time, if others ran.
+
+        Until then less than nothing: what ``Slot.gpu_seconds`` was when the lease began.
+        """
+        self.granted: Any = None
+        """An object of the driver, by which it knows what was leased, whatever becomes of the backend."""
+        self.wake: Any = None
+        """An object of the driver, by which it goes on when this ticket has ended waiting."""
+        self.cut: Callable[[], None] | None = None
+        """A call of the driver, by which it cuts the request when it is severed."""
+
+    @property
+    def taken_back(self) -> bool:
+        """Whether it was severed to be sent to another replica."""
+        return self.severed is not None and self.severed.cause.kind in RESENT
+
+    @property
+    def settled(self) -> bool:
+        return self.backend is not None or self.error is not None
+
+
+# Steps and effects
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the backend, then report ``loaded``, ``load_failed``, ``load_cancelled`` or ``evict_failed``."""
+
+    backend: str
+    level: str
+    """The standby level that it comes back from; ``stop``: it is started."""
+    number: int = 0
+    """The number that the scheduler gives each step; its report has the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End the load of the backend; only how that load ends is reported, and it may have ended by now."""
+
+    backend: str
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Take the backend off its GPUs, then report ``evicted`` or ``evict_failed``."""
+
+    backend: str
+    level: str
+    """The standby level that is asked for; a deeper one may be taken."""
+    severed: tuple[Ticket, ...] = ()
+    """The leases that outlasted the drain: they are cut before."""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Take a backend in standby to a deeper level, then report ``evicted`` or ``evict_failed``."""
+
+    backend: str
+    level: str
+    """The standby level that it is in."""
+    to: str
+    """The deeper level that is asked for; an even deeper one may be taken."""
+    number: int = 0
+
+
+Step = Load | Cancel | Evict | Demote
+"""The work of a driver, outside of its lock; all but ``Cancel`` are reported once they have ended."""
+
+
+class Wait(NamedTuple):
+    """Nothing to do before ``until`` or the next fact."""
+
+    until: float
+    announced_at: float = math.inf
+    """When a swap that is held back is announced, unless it has begun by then."""
+
+
+class Effects(NamedTuple):
+    """All that a driver has to do after a fact.
+
+    ``cut`` comes before ``steps``. The driver of threads does it outside of its lock, but for counting the
+    requests that wait and for noting ``ask_at``.
+    """
+
+    woken: Sequence[Ticket] = ()
+    """Tickets that waited, and are leased or have failed; never the one that was ``requested``."""
+    cut: Sequence[Ticket] = ()
+    """Leases that ended before their requests did."""
+    steps: Sequence[Step] = ()
+    mistakes: Sequence[Exception] = ()
+    """Mistakes of ours in single GPU groups: what all others have to do stands here all the same."""
+    ask_at: float | None = None
+    """When ``time_passed`` is to be said, without a fact before; None: at the moment that was said last."""
+
+
+NOTHING = Effects()
+"""The effects of most facts: a lease and its release cost microseconds."""

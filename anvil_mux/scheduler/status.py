@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
+from anvil_mux.scheduler.admission import RunningAnswer, answers
 from anvil_mux.scheduler.costs import to_declare
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.queueing import RunningAnswer, answers
 from anvil_mux.scheduler.slot import HOLDING, HostRecord, Pause, Slot
 from anvil_mux.scheduler.state import drains
 from anvil_mux.scheduler.waits import Progress

@@ -3,8 +3,8 @@
 After each eviction of a swap the room is looked at again: no backend is evicted that need not be. A swap that
 only drains is dissolved as soon as no request waits for its target, or another replica is loaded for them on
 GPUs that nobody holds, and its victims are reprieved; one begun is finished, unless its load is cancelled. A
-queue of higher priority takes over a swap that only drains (``planner.takeover``). After a failed load there
-is no rollback: the backend is stopped, and the next question serves the queues.
+queue of higher priority takes over a swap that only drains (``takeover``). After a failed load there is no
+rollback: the backend is stopped, and the next question serves the queues.
 
 ``enter`` is the only caller of ``Slot.enter``. The rest of the GPU group is brought up to date at once: the
 backends that are ready, the in-flight tracker, requests that wait for a place, the plans.
@@ -12,16 +12,37 @@ backends that are ready, the in-flight tracker, requests that wait for a place, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.costs import source_of
-from anvil_mux.scheduler.events import BY_HAND, CLEARING, PRELOADS, Cause, Event, Severance
+from anvil_mux.scheduler.events import (
+    BY_HAND,
+    CLEARING,
+    PRELOADS,
+    UNLOADED,
+    Cause,
+    Event,
+    Severance,
+    ending,
+)
 from anvil_mux.scheduler.model import ready_slots
-from anvil_mux.scheduler.planner import Takeover, behind, free_place, victims
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.slot import LOADING, Slot
-from anvil_mux.scheduler.standby import below, levels
-from anvil_mux.scheduler.state import SwapInProgress
-from anvil_mux.scheduler.steps import Cancel, Demote, Evict, Load, Step, Ticket
+from anvil_mux.scheduler.slot import (
+    LOADING,
+    Cancel,
+    Demote,
+    Evict,
+    Load,
+    Slot,
+    Step,
+    Ticket,
+)
+from anvil_mux.scheduler.state import SwapInProgress, Takeover, behind, free_place, victims
+
+NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
 class Swaps(Admission):
@@ -386,7 +407,7 @@ class Swaps(Admission):
 
     def demote(self, slot: Slot, now: float, cause: Cause, *, target: str = "", to: str = "") -> Demote:
         """Demote a backend, for the model ``target`` if any; ``to``: the level, by default the next."""
-        to = "stop" if slot.next_level == "stop" else to or below(slot, may_wake=False)
+        to = "stop" if slot.next_level == "stop" else to or slot.below(may_wake=False)
         self.enter(slot, "demote", now)
         slot.next_level = to
         self.emit(Event(now, "demoting", slot.model, slot.name, cause=cause, target=target, way=to))
@@ -408,8 +429,7 @@ class Swaps(Admission):
 
     def _level(self, slot: Slot, target: Slot | None) -> str:
         """The lightest standby level with room for it, in host memory and beside ``target`` on its GPUs."""
-        known = levels(slot.backend)
-        for level in known[known.index(self.memory.level_for(slot)) :]:
+        for level in slot.levels[slot.levels.index(self.memory.level_for(slot)) :]:
             last = self.footprints.in_standby(slot.name, level, slot.backend.service.digest)
             if not (target and last and self.placement.excludes(slot.named(last.residual), target)):
                 return level
@@ -429,3 +449,113 @@ class Swaps(Admission):
         """End all leases, because the program ends; the caller cuts them."""
         cause, slots = Cause("shutdown"), self.slots.values()
         return [ticket for slot in slots for ticket in self.sever(slot, now, cause)]
+
+    # How loads ended
+
+    def loaded(self, slot: Slot, now: float, level: str) -> None:
+        """The backend answers, brought back from the standby ``level``; its whole queue is leased."""
+        seconds, model = now - slot.since, self.models[slot.model]
+        wanted = bool(model.queue.tickets)
+        unwanted = any(swap.cancel == UNLOADED for swap in self.swaps if swap.target is slot)
+        self.enter(slot, "loaded", now)
+        slot.note_loaded(now, seconds, level)
+        for other in self.slots.values():
+            if other is slot or not self.placement.fit_together(slot, other):
+                other.made_way = None
+        self.keep_alive(slot, None)
+        self.learn(slot, level, seconds)
+        self.end_to(slot)
+        self.emit(Event(now, "ready", slot.model, slot.name, seconds=seconds, way=level))
+        if slot.leaving:
+            self.begin_leaving(slot, now)
+            return
+        self.admit(model, now)
+        if unwanted:  # it was unloaded a moment too late to be cancelled
+            self.begin_eviction(slot, now, UNLOADED)
+        elif wanted:
+            slot.next_level = ""
+        elif slot.next_level:
+            cause = Cause("wake_to_demote", way=slot.next_level)
+            self.begin_eviction(slot, now, cause, severs=Cause("idle"))
+        if slot.state == "ready" and model.replicas and not model.queue.tickets:
+            self.take_back(slot, now)
+        if slot.pinned:
+            self.fail_refused(now)  # what does not fit beside it
+
+    def load_failed(self, slot: Slot, now: float, error: LoadError) -> None:
+        """The backend did not become ready, and was cleaned up."""
+        if slot.state == "cancelling":  # it was to end anyway
+            self.load_cancelled(slot, now)
+            return
+        self.enter(slot, "load_failed", now)
+        slot.note_load_failed(now, error.reason, error.log)
+        self.end_to(slot)
+        cause = Cause("load_failed", detail=error.reason)
+        self.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+        self.fail_refused(now)
+
+    def load_cancelled(self, slot: Slot, now: float) -> None:
+        """The load of the backend ended before its time, and all that it had begun was stopped."""
+        if slot.state != "cancelling":  # nobody here wanted that
+            self.load_failed(slot, now, LoadError("its load was cancelled by somebody else"))
+            return
+        self.enter(slot, "cancelled", now)
+        slot.next_level = ""
+        self.end_to(slot)
+        self.emit(Event(now, "stopped", slot.model, slot.name))
+        self.fail_refused(now)
+
+    # How evictions ended
+
+    def evicted(
+        self,
+        slot: Slot,
+        now: float,
+        *,
+        residual: Mapping[str, int] = NOTHING_HELD,
+        level: str = "stop",
+        host_bytes: int = 0,
+        freed: Mapping[str, int] = NOTHING_HELD,
+        died: str = "",
+        log: Iterable[str] = (),
+    ) -> None:
+        """The backend left its GPUs; unless it was stopped it is in standby, at this ``level``.
+
+        It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
+        ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
+        and ``log`` what it had printed last.
+        """
+        standby, cause = level != "stop", None
+        host_bytes = host_bytes if standby else 0
+        if died and not slot.failed_stops:  # else it had been told to stop before, in vain
+            cause = slot.judge_end(now, died)
+        if not slot.failed_stops:  # else an earlier attempt freed some of it
+            gave_up = freed if slot.state == "evicting" else {}  # what is demoted held less than all
+            described = slot.backend.service.digest
+            self.footprints.learn(
+                slot.name, level, gave_up, residual, host_bytes=host_bytes, described=described
+            )
+            self.placement.measure(slot, self.footprints.held(slot.name, described))
+        self.enter(slot, "standby" if standby else "stopped", now)
+        slot.next_level = "stop" if slot.leaving else ""
+        slot.keep_in_standby(level, slot.named(residual) if standby else {}, host_bytes)
+        slot.note_left(now)
+        self.left(slot)
+        if cause:
+            slot.error, slot.log = ending(cause), tuple(log)
+        self.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=level if standby else ""))
+        self.fail_refused(now)
+
+    def evict_failed(self, slot: Slot, now: float, why: str) -> None:
+        """The backend may still hold its GPUs: nothing is loaded there until a later stop succeeds.
+
+        One that was in standby holds what it held, and stays so.
+        """
+        slot.failed_starts += slot.state == "loading"
+        self.enter(slot, "evict_failed", now)
+        slot.note_stop_failed(now, why)
+        way, cause = slot.level if slot.state == "standby" else "", Cause("evict_failed", detail=why)
+        self.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way))
+        for swap in [each for each in self.swaps if each.target is slot or slot in each.victims]:
+            self.dissolve(swap, now)
+        self.fail_refused(now)

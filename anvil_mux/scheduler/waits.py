@@ -17,13 +17,7 @@ from typing import NamedTuple
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import span
 from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.costs import NO_COST, Cost
-from anvil_mux.scheduler.events import sentence
-from anvil_mux.scheduler.group import ask, contests, snapshot
-from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import cost_of, plan, waiting
-from anvil_mux.scheduler.policies import FOREVER, Decision, Stay, SwapTo
-from anvil_mux.scheduler.queueing import (
+from anvil_mux.scheduler.admission import (
     RunningAnswer,
     answers,
     bound,
@@ -32,8 +26,13 @@ from anvil_mux.scheduler.queueing import (
     seconds_left,
     too_late,
 )
+from anvil_mux.scheduler.costs import NO_COST, Cost
+from anvil_mux.scheduler.events import sentence
+from anvil_mux.scheduler.group import contests, snapshot
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.policies import FOREVER, Decision, Stay, SwapTo, ask
 from anvil_mux.scheduler.slot import HOLDING, IS_PAUSED, LOADING, Pause, Slot
-from anvil_mux.scheduler.state import GroupState, drains
+from anvil_mux.scheduler.state import GroupState, cost_of, drains, plan, waiting
 
 UNLOADING = ("ollama", "llamacpp")
 """The engines that forget their weights when they sleep, and read them again."""

@@ -43,7 +43,6 @@ from anvil_mux.serve.watches import HostWatches
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import EventLog, Rotation
-from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.journal import NORMAL, VERBOSE, Journal
 from anvil_mux.telemetry.metrics import Metrics
 from anvil_mux.telemetry.usage import Usage
@@ -117,6 +116,7 @@ class Parts:
             log_leases=self.options.event_log is not None or self.options.verbosity >= VERBOSE,
             costs=known.costs,
             footprints=known.footprints,
+            cards=known.cards,
             clock=self.clock,
             has_heard=self.relay.has_heard,
             close_idle=self.relay.pool.end,
@@ -135,11 +135,9 @@ class Parts:
             usage=Usage(folder / "usage", self.say),
             circuits=self._circuits,
         )
-        self.feed = Feed()
         self.journal = Journal(
             self.metrics,
             wall=self.clock.wall,
-            feed=self.feed,
             tail=self._last_words,
             housekeeping=self._keep_house,
             access=opened.access,
@@ -178,7 +176,7 @@ class Parts:
             fenced=opened.fenced,
             changed=reload,
         )
-        self.external = ExternalServers(self.mux.circuits, self.say)
+        self.external = ExternalServers(self.mux.circuits, self.say, read=self.mux.overview.note_card)
         self.external.take(self.config)
         self.background: list[Worker] = [self.read_ahead.worker, self.external.worker]
         """The workers that end as soon as the program is to end."""
@@ -208,7 +206,7 @@ class Parts:
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
         local = Local(
             self.mux,
-            self.feed,
+            self.journal.feed,
             capture=self.config.capture,
             metrics=self.journal.scrape,
             checks={self.config.runtime: self._runtime_problem},
@@ -314,7 +312,8 @@ class Parts:
         self.pin()  # it counts what was served
         self.relay.pool.sweep()
         self.metrics.usage.save()
-        known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
+        overview = self.mux.overview
+        known = Known(overview.costs(), overview.footprints(), overview.read_cards())
         self.learned.save(known)
         self.watches.remember(known, self.config)
 

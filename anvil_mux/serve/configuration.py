@@ -17,9 +17,9 @@ from pathlib import Path
 from anvil_mux import state
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import SETTINGS, Config
-from anvil_mux.config.diagnostic import Diagnostic
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.proxy.sockets import build_context

@@ -20,11 +20,13 @@ from urllib.parse import quote
 
 from anvil_mux.clock import Worker, side_by_side
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.host.hosts import Finding, look_at_server
+from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuit, Circuits
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import foreign
+from anvil_mux.protocol.cards import NOTHING_KNOWN
 from anvil_mux.proxy.connections import Address
 from anvil_mux.routing.in_flight import EngineLoad, Report
 
@@ -319,9 +321,12 @@ class ExternalServers:
         *,
         ask: Callable[[Backend], Finding] = look_at_server,
         now: Callable[[], float] = time.monotonic,
+        read: Callable[[CardRead], object] = lambda card: None,
     ) -> None:
+        """``read`` is told what a server's list says of its model."""
         self._circuits = circuits
         self._say = say
+        self._read = read
         self._ask = ask
         self._now = now
         self._backends: tuple[Backend, ...] = ()
@@ -345,6 +350,8 @@ class ExternalServers:
             if finding.hint and finding.hint != self._hints.get(backend.name):
                 self._say(f"warning: {backend.name} {finding.hint}")
             self._hints[backend.name] = finding.hint
+            if finding.card != NOTHING_KNOWN:
+                self._read(CardRead(backend.name, backend.description, finding.card))
         return LOOK_SECONDS if self._backends else None
 
     def _is_due(self, circuit: Circuit) -> bool:
@@ -369,5 +376,5 @@ def warnings(backends: Iterable[Backend]) -> list[str]:
             key=("services", backend.name, "x-anvil", "url"),
         )
         for backend, finding in zip(external, side_by_side(look_at_server, external), strict=True)
-        if any(finding)
+        if finding.problem or finding.hint
     ]

@@ -174,7 +174,9 @@ class AnvilMux:
         for worker in parts.background:
             worker.start()
         for number, hook in enumerate(parts.config.hooks):
-            HookNotifier(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()
+            HookNotifier(hook, parts.say).worker(
+                f"hook-{number}", parts.journal.feed, parts.clock.wall
+            ).start()
         parts.clock.spawn(self._accept, "acceptor")
 
     def _accept(self) -> None:

@@ -1,10 +1,10 @@
 """The files of a project's state folder: the lock, and what was learned and asked for, for the next start.
 
 The lock is held for as long as the program lives: two on one project would evict each other's engines. The
-file ``learned`` has the costs of swaps and the memory of backends; what was learned of a host of the cluster
-is kept on that host as well, for an anvil-mux that takes it over. The file ``pause`` is there while anvil-mux
-is paused: a pause outlives it. Both are replaced as a whole, so that a program that is killed leaves the old
-one. They hold JSON, but lack the suffix, which is that of the records of processes.
+file ``learned`` has the costs of swaps, the memory of backends and the cards of models; what was learned of a
+host of the cluster is kept on that host as well, for an anvil-mux that takes it over. The file ``pause`` is
+there while anvil-mux is paused: a pause outlives it. Both are replaced as a whole, so that a program that is
+killed leaves the old one. They hold JSON, but lack the suffix, which is that of the records of processes.
 
 The address, by which commands find the program, is announced in the same folder: see remote.py.
 """
@@ -18,13 +18,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.config.config import Config
+from anvil_mux.host.seam import CardRead
 from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
@@ -102,6 +103,7 @@ class Known:
 
     costs: Sequence[Cost] = ()
     footprints: Sequence[Footprint] = ()
+    cards: Sequence[CardRead] = ()
 
     def of_host(self, host: str, config: Config) -> Known:
         """Return what is known of one host."""
@@ -109,15 +111,18 @@ class Known:
         return Known(
             [cost for cost in self.costs if cost.host == host],
             [each for each in self.footprints if each.backend in there],
+            tuple([each for each in self.cards if each.backend in there]),
         )
 
     def with_more(self, other: Known) -> Known:
         """Return this, and what only the other knows."""
         costs = {(each.host, each.source, each.target, each.way) for each in self.costs}
         footprints = {(each.backend, each.way) for each in self.footprints}
+        cards = {each.backend for each in self.cards}
         return Known(
             [*self.costs, *(c for c in other.costs if (c.host, c.source, c.target, c.way) not in costs)],
             [*self.footprints, *(f for f in other.footprints if (f.backend, f.way) not in footprints)],
+            (*self.cards, *(each for each in other.cards if each.backend not in cards)),
         )
 
 
@@ -135,13 +140,14 @@ def from_text(text: str, config: Config) -> Known:
     if isinstance(content, dict):
         if content.pop("version", None) != VERSION:
             return Known()
-        content.setdefault("footprints", [])  # a file may lack them
+        content = {"footprints": [], "cards": [], **content}  # a file may lack them
     known: Known = frames.of(Known, content)
     models = {backend.model for backend in config.backends}
     gpus = {backend.name: set(backend.gpus) for backend in config.backends}
     return Known(
         [cost for cost in known.costs if cost.target in models and cost.seconds >= 0.0],
         [each for each in known.footprints if each.backend in gpus and _is_sound(each, gpus[each.backend])],
+        tuple([replace(each, card=each.card.sound()) for each in known.cards if each.backend in gpus]),
     )
 
 

@@ -37,9 +37,10 @@ from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import (
     PHASES,
     AnyNews,
+    CardRead,
     GpusSeen,
     Host,
-    LoadSaid,
+    LoadStage,
     PhaseTook,
     PromptsKept,
     ServiceEnded,
@@ -438,19 +439,24 @@ class NewsReader:
             case ServiceEnded(backend, why, lines, load):
                 self._mux.facts.died(backend, why, lines, load=load)
             case GpusSeen(sight):
-                self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
-                held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
-                others = {id: n for id, n in held.items() if n > 0}
-                self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
-                if self._mux.overview.leaves_gpus():  # who plays does not want to wait 10 s
-                    self._host.watch_gpus()
-            case LoadSaid(backend, stage, fraction, seconds_left):
+                self._take_sight(sight)
+            case LoadStage(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):
                 self._mux.overview.note_prompts(backend, KeptPrompts(prompts, tokens, size))
+            case CardRead():
+                self._mux.overview.note_card(what)
             case PhaseTook(name, phase, seconds) if phase in PHASES:
                 if found := self._mux.overview.backend(name):
                     self._took(found, phase, seconds)
             case WeightsRead(name, size, seconds):
                 if found := self._mux.overview.backend(name):
                     self._read_ahead(found, size, seconds)
+
+    def _take_sight(self, sight: Sight) -> None:
+        self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
+        held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
+        others = {id: n for id, n in held.items() if n > 0}
+        self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
+        if self._mux.overview.leaves_gpus():  # who plays does not want to wait 10 s
+            self._host.watch_gpus()

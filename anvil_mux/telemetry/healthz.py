@@ -16,8 +16,8 @@ from anvil_mux.config.values import site
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight
+from anvil_mux.scheduler.admission import RunningAnswer
 from anvil_mux.scheduler.events import LOCAL, sentence, to_json
-from anvil_mux.scheduler.queueing import RunningAnswer
 from anvil_mux.scheduler.slot import Pause
 from anvil_mux.scheduler.status import (
     BackendState,

@@ -19,8 +19,7 @@ from typing import Any
 from anvil_mux.clock import Worker
 from anvil_mux.command import without_keys
 from anvil_mux.config.values import Hook
-from anvil_mux.telemetry.feed import Feed, FeedPosition
-from anvil_mux.telemetry.journal import event_as_json
+from anvil_mux.telemetry.journal import Feed, FeedPosition, event_as_json
 
 MOST_REPEATED = 200
 """Characters of what a command says that are repeated."""

@@ -1,4 +1,5 @@
-"""The journal of what happened, written in the background: one thread, one deque.
+"""The journal of what happened, written in the background: one thread, one deque; and the feed of its latest
+entries, for those who look on.
 
 The multiplexer appends events under its lock and handlers append the records of finished requests. One thread
 takes what has gathered, in the order in which it came, folds it into the metrics and writes it in few system
@@ -9,6 +10,12 @@ adds the ``GROUP``-th record counts and formats the group where it is. It never 
 ``_folding`` is only tried, and never writes.
 
 ``flush`` returns when everything added before it is counted and written, ``close`` writes what is left.
+
+The feed is for the status page, ``anvil-mux events`` and ``top``, and hooks: two rings, of events and of
+requests that ended. Who looks on is no more than a place in each ring, so a slow one holds up nobody and
+costs nothing: what left the ring before it came is counted as missed, and it is told so. The journal's thread
+fills the rings, never a thread that holds the multiplexer's lock, and rings the bell after each batch;
+watchers wait for it in threads of their own.
 """
 
 from __future__ import annotations
@@ -16,17 +23,20 @@ from __future__ import annotations
 import json
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
+from anvil_mux.config.keys import Key
+from anvil_mux.errors import Overloaded, TooManyRequests
 from anvil_mux.scheduler.events import Event, Severance, sentence, to_json
 from anvil_mux.scheduler.slot import STATES
 from anvil_mux.telemetry.accesslog import Output, Served, human_line, json_line, stamp
-from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.metrics import Metrics
 
 GATHER_SECONDS = 0.1
@@ -48,7 +58,6 @@ class Journal:
         metrics: Metrics,
         *,
         wall: Callable[[float], float],
-        feed: Feed | None = None,
         tail: Callable[[str], Sequence[str]] = lambda _: (),
         housekeeping: Callable[[], object] = lambda: None,
         access: int | None = STDERR,
@@ -57,7 +66,7 @@ class Journal:
     ) -> None:
         self._metrics = metrics
         self._wall = wall
-        self._feed = feed or Feed()
+        self.feed = Feed()
         self._tail = tail
         """Backend -> the last lines of its engine."""
         self._housekeeping = housekeeping
@@ -129,7 +138,7 @@ class Journal:
         """Writes what has gathered; its thread's turn."""
         while self._entries or self._lines:
             self._take_some()
-        self._feed.ring()
+        self.feed.ring()
         self._housekeeping()
         return IDLE_SECONDS if self._worker.was_woken else None
 
@@ -144,7 +153,7 @@ class Journal:
             try:
                 record.count()
                 self._metrics.served(record)
-                self._feed.ended(record)
+                self.feed.ended(record)
                 if self._access is not None:
                     self._lines.append(self._request_line(record))
             except Exception:
@@ -175,7 +184,7 @@ class Journal:
                 entry()
                 return
             if entry.kind not in _OF_REQUESTS:
-                self._feed.tell(entry)
+                self.feed.tell(entry)
             self._metrics.observe(entry)
         except Exception:
             self._lines.append(f"journal: {entry}\n{traceback.format_exc()}")
@@ -190,6 +199,126 @@ class Journal:
         except Exception:
             return f"journal: {event}\n{traceback.format_exc()}"
 
+
+# The feed
+
+EVENTS = 500
+REQUESTS = 100
+WATCHERS = 32
+BY_HAND = ("/models/", "/api/show")
+"""Paths of what names a model and asks it nothing."""
+
+
+class FeedPosition(NamedTuple):
+    """The position of a reader: the numbers of the last event and the last request."""
+
+    event: int = 0
+    request: int = 0
+
+
+class News(NamedTuple):
+    """The events and requests after a position."""
+
+    events: list[Event]
+    requests: list[Served]
+    missed: int
+    """Events that are in the ring no more."""
+    place: FeedPosition
+
+
+class Feed:
+    """The last events and requests. Any thread, but only one at a time may ``tell`` and ``ended``."""
+
+    def __init__(self) -> None:
+        # Whoever tells only appends, and whoever reads only copies: both are atomic, so neither takes a lock.
+        self._events: deque[tuple[int, Event]] = deque(maxlen=EVENTS)
+        self._requests: deque[tuple[int, Served]] = deque(maxlen=REQUESTS)
+        self._numbers = count(1)
+        self._request_numbers = count(1)
+        # Guards what stands below it; held for microseconds.
+        self._bell = threading.Condition(threading.Lock())
+        self._watchers: Counter[Key | None] = Counter()
+        """How many watch with each key."""
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def tell(self, event: Event) -> None:
+        self._events.append((next(self._numbers), event))
+
+    def ended(self, record: Served) -> None:
+        """Takes the record of a request; those that no model was to answer are no news."""
+        if record.model and not record.path.startswith(BY_HAND):
+            self._requests.append((next(self._request_numbers), record))
+
+    def ring(self) -> None:
+        """Wakes those who wait for news, if there are any."""
+        with self._bell:
+            self._bell.notify_all()
+
+    def close(self) -> None:
+        """The program ends: nobody waits any more."""
+        with self._bell:
+            self._closed = True
+            self._bell.notify_all()
+
+    @contextmanager
+    def watching(self, key: Key | None = None, *, shares: bool = False) -> Iterator[None]:
+        """Counts a watcher, each of which holds a thread; Overloaded if there are too many.
+
+        ``shares``: there are other keys than ``key``, which leaves half of the places to them
+        (TooManyRequests).
+        """
+        with self._bell:
+            if self._watchers.total() >= WATCHERS:
+                text = f"overloaded: {WATCHERS} viewers are connected already (open pages count)"
+                raise Overloaded(f"{text}. Try again.")
+            if shares and self._watchers[key] >= (most := max(WATCHERS // 2, 1)):
+                raise TooManyRequests(f"This API key has {most} viewers already, as many as it may.")
+            self._watchers[key] += 1
+        try:
+            yield
+        finally:
+            with self._bell:
+                self._watchers[key] -= 1
+                self._watchers += Counter()  # without those that have none
+
+    def news(self, after: FeedPosition, seconds: float | None = 0.0) -> News:
+        """Return the news after ``after``; wait for some for at most ``seconds`` (None: for ever)."""
+        if seconds != 0.0:
+            with self._bell:
+                self._bell.wait_for(lambda: self._closed or self._is_news(after), seconds)
+        events, last_event = _after(self._events, after.event)
+        requests, last_request = _after(self._requests, after.request)
+        return News(
+            events, requests, last_event - after.event - len(events), FeedPosition(last_event, last_request)
+        )
+
+    def _is_news(self, after: FeedPosition) -> bool:
+        return _last(self._events) > after.event or _last(self._requests) > after.request
+
+    def pause(self, seconds: float) -> None:
+        """Waits, but for no longer than the program lives."""
+        with self._bell:
+            self._bell.wait_for(lambda: self._closed, seconds)
+
+
+_T = TypeVar("_T")
+
+
+def _last(ring: deque[tuple[int, _T]]) -> int:
+    return ring[-1][0] if ring else 0
+
+
+def _after(ring: deque[tuple[int, _T]], place: int) -> tuple[list[_T], int]:
+    """The items of a ring after a position, and the number of the last."""
+    entries = [(number, entry) for number, entry in ring.copy() if number > place]
+    return [entry for _, entry in entries], entries[-1][0] if entries else place
+
+
+# Events in words
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
 _NORMAL = {

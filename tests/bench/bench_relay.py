@@ -60,6 +60,8 @@ ROOT = HERE.parents[1]
 CACHE = ROOT / ".cache" / "bench"
 
 DIRECT, NGINX, MUX, UNPINNED = "direct", "nginx", "anvil-mux", "anvil-mux --no-pin"
+LITELLM = "LiteLLM"
+LITELLM_RELEASE = "litellm[proxy]==1.108.7"
 CHAT = "/v1/chat/completions"
 MODEL = "stub"
 START_SECONDS = 60.0
@@ -120,8 +122,12 @@ class Relay:
     port: int
     path: str = CHAT
     pids: tuple[int, ...] = ()
+    rewrites: bool = False
+    """Whether it writes answers anew instead of handing them on."""
 
     def takes_part(self, scenario: str) -> bool:
+        if self.rewrites and SCENARIOS[scenario].streams:
+            return False
         return self.name != UNPINNED or scenario == UNPINNED_IN
 
 
@@ -152,6 +158,19 @@ def find_nginx() -> str:
     if found is None:
         raise BenchError("needs nginx; on Debian and Ubuntu: apt-get install nginx-light")
     return found
+
+
+def find_litellm() -> str:
+    """Return LiteLLM's command; the first time, make the environment that has it."""
+    folder = CACHE / "litellm"
+    command, stamp = folder / "bin" / "litellm", folder / "installed"
+    if not stamp.exists() or stamp.read_text() != LITELLM_RELEASE:
+        print(f"installing {LITELLM_RELEASE} (the first time only)", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        install = ["install", "-qq", "--disable-pip-version-check", LITELLM_RELEASE]
+        subprocess.run([str(folder / "bin" / "python"), "-m", "pip", *install], check=True)
+        stamp.write_text(LITELLM_RELEASE)
+    return str(command)
 
 
 def free_port() -> int:
@@ -210,6 +229,25 @@ class Bench:
         pin = ["--no-pin"] if name == UNPINNED else []
         process = self._start(name, [str(program), "serve", str(file), *address, *log, *pin])
         relay = Relay(name, "127.0.0.1", port, pids=(process.pid,))
+        self._await(relay, process)
+        return relay
+
+    def litellm(self) -> Relay:
+        port, config = free_port(), self.folder / "litellm.json"
+        engine = {
+            "model": f"openai/{MODEL}",
+            "api_base": f"http://127.0.0.1:{self._start_stub()}/v1",
+            "api_key": "none",
+        }
+        document = {
+            "model_list": [{"model_name": MODEL, "litellm_params": engine}],
+            # Without keys, as the others are.
+            "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
+        }
+        config.write_text(json.dumps(document))  # JSON is YAML
+        command = [find_litellm(), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+        process = self._start(LITELLM, command)
+        relay = Relay(LITELLM, "127.0.0.1", port, pids=(process.pid,), rewrites=True)
         self._await(relay, process)
         return relay
 
@@ -295,6 +333,7 @@ def await_answer(relay: Relay, alive: Callable[[], bool] = lambda: True) -> None
 def measure(load: Path, relay: Relay, scenario: Scenario, quick: bool) -> Run:
     """What the load generator saw through the relay, and what that cost the relay."""
     where = ["--host", relay.host, "--port", str(relay.port), "--path", relay.path, "--model", MODEL]
+    where += ["--rewritten", str(int(relay.rewrites))]
     reset_peaks(relay.pids)
     ours = (*relay.pids, *stubs())
     begun, own, sampled = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN), 0.0
@@ -787,6 +826,9 @@ def parse_arguments() -> argparse.Namespace:
         help="leave out relays",
     )
     parser.add_argument(
+        "--litellm", action="store_true", help=f"also {LITELLM_RELEASE}, which the first run installs"
+    )
+    parser.add_argument(
         "--target", action="append", type=pair, default=[], metavar="NAME=URL", help="another relay"
     )
     parser.add_argument(
@@ -846,6 +888,8 @@ def start_relays(bench: Bench, options: argparse.Namespace) -> list[Relay]:
     for name in (MUX, UNPINNED):
         if name not in options.without and (name == MUX or UNPINNED_IN in options.only):
             relays.append(bench.mux(name))
+    if options.litellm:
+        relays.append(bench.litellm())
     for relay in other_relays(options):
         await_answer(relay)
         relays.append(relay)

@@ -34,7 +34,7 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import Evict, Load, Step, Ticket
+from anvil_mux.scheduler.slot import Evict, Load, Step, Ticket
 from tests.lab.facts import HostBack, HostLost
 
 HOSTS, GPUS, BACKENDS = 32, 2, 1000

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.cuda_driver import LIBRARY, Driver
-from anvil_mux.host.nvml import probe
+from anvil_mux.host.gpus import nvidia_gpus
 
 GIB = 1 << 30
 CHUNK = GIB // 4
@@ -324,7 +324,7 @@ class Bench:
 
 def used_bytes(engine: Engine) -> int | None:
     """Of the whole GPU, since process ids may be those of another namespace."""
-    reading = probe().find(engine.about["uuid"])
+    reading = nvidia_gpus().find(engine.about["uuid"])
     return reading.used if reading else None
 
 
@@ -362,7 +362,7 @@ def measure(options: argparse.Namespace, about: Result, size: int) -> list[Resul
         return [{"gib": size / GIB, "skipped": f"the host has {host / GIB:.1f} GiB available"}]
     checkpointer = Checkpointer(lambda: Driver(library=options.library))
     # Without NVML little is known beforehand, and it is tried.
-    known = probe().why_none is None
+    known = nvidia_gpus().why_none is None
     bench = Bench(options.gpu, size, checkpointer, checkpointer.why_not([about["uuid"]]) if known else None)
     ways: dict[str, list[Measured]] = {}
     failed: list[Result] = []
@@ -386,9 +386,9 @@ def describe(gpu: int) -> Result:
         raise BenchError("PyTorch could not be asked for the GPU (its own words stand above)")
     about = dict(json.loads(done.stdout))
     if "why_not" in about:
-        unseen = probe().why_none
+        unseen = nvidia_gpus().why_none
         raise BenchError(about["why_not"] + (f"; nor is any GPU seen ({unseen})" if unseen else ""))
-    if probe().find(about["uuid"]) is None:
+    if nvidia_gpus().find(about["uuid"]) is None:
         about["uuid"] = str(gpu)
     return about
 
@@ -437,7 +437,7 @@ def run(options: argparse.Namespace) -> Result:
     results = []
     for gib in options.gib:
         results += measure(options, about, max(8, int(gib * GIB) // 8 * 8))
-    machine = {**about, "driver": probe().driver or None, "python": platform.python_version()}
+    machine = {**about, "driver": nvidia_gpus().driver or None, "python": platform.python_version()}
     return {"ran": True, "machine": machine, "results": results}
 
 

@@ -1,7 +1,7 @@
 """Two workloads in which one GPU has far more models to serve than it can keep up with at once.
 
 Models are asked for as 1/rank, each in bursts whose number of requests is Pareto-distributed, as are the
-pauses between them; answers and loads are lognormal. By ``TUNED`` the figures of scheduler/queueing.py were
+pauses between them; answers and loads are lognormal. By ``TUNED`` the figures of scheduler/admission.py were
 chosen (and checked on seeds 3 to 8); by ``HELD_OUT`` nothing was: its figures stand in docs/design.md.
 """
 

@@ -18,7 +18,8 @@ import yaml
 
 from anvil_mux.cli.checking import steered_by_all
 from anvil_mux.cli.main import main
-from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config, Service
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.host import cuda_checkpoint
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.state_files import Known, LearnedFile

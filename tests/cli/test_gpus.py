@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.cli.main import main
-from anvil_mux.host import amd_intel, check, nvml
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host import check, gpus
+from anvil_mux.host.gpus import Gpus
 from tests.cli.demo import compose
 from tests.host.test_gpu import Nvml
 from tests.host.trees import plant
@@ -22,16 +22,16 @@ def machine(tree: str, folder: Path, monkeypatch: pytest.MonkeyPatch, nvidias: G
     """This machine has the GPUs of a tree."""
     sys, proc = plant(tree, folder)
     monkeypatch.setattr(check, "DRIVERS", (str(sys),))
-    monkeypatch.setattr(nvml, "probe", lambda **_: nvidias)
-    monkeypatch.setattr(amd_intel, "probe", partial(amd_intel.probe, sys, proc))
-    clients = amd_intel.clients
-    monkeypatch.setattr(amd_intel, "clients", lambda *_: clients(proc))
+    monkeypatch.setattr(gpus, "nvidia_gpus", lambda **_: nvidias)
+    monkeypatch.setattr(gpus, "amd_intel_gpus", partial(gpus.amd_intel_gpus, sys, proc))
+    clients = gpus.clients
+    monkeypatch.setattr(gpus, "clients", lambda *_: clients(proc))
 
 
 def test_check_says_what_was_found_of_each_vendor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine("arc", tmp_path, monkeypatch, nvml.probe(Nvml()))
+    machine("arc", tmp_path, monkeypatch, gpus.nvidia_gpus(Nvml()))
     assert main(["check", str(compose(tmp_path))]) == 0
     said = capsys.readouterr().err
     assert "NVIDIA: 0 RTX 24.0 GiB, 1 RTX of unknown size (declare it: gpus: " in said
@@ -50,8 +50,8 @@ def test_check_says_what_was_found_of_each_vendor(
 def test_check_says_why_it_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(nvml, "probe", lambda **_: Gpus(why_none="NVML: no driver"))
-    monkeypatch.setattr(amd_intel, "probe", lambda **_: Gpus(why_none="no card"))
+    monkeypatch.setattr(gpus, "nvidia_gpus", lambda **_: Gpus(why_none="NVML: no driver"))
+    monkeypatch.setattr(gpus, "amd_intel_gpus", lambda **_: Gpus(why_none="no card"))
     assert main(["check", str(compose(tmp_path))]) == 0
     assert (
         "no GPU found here: NVIDIA: NVML: no driver; AMD: no card; Intel: no card" in capsys.readouterr().err

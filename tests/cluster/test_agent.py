@@ -26,8 +26,9 @@ from anvil_mux.cluster.frames import (
     UnknownStep,
     Unreadable,
 )
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.config import Backend
+from anvil_mux.config.kinds import Diagnostic
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.host.seam import (
     Evicted,

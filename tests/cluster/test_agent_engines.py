@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.cluster.agent import Agent, engine_variables
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.host.seam import Awake, Evicted, Inventory, ServiceEnded, Unfit
 from tests.cluster.test_agent import AGAIN, CONFIG, ENGINE, FIRST, GUARD, ROOT, Caller, M
 

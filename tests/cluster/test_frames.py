@@ -23,14 +23,16 @@ from anvil_mux.cluster.frames import (
     UnknownStep,
     Unreadable,
 )
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.config import Backend
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.profile import Profile
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.host.seam import (
     AnyNews,
     Awake,
+    CardRead,
     Evicted,
     Found,
     GpusSeen,
@@ -40,7 +42,7 @@ from anvil_mux.host.seam import (
     HostNews,
     Inventory,
     Loaded,
-    LoadSaid,
+    LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
@@ -49,6 +51,7 @@ from anvil_mux.host.seam import (
     Unfit,
     WeightsRead,
 )
+from anvil_mux.protocol.cards import ModelCard
 from tests.seeds import seeds
 
 
@@ -123,10 +126,11 @@ TRUTHS = [
         [
             HostNews(1, ServiceEnded("a", "why", ("l",), 3)),
             HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))})),
-            HostNews(3, LoadSaid("a", "reading", 0.5)),
+            HostNews(3, LoadStage("a", "reading", 0.5)),
             HostNews(4, PhaseTook("a", "load", 0.25)),
             HostNews(5, PromptsKept("a", 1, 2, 3)),
             HostNews(6, WeightsRead("a", 1, 2.5)),
+            HostNews(7, CardRead("a", "d", ModelCard(4096, {"tools": True}))),
         ],
     ),
 ]

@@ -23,7 +23,8 @@ from anvil_mux.cluster.frames import (
     AgentCall,
     Node,
 )
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import Service
 from anvil_mux.host.seam import HostConfig, Loaded
 from tests.cluster.driven import GUARD, OWNER, SHORT, Driven
 from tests.cluster.rig import ROOT, Cluster, Host, read, wait_for, why_not

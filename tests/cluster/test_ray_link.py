@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from anvil_mux.cluster import ray_link
-from anvil_mux.cluster.links import Refused
+from anvil_mux.cluster.channel import Refused
 from anvil_mux.cluster.ray_link import OPEN, REFUSED, refuse_unless_closed
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from anvil_mux.cli.checking import vram_to_declare
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic, Setting
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.reading import FOLDER, page_of
-from anvil_mux.config.settings import Setting
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 from anvil_mux.serve.configuration import open_address
@@ -135,6 +134,8 @@ TOP_CASES = r"""
     any_of: {any: [aa]} -> any_of.any | any: [a] | policies.md#any-model-that-is-loaded-any_of
     any_of: {a: [a]} -> any_of.a | any-a: [a] | policies.md#any-model-that-is-loaded-any_of
     any_of: {a: [a]} -> any_of.a |  | policies.md#any-model-that-is-loaded-any_of
+    any_of: {any: [{model: aa, when: {tools: true}}, a]} -> any_of.any |
+        any: [{model: a, when: {tools: true}}, a] | policies.md#any-model-that-is-loaded-any_of
     any_of: [a] -> any_of | any_of: {a-name: [a-model, another]} | policies.md#any-model-that-is-loaded-any_of
     preload: perhaps -> preload | preload: true | reference.md#x-anvil-at-the-top-level
     tls_cert: cert.pem -> tls_cert | tls_key: FILE | security.md#tls

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config.change import LIVE, Change, compare, within
-from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config, Service
+from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.config.machines import Gpu
+from anvil_mux.config.service import Service
 from anvil_mux.plugins import load
 
 

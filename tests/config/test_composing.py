@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config import devices, interpolate
+from anvil_mux.config import interpolate, service
 from anvil_mux.config.compose import run_compose
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu, Machine
@@ -55,7 +55,7 @@ def test_a_gpu_that_compose_would_not_give_needs_a_service_of_its_own(tmp_path: 
 
 def given(made: Mapping[str, Any]) -> str | tuple[str, ...] | None:
     """The GPUs that Docker gives to a service, as it is described."""
-    return devices.reserved(made)
+    return service.reserved(made)
 
 
 FORMS = [
@@ -83,7 +83,7 @@ def test_each_has_its_gpus_in_whichever_form_the_service_reserves_them(tmp_path:
         assert "runtime" not in made
         assert ("/dev/fuse" in made.get("devices", ())) == ("/dev/fuse" in form)
     if "options" in form:
-        (device,) = devices.reserved_devices(made)
+        (device,) = service.reserved_devices(made)
         reserved = {"device_ids": ["1"], "capabilities": ["gpu"]}
         assert device == {"driver": "nvidia", "options": {"a": "b"}, **reserved}
 

@@ -13,8 +13,9 @@ import pytest
 
 from anvil_mux.command import API_KEYS
 from anvil_mux.config import keys
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key, Keyring
+from anvil_mux.config.service import Service
 from anvil_mux.errors import ConfigError, Unauthorized
 from anvil_mux.proxy.access import Access
 from tests.fake_engine import JSON_OK, RawClient, Rig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.command import Done
-from anvil_mux.config.diagnostic import Diagnostic
+from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.config.reading import page_of, unknown_key
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load

@@ -13,11 +13,11 @@ from anvil_mux.cli.main import main
 from anvil_mux.cli.output import print_diagnostics
 from anvil_mux.config import reading
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.config.diagnostic import Diagnostic, Position, advice
 from anvil_mux.config.interpolate import read
+from anvil_mux.config.kinds import Diagnostic, Position, advice
 from anvil_mux.config.reading import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, Problems, page_of
 from anvil_mux.errors import ConfigError
-from anvil_mux.host import check, rights
+from anvil_mux.host import check, cuda_checkpoint
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,7 +34,7 @@ OF_SETTINGS = [each.page for table in (SETTINGS, SERVICE_SETTINGS) for each in t
 
 OF_PROBES = [
     check.LIMITS_PAGE,
-    rights.PAGE,
+    cuda_checkpoint.RIGHTS_PAGE,
     reading.PAGE,
     "cluster.md#setting-up",
     "cluster.md#in-the-file",

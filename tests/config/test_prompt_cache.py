@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config.abilities import prompts_folder
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from tests.config.files import one, plain, problems
 
 SERVES = "image: llama.cpp:server, x-anvil: {prompt_cache: 4GiB}"

@@ -16,7 +16,7 @@ from anvil_mux import plugins
 from anvil_mux.cli.main import main
 from anvil_mux.config import interpolate
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.config.settings import COMPOSE, Setting
+from anvil_mux.config.kinds import COMPOSE, Setting
 from tests.test_docs import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -88,6 +88,7 @@ VALUES: list[Any] = [
         ["a", "b"],
         ["sleep", "stop"],
         ["stop", "nap"],
+        ["tools", "vision"],
         [["0"], ["1"]],
         ["/docs", "/sdapi/"],
     ),
@@ -97,6 +98,8 @@ VALUES: list[Any] = [
     *({"name": "debounce", "quiet": 2}, {"quiet": 2}, {"default": "mine", "policies": {"mine": {"x": 1}}}),
     *({"mode": "full", "store": "redis://h"}, {"mode": "half"}, {"store": "h:1"}, '{"temperature": 0}'),
     *({"chat": ["a", "b"], "warm": {"models": "a", "swap": "never"}}, {"chat": "a"}),
+    *({"chat": [{"model": "a", "when": {"images": "yes", "tokens_over": "9"}}, "b"]}, {"a": {"when": {}}}),
+    {"chat": {"models": [{"model": ["a", "b"], "when": {"audio": None, "tools": False}}]}},
     *({"url": "http://x", "on": ["failed"]}, [{"run": ["notify", "x"], "timeout": "5s"}], {"run": "x"}),
     *({"when_others_hold": "4GiB"}, {"when_others_hold": "any"}),
     *("http://h:8000/v1", {"models": ["a", "b"], "after": "20s"}, {"models": "a"}),
@@ -135,6 +138,10 @@ MISTAKES = [
     ("x-anvil", "cors", ["app.example"]),
     ("x-anvil", "any_of", {"chat": {"models": ["a"], "swap": "no"}}),
     ("x-anvil", "any_of", ["a"]),
+    ("x-anvil", "any_of", {"chat": [{"model": "a", "when": {"image": True}}]}),
+    ("x-anvil", "any_of", {"chat": [{"models": ["a"], "when": {"images": True}}]}),
+    ("x-anvil", "any_of", {"chat": [{"model": "a", "when": {"tokens_over": 0}}]}),
+    ("x-anvil", "any_of", {"chat": [{"model": "a", "when": "images"}]}),
     ("services", "port", 70000),
     ("services", "priority", 101),
     ("services", "vram", "lots"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.values import AnyOf
+from anvil_mux.config.values import AnyOf, Rule
 from tests.config.files import one, plain, problems
 
 SERVICE = "services: {a: {image: x, x-anvil: {%s}}}"
@@ -75,11 +75,11 @@ services: {qwen: {image: x, x-anvil: {aliases: [q]}},
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("chat: [qwen, gemma]", AnyOf(("qwen", "gemma"))),
-        ("chat: gemma", AnyOf(("gemma",))),
-        ("chat: [gemma, q, qwen]", AnyOf(("gemma", "qwen"))),
-        ("chat: {models: [qwen, gemma], swap: never}", AnyOf(("qwen", "gemma"), swaps=False)),
-        ("chat: {models: [qwen, gemma]}", AnyOf(("qwen", "gemma"))),
+        ("chat: [qwen, gemma]", AnyOf((Rule(("qwen", "gemma")),))),
+        ("chat: gemma", AnyOf((Rule(("gemma",)),))),
+        ("chat: [gemma, q, qwen]", AnyOf((Rule(("gemma", "qwen")),))),
+        ("chat: {models: [qwen, gemma], swap: never}", AnyOf((Rule(("qwen", "gemma")),), swaps=False)),
+        ("chat: {models: [qwen, gemma]}", AnyOf((Rule(("qwen", "gemma")),))),
     ],
 )
 def test_a_name_may_stand_for_several_models(tmp_path: Path, said: str, expected: AnyOf) -> None:
@@ -93,7 +93,7 @@ def test_who_names_no_model_may_get_any_of_several(tmp_path: Path) -> None:
 
 def test_a_variable_may_hold_it(tmp_path: Path) -> None:
     found = plain(tmp_path, ANY % "", environ={"ANVIL_ANY_OF": "{chat: [gemma]}"})
-    assert found.any_of == {"chat": AnyOf(("gemma",))}
+    assert found.any_of == {"chat": AnyOf((Rule(("gemma",)),))}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,109 @@ def test_a_list_is_no_mapping_of_names(tmp_path: Path) -> None:
     assert any("x-anvil.any_of: must hold {name: [models]}" in each for each in problems(tmp_path, text))
 
 
+# Names that choose by the request
+
+AUTO = """x-anvil: {any_of: {auto: %s}}
+services:
+  vision: {image: x, x-anvil: {}}
+  long: {image: x, x-anvil: {aliases: [l]}}
+  small: {image: x, x-anvil: {presets: {fast: {set: {n: 1}}}}}
+"""
+IMAGES, LONG = (("images", True),), (("tokens_over", 32000),)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "[{model: vision, when: {images: true}}, {model: l, when: {tokens_over: 32000}}, small]",
+            (Rule(("vision",), IMAGES), Rule(("long",), LONG), Rule(("small",))),
+        ),
+        # neighbours with the same conditions are equals
+        ("[{model: [vision, long], when: {images: yes}}]", (Rule(("vision", "long"), IMAGES),)),
+        (
+            "[{model: vision, when: {images: true}}, {model: [long, vision], when: {images: 'on'}}, l, fast]",
+            (Rule(("vision", "long"), IMAGES), Rule(("long", "fast"))),
+        ),
+        (
+            "[{model: vision, when: {tools: no, images: on}}, {model: long, when: {images: on, tools: no}}]",
+            (Rule(("vision", "long"), (("images", True), ("tools", False))),),
+        ),
+        (
+            "[{model: vision, when: {images: true}}, small, {model: long, when: {images: true}}]",
+            (Rule(("vision",), IMAGES), Rule(("small",)), Rule(("long",), IMAGES)),
+        ),
+        ("[{model: vision}, {model: small, when: }]", (Rule(("vision", "small")),)),
+        (
+            "{models: [{model: vision, when: {images: true, audio: }}, small]}",
+            (Rule(("vision",), IMAGES), Rule(("small",))),
+        ),
+    ],
+)
+def test_a_name_may_choose_by_the_request(tmp_path: Path, said: str, expected: tuple[Rule, ...]) -> None:
+    assert plain(tmp_path, AUTO % said).any_of == {"auto": AnyOf(expected)}
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (
+            "[{model: vison, when: {images: true}}, small]",
+            "compose.yaml:1: x-anvil.any_of.auto: no service serves vison; did you mean vision?",
+        ),
+        (
+            "[{model: auto, when: {images: true}}]",
+            "x-anvil.any_of.auto: auto stands for several models itself: name the models",
+        ),
+        (
+            "[small, {model: vision, when: {image: true}}]",
+            "compose.yaml:1: x-anvil.any_of.auto.1.when.image: unknown key; did you mean images?",
+        ),
+        (
+            "[{model: vision, when: {images: maybe}}]",
+            "x-anvil.any_of.auto.0.when.images: must be true or false, not 'maybe'",
+        ),
+        (
+            "[{model: vision, when: {tokens_over: 32k}}]",
+            "x-anvil.any_of.auto.0.when.tokens_over: must be a whole number of at least 1, not '32k'",
+        ),
+        (
+            "[{model: vision, when: images}]",
+            "x-anvil.any_of.auto.0.when: must hold conditions, such as {images: true} or "
+            "{tokens_over: 32000}, not 'images'",
+        ),
+        ("[{model: vision, when: {images: }}]", "x-anvil.any_of.auto.0.when: must hold conditions"),
+        ("[{when: {images: true}}]", "x-anvil.any_of.auto.0: must name a `model`"),
+        ("[{models: [vision]}]", "x-anvil.any_of.auto.0.models: unknown key; did you mean model?"),
+        ("{model: vision, when: {images: true}}", "x-anvil.any_of.auto.model: unknown key"),
+    ],
+)
+def test_what_no_rule_can_be_is_told(tmp_path: Path, said: str, problem: str) -> None:
+    found = problems(tmp_path, AUTO % said)
+    assert any(problem in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("said", "warning"),
+    [
+        ("[{model: vision, when: {images: true}}, small]", None),
+        (
+            "[small, {model: vision, when: {images: true}}]",
+            "any_of.auto: small has no conditions and takes every request before vision if images: true: put "
+            "what has no `when` last",
+        ),
+        (
+            "[{model: vision, when: {images: true}}]",
+            "any_of.auto: a request that none of its conditions fits is refused: end it with a model that "
+            "has no `when`",
+        ),
+    ],
+)
+def test_rules_that_may_not_be_meant_are_warned_of(tmp_path: Path, said: str, warning: str | None) -> None:
+    found = [each for each in plain(tmp_path, AUTO % said).warnings if each.startswith("any_of")]
+    assert found == ([warning] if warning else [])
+
+
 # Presets among them
 
 PRESETS = """x-anvil: {any_of: {%s}}
@@ -132,7 +235,7 @@ services:
 
 def test_it_may_name_presets_which_keep_their_names(tmp_path: Path) -> None:
     found = plain(tmp_path, PRESETS % "chat: [think, law, gemma]")
-    assert found.any_of == {"chat": AnyOf(("think", "law", "gemma"))}
+    assert found.any_of == {"chat": AnyOf((Rule(("think", "law", "gemma")),))}
 
 
 def test_who_names_no_model_may_get_a_preset_of_any(tmp_path: Path) -> None:

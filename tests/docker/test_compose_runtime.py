@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.docker_api import ContainerEngine as Docker

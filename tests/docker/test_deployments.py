@@ -1,4 +1,4 @@
-"""Checkpoints by an anvil-mux in a container, deployed as the files in contrib/ say, and almost so.
+"""An anvil-mux in a container, deployed as the docs and the files of contrib/ say, and almost so.
 
 Real are the containers and who may do what to whose processes; the kernel judges that, when the stand-in for
 the CUDA driver attaches to an engine. NVML is a stand-in as well. Where ANVIL_MUX_IMAGE
@@ -240,3 +240,27 @@ def test_what_a_checkpoint_lacks_is_foretold_and_is_why_it_fails(
         assert failed.endswith("; ".join(lacking("\n".join(foretold))))
         assert inspect(stack, "model-1")["State"]["Status"] == "exited"
         assert anvil.chat("model-1")[0] == 200
+
+
+@pytest.mark.skipif(not IMAGE, reason="`bin/test image` makes one")
+def test_the_service_in_the_docs_serves_beside_its_engines(
+    llamacpp_compose: MakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = re.findall(
+        r"^```yaml\n(services:\n  anvil-mux:.*?)^```$", (ROOT / "docs/running.md").read_text(), re.M | re.S
+    )
+    described = yaml.safe_load(text)
+    service = described["services"]["anvil-mux"]
+    assert service["image"] == "ghcr.io/OWNER/anvil-mux"
+    service |= {"image": IMAGE, "command": [*service["command"], "--port", "0"]}
+    stack = llamacpp_compose(
+        tmp_path, models=1, top={"volumes": described["volumes"]}, services=described["services"]
+    )
+    socket = stack.engine.host.removeprefix("unix://")
+    text = stack.file.read_text().replace("- compose.yaml", f"- {stack.file.name}")
+    stack.file.write_text(text.replace("/var/run/docker.sock:", f"{socket}:"))
+    # What a shell says of its folder, which is the compose file's.
+    monkeypatch.setenv("PWD", str(tmp_path))
+    with running(stack) as anvil:
+        assert anvil.chat("model-1")[0] == 200
+        assert stack.up() == {"anvil-mux", "model-1"}

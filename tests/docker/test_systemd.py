@@ -1,7 +1,8 @@
-"""contrib/anvil-mux.service under a real systemd, the first process of a container with this machine's /usr.
+"""The services of contrib/ for one machine under a real systemd, the first process of a container.
 
-Engines are local processes of the service. NVML and the CUDA driver are stand-ins; the driver's attaches to
-the engine, which the kernel, and the service's filter of system calls, may refuse.
+The container has this machine's /usr, and engines are local processes of the service. NVML and the CUDA
+driver are stand-ins; the driver's attaches to the engine, which the kernel, and the service's filter of
+system calls, may refuse.
 """
 
 from __future__ import annotations
@@ -32,10 +33,8 @@ echo docker:x:990: >> /etc/group
 exec /usr/lib/systemd/systemd --unit=multi-user.target
 """
 NO_DOCKER = "[Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/true\n"
-WITH_STAND_INS = (
-    "[Service]\nReadWritePaths=/cuda\n"
-    "Environment=PYTHONPATH=/cuda LD_LIBRARY_PATH=/cuda FAKE_CUDA=/cuda NVIDIA_VISIBLE_DEVICES=all\n"
-)
+STAND_INS = "PYTHONPATH=/cuda LD_LIBRARY_PATH=/cuda FAKE_CUDA=/cuda NVIDIA_VISIBLE_DEVICES=all"
+WITH_STAND_INS = f"[Service]\nReadWritePaths=/cuda\nEnvironment={STAND_INS}\n"
 URL = "http://127.0.0.1:9292"
 
 pytestmark = [
@@ -46,6 +45,8 @@ pytestmark = [
 
 class Machine:
     """A container whose first process is systemd; ``etc`` and ``cuda`` are folders of its own here."""
+
+    USER = ("env", "HOME=/root", "XDG_RUNTIME_DIR=/run/user/0")
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.name = f"anvil-test-systemd-{secrets.token_hex(4)}"
@@ -104,6 +105,25 @@ class Machine:
 
     def load(self, model: str) -> None:
         self.do("/opt/anvil-mux/bin/anvil-mux", "load", model, "--url", URL)
+
+    def begin_user(self, unit: Path) -> None:
+        """Start root's own systemd, and ``unit`` in it as its comment says."""
+        config, program = "/root/.config", "/root/.local/bin"
+        self.do("mkdir", "-p", f"{config}/systemd/user", f"{config}/anvil-mux", program)
+        self.do("cp", f"/src/{unit.relative_to(ROOT)}", f"{config}/systemd/user/anvil-mux.service")
+        self.do("cp", "/etc/anvil-mux/compose.yaml", f"{config}/anvil-mux/compose.yaml")
+        self.do("sh", "-c", f"printf '%s\\n' {STAND_INS} > {config}/anvil-mux/environment")
+        self.do("ln", "-s", "/opt/anvil-mux/bin/anvil-mux", program)
+        # As user@.service does, which needs a login manager.
+        self.do("mkdir", "--mode", "700", "-p", "/run/user/0")
+        manager = ("--property=Delegate=yes", "--property=Type=notify", "--unit=user-manager")
+        self.do("systemd-run", *manager, *self.USER, SYSTEMD, "--user", "--unit=basic.target")
+        self.user("daemon-reload")
+        self.user("enable", "--now", "anvil-mux")
+
+    def user(self, *words: str, code: int | None = 0) -> str:
+        """Run ``systemctl --user`` there; what it printed."""
+        return self.do(*self.USER, "systemctl", "--user", *words, code=code)
 
     def engine(self, model: str) -> int:
         """The process of an engine, 0 if there is none."""
@@ -196,3 +216,21 @@ def test_the_shipped_unit_under_a_real_systemd(machine: Machine) -> None:
     last = machine.engine("model-1")
     machine.do("systemctl", "stop", "anvil-mux")
     assert machine.engine("model-1") == last > 0
+
+
+def test_the_unit_of_a_user_under_a_real_systemd(machine: Machine) -> None:
+    write(machine)
+    machine.begin_user(ROOT / "contrib" / "anvil-mux-user.service")
+    assert "resident: none; 0 requests running, 0 waiting" in machine.user("status", "anvil-mux")
+    machine.load("model-1")
+    first = machine.engine("model-1")
+    machine.user("reload", "anvil-mux")
+    main = machine.user("show", "--property", "MainPID", "--value", "anvil-mux").strip()
+    machine.do("kill", "-9", main)
+    again = re.compile(rf"Active: active .*Main PID: (?!{main} )", re.S)
+    assert again.search(seen(lambda: machine.user("status", "anvil-mux", code=None), again.search))
+    machine.load("model-1")
+    machine.user("stop", "anvil-mux")
+    assert machine.engine("model-1") == first > 0
+    machine.do("sh", "-c", "echo 'services: {}' > /root/.config/anvil-mux/compose.yaml")
+    assert "78" in machine.user("start", "anvil-mux", code=1) + machine.user("status", "anvil-mux", code=3)

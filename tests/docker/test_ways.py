@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import engines
 from anvil_mux.host.levels import Swapper

@@ -18,8 +18,8 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.slot import Ticket
 from anvil_mux.scheduler.state import SharedSettings
-from anvil_mux.scheduler.steps import Ticket
 from tests.explorer.saved import slots
 
 EPOCH = 1_000_000.0

@@ -21,7 +21,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import Cancel, Demote, Effects, Evict, FoundBackend, Load, Step, Ticket
+from anvil_mux.scheduler.slot import Cancel, Demote, Effects, Evict, FoundBackend, Load, Step, Ticket
 from tests.explorer.worlds import Fact, SmallWorld
 
 MakeScheduler = Callable[..., Scheduler]
@@ -122,6 +122,7 @@ _FACTS: dict[str, Callable[[Subject, Sequence[str], int, float], Effects]] = {
     "standby": lambda s, what, number, now: s._in_standby(what[0], now),
     "died": lambda s, what, number, now: s.core.died(what[0], now, "was killed"),
     "unload": lambda s, what, number, now: s.core.unload_asked(what[0], now),
+    "hint": lambda s, what, number, now: s.core.hinted(what[0], now),
     "pin": lambda s, what, number, now: s.core.pinned(what[0], now, pinned=True),
     "unpin": lambda s, what, number, now: s.core.pinned(what[0], now, pinned=False),
     "pause": lambda s, what, number, now: s.core.paused(now, now + float(what[0])),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import NOTHING, Effects
+from anvil_mux.scheduler.slot import NOTHING, Effects
 from tests.explorer import trial
 from tests.explorer.explore import Exploration, main, shortest
 from tests.explorer.saved import SavedState

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import Effects, Load
+from anvil_mux.scheduler.slot import Effects, Load
 from tests.explorer.form import EPOCH, form
 from tests.explorer.subject import REQUESTS, MakeScheduler, Subject
 from tests.explorer.witness import Violation, Witness

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.lab.checker import check
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.steps import Cancel, Demote, Effects, Evict, Load, Step, Ticket
-from anvil_mux.telemetry.situation import Situation
+from anvil_mux.scheduler.slot import Cancel, Demote, Effects, Evict, Load, Step, Ticket
+from anvil_mux.telemetry.eventlog import Situation
 from tests.explorer.worlds import Fact, SmallWorld
 
 _HOLDING = frozenset(("loading", "up", "evicting", "stuck"))
@@ -220,6 +220,8 @@ class Witness:
         for model in dict.fromkeys(each.model for each in self._config.backends):
             if "unload" in may:
                 yield ("unload", model)
+            if "hint" in may:
+                yield ("hint", model)
             if "pin" in may:
                 yield ("unpin" if model in self._flags["pin"] else "pin", model)
         if "pause" in may:

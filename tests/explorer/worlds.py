@@ -250,6 +250,19 @@ def _worlds() -> Iterator[SmallWorld]:
         frozenset(("abandon", "unload", "load_failed", "pass")),
     )
     yield SmallWorld(
+        "hinted",
+        _config(a, c, _backend("s", "0", evict_to=("sleep",), min_residency=15.0)),
+        _up("a"),
+        frozenset(("abandon", "hint", "pass", "load_failed", "evict_failed", "unload")),
+        residual=1,
+    )
+    yield SmallWorld(
+        "hinted replicas",
+        _config(*replicas, x, y),
+        _up("x", "y"),
+        frozenset(("abandon", "hint", "died", "pin")),
+    )
+    yield SmallWorld(
         "one of two",
         _config(*[replace(each, most=1) for each in replicas], x, b),
         _up("x"),

@@ -11,7 +11,7 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.host.containers import ContainerRuntime
-from anvil_mux.host.read_ahead import is_on_disk
+from anvil_mux.host.weights import is_on_disk
 from tests.host.docker_stand_in import CONFIG, Docker, listening
 
 

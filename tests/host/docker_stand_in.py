@@ -20,7 +20,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from anvil_mux.command import Done
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 
 PATIENCE = 30.0
 AWAY = (0, "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.errors import LoadError
-from anvil_mux.host.adopt import Adopter, Notes
+from anvil_mux.host.local import Adopter, Notes
 from anvil_mux.host.seam import Awake, Unfit
 from tests.host.test_levels import A, Scene
 

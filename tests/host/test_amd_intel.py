@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.host import amd_intel
-from anvil_mux.host.amd_intel import cards, clients, probe
-from anvil_mux.host.meminfo import host_memory
-from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host import gpus
+from anvil_mux.host.gpus import Gpus, Reading, amd_intel_gpus, cards, clients, host_memory
 from anvil_mux.host.seam import Sensors
 from tests.host.trees import plant
 
@@ -19,7 +17,7 @@ GIB = 1 << 30
 
 
 def seen(tree: str, folder: Path) -> list[Reading]:
-    return [*probe(*plant(tree, folder), sensors=True).readings]
+    return [*amd_intel_gpus(*plant(tree, folder), sensors=True).readings]
 
 
 def test_cards_of_amd_are_counted_in_the_order_of_their_addresses(tmp_path: Path) -> None:
@@ -59,16 +57,16 @@ def test_only_the_processes_in_question_are_looked_at_unless_all_must_be_added_u
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str, walks: bool
 ) -> None:
     sys, proc = plant(tree, tmp_path)
-    all_processes = probe(sys, proc)
+    all_processes = amd_intel_gpus(sys, proc)
     listed: list[Path] = []
 
     def listdir(folder: Path) -> list[str]:
         listed.append(folder)
         return os.listdir(folder)
 
-    monkeypatch.setattr(amd_intel, "os", SimpleNamespace(listdir=listdir, readlink=os.readlink))
+    monkeypatch.setattr(gpus, "os", SimpleNamespace(listdir=listdir, readlink=os.readlink))
     pid = next(pid for reading in all_processes.readings for pid, _ in reading.processes)
-    found = probe(sys, proc, pids={pid, 1 << 22})
+    found = amd_intel_gpus(sys, proc, pids={pid, 1 << 22})
     assert [each.used for each in found.readings] == [each.used for each in all_processes.readings]
     assert found.used_by({pid}) == all_processes.used_by({pid})
     assert (proc in listed) == walks
@@ -110,7 +108,7 @@ def test_what_is_used_is_not_known_where_some_processes_cannot_be_looked_at(
         return read(file, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "read_text", denied)
-    _, new, old = probe(sys, proc).readings
+    _, new, old = amd_intel_gpus(sys, proc).readings
     assert (new.used, new.processes) == (None, ((900, 8 * GIB),))
     assert (old.used, old.processes) == (None, ())
 
@@ -134,7 +132,7 @@ def test_a_figure_that_is_missing_or_broken_is_unknown_and_no_error(tmp_path: Pa
             file.write_bytes(b"\xff\xfe garbage")
         else:
             file.rename(file.with_name("gone"))
-    card = probe(sys, proc, sensors=True).readings[1]
+    card = amd_intel_gpus(sys, proc, sensors=True).readings[1]
     figures = card.gpu.total, card.used, card.sensors.utilization, card.sensors.celsius, card.sensors.watts
     assert figures.count(None) == (2 if damage == "hwmon" else 1)
 
@@ -142,16 +140,16 @@ def test_a_figure_that_is_missing_or_broken_is_unknown_and_no_error(tmp_path: Pa
 def test_a_card_that_does_not_tell_what_is_used_has_what_its_clients_have(tmp_path: Path) -> None:
     sys, proc = plant("radeon", tmp_path)
     (sys / "class/drm/card1/device/mem_info_vram_used").unlink()
-    assert probe(sys, proc).readings[1].used == 7 * GIB
+    assert amd_intel_gpus(sys, proc).readings[1].used == 7 * GIB
 
 
 def test_a_machine_without_such_cards_says_so(tmp_path: Path) -> None:
-    assert probe(tmp_path, tmp_path) == Gpus(why_none="no card of AMD or Intel in /sys/class/drm")
+    assert amd_intel_gpus(tmp_path, tmp_path) == Gpus(why_none="no card of AMD or Intel in /sys/class/drm")
     assert cards(tmp_path) == []
 
 
 def test_here_nothing_is_raised() -> None:
-    found = probe()
+    found = amd_intel_gpus()
     assert found.readings or found.why_none
 
 

@@ -12,17 +12,16 @@ import pytest
 import requests
 
 from anvil_mux.cli import main as cli
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import local
-from anvil_mux.host.cuda_checkpoint import Checkpointer, is_frozen
+from anvil_mux.host.cuda_checkpoint import Checkpointer, Rights, is_frozen
 from anvil_mux.host.cuda_driver import Driver
-from anvil_mux.host.freed import PATIENCE
-from anvil_mux.host.levels import Swapper, sleeps_first
+from anvil_mux.host.gpus import Gpus
+from anvil_mux.host.levels import PATIENCE, Swapper, sleeps_first
 from anvil_mux.host.processes import ProcessRuntime
-from anvil_mux.host.reading import Gpus
-from anvil_mux.host.rights import Rights
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.serve.building import Opened
 from anvil_mux.serve.invocation import Options

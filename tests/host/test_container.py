@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.host.docker_api import Container, base_url, differing_parts, how_it_ended, read_container
 
 INSPECTED = {

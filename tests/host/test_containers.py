@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
 from anvil_mux.host.containers import ContainerRuntime
-from anvil_mux.host.runtime import NotBegun
+from anvil_mux.host.seam import NotBegun
 from tests.host.conftest import runtime_at
 from tests.host.docker_stand_in import AWAY, CONFIG, URL, A, B, Docker
 
@@ -260,7 +260,7 @@ def test_a_process_belongs_to_the_service_whose_container_it_runs_in_which_docke
 ):
     docker.add("c1")
     inside = {4711: "c1", 4712: "somebody else's"}
-    monkeypatch.setattr(containers.gpu, "container", inside.get)
+    monkeypatch.setattr(containers.gpus, "container_of", inside.get)
     assert runtime.owner(4711) is None
     runtime.running()
     docker.verbs()

@@ -94,6 +94,20 @@ def test_one_that_differs_is_made_anew_by_its_next_start_though_others_of_its_se
     assert docker.state("c2")["Status"] == "running"
 
 
+def test_one_that_differs_is_made_anew_though_we_have_started_it_by_what_we_have_of_it(
+    docker: Docker, runtime: ContainerRuntime
+):
+    backend = replace(A, service=replace(A.service, digest="d1"))
+    labelled(docker, "c1")
+    docker.hash = "h1"
+    runtime.start(backend)
+    docker.hash = "h2"  # such as by another env_file
+    assert runtime.differs(backend)
+    runtime.stop(backend)
+    runtime.start(backend)
+    assert "c1" not in docker.containers
+
+
 def test_a_replica_that_stopped_before_its_description_changed_is_made_anew(
     docker: Docker, runtime: ContainerRuntime
 ):

@@ -13,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import Service
 from anvil_mux.errors import Cancelled, LoadError
 from anvil_mux.host import engine_client, engines
 from anvil_mux.host.engines import (

@@ -9,8 +9,8 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host.freed import After, Before, FreedCheck, host_bytes
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host.gpus import Gpus
+from anvil_mux.host.levels import After, Before, FreedCheck, host_bytes
 from tests.host.test_engines import Waiting
 from tests.sleepy_engine import GIB, Ledger
 

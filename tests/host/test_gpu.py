@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.host import amd_intel, gpu
-from anvil_mux.host.gpu import command, container, others
-from anvil_mux.host.nvml import buses, probe
-from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host import gpus
+from anvil_mux.host.gpus import Gpus, Reading, buses, command_of, container_of, nvidia_gpus, others
 from anvil_mux.host.seam import HostGpu, OtherProcess, Sensors
 from tests.fake_gpu import FakeGpus
 from tests.host.trees import plant
@@ -98,7 +96,7 @@ class Nvml:
 
 def test_a_gpu_tells_memory_and_processes():
     nvml = Nvml()
-    first = probe(nvml).readings[0]
+    first = nvidia_gpus(nvml).readings[0]
     assert nvml.open == 0
     assert first == Reading(
         HostGpu("0", FIRST, "RTX", 24 << 30),
@@ -128,9 +126,9 @@ def test_what_the_driver_keeps_for_itself_is_no_memory_of_the_gpu() -> None:
                 raise self.NVMLError("Function Not Found")
             return super().nvmlDeviceGetMemoryInfo(handle)
 
-    reading = probe(Newer()).readings[0]
+    reading = nvidia_gpus(Newer()).readings[0]
     assert (reading.gpu.total, reading.used, reading.free) == (23 << 30, 19 << 30, 4 << 30)
-    reading = probe(Older()).readings[0]
+    reading = nvidia_gpus(Older()).readings[0]
     assert (reading.gpu.total, reading.used, reading.free) == (24 << 30, 20 << 30, 4 << 30)
 
 
@@ -142,21 +140,21 @@ def test_processes_that_draw_are_seen_too_and_count_once_if_they_compute_as_well
                 SimpleNamespace(pid=43, usedGpuMemory=2 << 30),
             ]
 
-    processes = probe(Both()).readings[0].processes
+    processes = nvidia_gpus(Both()).readings[0].processes
     assert dict(processes) == {41: 19 << 30, 42: None, 43: 2 << 30}
 
 
 def test_what_a_gpu_cannot_tell_is_unknown_and_no_error():
-    second = probe(Nvml()).readings[1]
+    second = nvidia_gpus(Nvml()).readings[1]
     assert second == Reading(HostGpu("1", SECOND, "RTX"), None, (), persistence=True)
     assert second.free is None
 
 
 def test_a_gpu_measures_itself_if_it_is_asked() -> None:
-    first, second = probe(Nvml(), sensors=True).readings
+    first, second = nvidia_gpus(Nvml(), sensors=True).readings
     assert first.sensors == Sensors(0.43, 61.0, 213.5)
     assert second.sensors == Sensors(0.43, 61.0, None)
-    assert probe(Nvml()).readings[0].sensors == Sensors()
+    assert nvidia_gpus(Nvml()).readings[0].sensors == Sensors()
 
 
 def test_a_gpu_without_memory_of_its_own_has_the_hosts() -> None:
@@ -164,7 +162,7 @@ def test_a_gpu_without_memory_of_its_own_has_the_hosts() -> None:
         class NVMLError(Nvml.NVMLError):
             value = 3
 
-    first, second = probe(Unified()).readings
+    first, second = nvidia_gpus(Unified()).readings
     assert (first.gpu.total, first.gpu.shared) == (24 << 30, 0)
     assert second.gpu.total
     assert second.gpu.shared == second.gpu.total
@@ -173,9 +171,9 @@ def test_a_gpu_without_memory_of_its_own_has_the_hosts() -> None:
 
 def test_gpus_of_all_vendors_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys, proc = plant("radeon", tmp_path)
-    monkeypatch.setattr(gpu.nvml, "probe", partial(probe, Nvml()))
-    monkeypatch.setattr(gpu.amd_intel, "probe", partial(amd_intel.probe, sys, proc))
-    found = gpu.look()
+    monkeypatch.setattr(gpus, "nvidia_gpus", partial(nvidia_gpus, Nvml()))
+    monkeypatch.setattr(gpus, "amd_intel_gpus", partial(gpus.amd_intel_gpus, sys, proc))
+    found = gpus.look()
     assert [each.id for each in found.listed] == ["0", "1", "amd0", "amd1"]
     assert found.driver == "570.86.15"
     assert [each.sensors.celsius for each in found.readings] == [61.0, 61.0, None, 61.0]
@@ -186,13 +184,13 @@ def test_gpus_of_all_vendors_are_looked_at(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_where_there_are_none_each_vendor_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.nvml, "probe", lambda **_: Gpus(why_none="no library"))
-    monkeypatch.setattr(gpu.amd_intel, "probe", lambda **_: Gpus(why_none="no card"))
-    assert gpu.probe() == Gpus(why_none="no library; no card")
+    monkeypatch.setattr(gpus, "nvidia_gpus", lambda **_: Gpus(why_none="no library"))
+    monkeypatch.setattr(gpus, "amd_intel_gpus", lambda **_: Gpus(why_none="no card"))
+    assert gpus.probe() == Gpus(why_none="no library; no card")
 
 
 def test_a_gpu_is_found_by_index_uuid_and_beginning_of_uuid():
-    gpus = probe(Nvml())
+    gpus = nvidia_gpus(Nvml())
     names = ["0", SECOND, "GPU-aa", "GPU-a", "2", "", "a"]
     found = [reading and reading.gpu.id for reading in map(gpus.find, names)]
     assert found == ["0", "1", "0", None, None, None, None]
@@ -204,7 +202,7 @@ def test_a_machine_without_a_driver_has_no_gpus_and_says_why(error: Exception):
         def nvmlInit(self) -> None:
             raise error
 
-    assert probe(Broken()) == Gpus((), f"NVML: {error}")
+    assert nvidia_gpus(Broken()) == Gpus((), f"NVML: {error}")
 
 
 def test_a_gpu_that_is_lost_during_the_probe_is_no_error():
@@ -213,21 +211,21 @@ def test_a_gpu_that_is_lost_during_the_probe_is_no_error():
             raise self.NVMLError("GPU is lost")
 
     nvml = Lost()
-    assert probe(nvml) == Gpus((), "NVML: GPU is lost")
+    assert nvidia_gpus(nvml) == Gpus((), "NVML: GPU is lost")
     assert nvml.open == 0
 
 
 def test_without_the_library_there_are_no_gpus():
-    assert probe(None) == Gpus((), "the Python package nvidia-ml-py is not installed")
+    assert nvidia_gpus(None) == Gpus((), "the Python package nvidia-ml-py is not installed")
 
 
 def test_the_real_library_never_raises_here():
-    gpus = gpu.probe()
-    assert gpus.readings or gpus.why_none
+    found = gpus.probe()
+    assert found.readings or found.why_none
 
 
 def test_the_drivers_version_tells_its_branch() -> None:
-    gpus = probe(Nvml())
+    gpus = nvidia_gpus(Nvml())
     assert (gpus.driver, gpus.driver_branch) == ("570.86.15", 570)
     assert Gpus().driver_branch is None
 
@@ -240,7 +238,7 @@ def test_a_gpu_tells_whether_it_is_cut_or_shared() -> None:
         def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
             return [SimpleNamespace(pid=41, usedGpuMemory=1), SimpleNamespace(pid=43, usedGpuMemory=2)]
 
-    first = probe(Cut()).readings[0]
+    first = nvidia_gpus(Cut()).readings[0]
     assert first.mig
     assert first.mps
     assert dict(first.processes) == {41: 19 << 30, 42: None, 43: 2}  # each once
@@ -283,12 +281,12 @@ ID, INNER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 def test_a_process_is_mapped_to_its_container(tmp_path: Path, lines: list[str], expected: str | None) -> None:
     (tmp_path / "41").mkdir()
     (tmp_path / "41" / "cgroup").write_text("".join(line + "\n" for line in lines))
-    assert container(41, tmp_path) == expected
+    assert container_of(41, tmp_path) == expected
 
 
 def test_a_process_that_is_gone_has_neither_container_nor_name(tmp_path: Path) -> None:
-    assert container(41, tmp_path) is None
-    assert command(41, tmp_path) == ""
+    assert container_of(41, tmp_path) is None
+    assert command_of(41, tmp_path) == ""
 
 
 def test_other_processes_that_can_be_seen_are_named_the_greatest_first() -> None:

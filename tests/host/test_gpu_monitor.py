@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from anvil_mux.host import gpu
-from anvil_mux.host.gpu import WATCHED_SECONDS, GpuMonitor
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host import gpus
+from anvil_mux.host.gpus import WATCHED_SECONDS, GpuMonitor, Gpus
 from anvil_mux.host.seam import Seen, Sight
 from tests.fake_gpu import FakeGpus
 
@@ -83,7 +82,7 @@ class Nvml:
 def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu, "EVERY_SECONDS", 0.001)
+    monkeypatch.setattr(gpus, "EVERY_SECONDS", 0.001)
     nvml = Nvml()
     told: list[Sight] = []
     look = GpuMonitor(["0"], owner, told.append, nvml)

@@ -18,11 +18,10 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import engines, levels
-from anvil_mux.host.adopt import Adopter, Awake, Notes
 from anvil_mux.host.cuda_checkpoint import Checkpointer
-from anvil_mux.host.freed import PATIENCE
-from anvil_mux.host.levels import Swapper
-from anvil_mux.host.reading import Gpus
+from anvil_mux.host.gpus import Gpus
+from anvil_mux.host.levels import PATIENCE, Swapper
+from anvil_mux.host.local import Adopter, Awake, Notes
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
@@ -199,10 +198,14 @@ def test_a_slow_first_sleep_is_waited_for(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("level", ["stop", "sleep-2"])
-def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(scene: Scene, level: str) -> None:
+def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(
+    scene: Scene, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
     scene.resident(A)
     scene.swapper.evict(A, "sleep")
     assert scene.swapper.demote(A, "sleep", level) == Evicted("stop")
+    why = "a cannot be demoted from sleep to sleep-2: stopped"
+    assert [each.getMessage() for each in caplog.records] == [why] * (level != "stop")
     assert (scene.house.calls, scene.used) == (["stop a"], 0)
 
 
@@ -485,6 +488,18 @@ def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene
     assert scene.swapper.load(backend, "stop").level == "stop"
     assert not engine.asleep
     assert scene.house.engines["a"] is engine
+
+
+@pytest.mark.parametrize(("kind", "level"), [("vllm", "sleep-2"), ("ollama", "sleep"), ("llamacpp", "sleep")])
+def test_weights_are_read_anew_where_an_engine_may_have_dropped_them(
+    scene: Scene, tmp_path: Path, kind: str, level: str
+) -> None:
+    backend = replace(A, engine=kind)
+    engine = scene.resident(backend)
+    engines.sleep(backend, engine.url, 1)
+    found = Adopter(scene.house, Notes(tmp_path)).look(backend, engine.url)
+    assert isinstance(found, Evicted)
+    assert found.level == level
 
 
 def test_one_that_was_adopted_can_be_put_to_sleep(scene: Scene) -> None:

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from anvil_mux import clock
-from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.config.service import mounts_of_process
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service, mounts_of_process
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.prompts import PromptFiles
-from anvil_mux.host.read_ahead import CachedFile
 from anvil_mux.host.seam import (
     Awake,
     Evicted,
@@ -28,6 +27,7 @@ from anvil_mux.host.seam import (
     Unfit,
     WeightsRead,
 )
+from anvil_mux.host.weights import CachedFile
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GUARD = 30.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.host.meminfo import cache_room, own_memory
+from anvil_mux.host.gpus import cache_room, own_memory
 
 GIB = 1 << 30
 

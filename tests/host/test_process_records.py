@@ -109,7 +109,8 @@ ORPHAN = """
 import sys
 sys.path.insert(0, {root!r})
 import os, signal
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.host.processes import ProcessRuntime
 backend = Backend(name="a", model="a", service=Service(command=("sh", "-c", {script!r})))
 environ = {{**os.environ, "XDG_STATE_HOME": {state!r}}}

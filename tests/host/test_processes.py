@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import processes
 from anvil_mux.host.processes import ProcessRuntime
@@ -269,6 +270,7 @@ def test_a_program_with_a_slash_is_found_in_the_services_folder(house: House):
 def test_a_program_that_is_missing_and_a_service_without_a_command_are_load_errors(house: House):
     for missing, why in (
         (command("no-such-engine"), "service a cannot be started: .*no-such-engine"),
+        (command("./no", working_dir="/tmp"), "service a cannot be started: .*'/tmp/./no'"),
         (command(), "service a has no command"),
     ):
         with pytest.raises(LoadError, match=why):
@@ -478,13 +480,15 @@ def test_the_log_of_an_engine_that_runs_is_cut_and_goes_on(house: House, monkeyp
     backend = shell(f"seq 1000; read line < {gate}; echo more")
     runtime = house.started(backend)
     seen(lambda: runtime.log_tail(backend)[-1:], lambda last: last == ["1000"])
+    followed = runtime.follow_log(backend)
+    assert next(followed) == "901"
     processes.trim(house.file("a.log"))
     kept = runtime.log_tail(backend, 1000)
     assert kept == [str(number) for number in range(1001 - len(kept), 1001)]
     assert house.file("a.log").stat().st_size <= 100
     lines = runtime.follow_log(backend)
     gate.write_text("go\n")
-    assert list(lines)[-2:] == ["1000", "more"]
+    assert list(lines)[-2:] == list(followed)[-2:] == ["1000", "more"]
 
 
 @pytest.mark.parametrize("what", ["link", "pipe"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.command import Done
-from anvil_mux.config.config import Service
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import project
 from anvil_mux.host.docker_endpoint import Endpoint

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import Service
 from anvil_mux.errors import Cancelled
 from anvil_mux.host import prompts
 from anvil_mux.host.levels import Swapper

@@ -13,8 +13,8 @@ import pytest
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend
-from anvil_mux.host import read_ahead
-from anvil_mux.host.read_ahead import (
+from anvil_mux.host import weights
+from anvil_mux.host.weights import (
     IDLE_CLASS,
     IOPRIO_SET,
     PIECE,
@@ -93,9 +93,9 @@ class Rig:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    monkeypatch.setattr(read_ahead, "CachedFile", FakeFile)
-    monkeypatch.setattr(read_ahead, "step_back", lambda: None)
-    monkeypatch.setattr(read_ahead, "ROOM_SECONDS", 0.0)
+    monkeypatch.setattr(weights, "CachedFile", FakeFile)
+    monkeypatch.setattr(weights, "step_back", lambda: None)
+    monkeypatch.setattr(weights, "ROOM_SECONDS", 0.0)
     monkeypatch.setattr(FakeFile, "cached", {})
     return Rig()
 

@@ -10,13 +10,13 @@ from typing import cast
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import rights
+from anvil_mux.host import cuda_checkpoint
+from anvil_mux.host.cuda_checkpoint import Rights, names_our_processes, owner_of
 from anvil_mux.host.levels import Swapper
-from anvil_mux.host.rights import Rights, names_our_processes, owner_of
-from anvil_mux.host.runtime import Runtime
-from anvil_mux.host.seam import HostConfig
+from anvil_mux.host.seam import HostConfig, Runtime
 from tests.host.docker_stand_in import Docker
 from tests.host.test_swap import Notes
 
@@ -99,16 +99,16 @@ def test_a_filter_of_system_calls_is_the_likely_cause_of_a_failure_where_nothing
     assert here.filtered is ("2" in seccomp)
     monkeypatch.setattr(Rights, "here", lambda: here)
     runtime = cast(Runtime, Ran())
-    assert rights.lacks(ENGINE, runtime, contained=False) == []
-    causes = rights.likely_causes(ENGINE, runtime, contained=False)
-    assert causes == [rights.MAY_BE_FILTERED] * here.filtered
+    assert cuda_checkpoint.lacks(ENGINE, runtime, contained=False) == []
+    causes = cuda_checkpoint.likely_causes(ENGINE, runtime, contained=False)
+    assert causes == [cuda_checkpoint.MAY_BE_FILTERED] * here.filtered
     monkeypatch.setattr(Rights, "here", lambda: replace(here, scope=3))
-    (missing,) = rights.likely_causes(ENGINE, runtime, contained=False)
+    (missing,) = cuda_checkpoint.likely_causes(ENGINE, runtime, contained=False)
     assert "ptrace_scope is 3" in missing
 
 
 def test_the_owners_of_processes_are_told_without_those_that_have_ended() -> None:
-    assert rights.owners([os.getpid(), 2**31 - 1]) == {(os.geteuid(), os.getegid())}
+    assert cuda_checkpoint.owners([os.getpid(), 2**31 - 1]) == {(os.geteuid(), os.getegid())}
 
 
 ME, GROUP, OTHER = os.geteuid(), os.getegid(), 4711
@@ -125,7 +125,7 @@ class Ran(Notes):
 
 def lacks(runtime: Notes, here: Rights, user: str = "", *, contained: bool = True) -> list[str]:
     backend = replace(ENGINE, service=Service(user=user))
-    return rights.lacks(backend, cast(Runtime, runtime), contained=contained, rights=here)
+    return cuda_checkpoint.lacks(backend, cast(Runtime, runtime), contained=contained, rights=here)
 
 
 def test_the_processes_that_run_are_asked_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_where_ids_mean_other_processes_the_file_is_believed(monkeypatch: pytest
 def test_the_socket_of_the_engine_tells_better_whose_ids_are_ours(
     named: bool | None, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rights, "names_our_processes", lambda env: named)
+    monkeypatch.setattr(cuda_checkpoint, "names_our_processes", lambda env: named)
     found = lacks(Ran(), replace(MINE, user=ME, traces=True, sees_host=False))
     assert [each for each in said if each in "".join(found)] == said == [said[0] for _ in found]
 
@@ -172,7 +172,9 @@ def test_only_who_is_to_be_checkpointed_is_warned_of(monkeypatch: pytest.MonkeyP
         replace(ENGINE, name="c", evict_to=("freeze", "stop")),
     )
     runtime = Ran()
-    (said,) = rights.warnings(HostConfig((ENGINE, second, never), runtime="process"), cast(Runtime, runtime))
+    (said,) = cuda_checkpoint.missing_rights(
+        HostConfig((ENGINE, second, never), runtime="process"), cast(Runtime, runtime)
+    )
     assert said.startswith(
         f"a, b: checkpoint may fail: the engine's processes are of user and group {ME}:{GROUP}, and"
     )

@@ -12,8 +12,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
 from anvil_mux.host import engines
 from anvil_mux.host.levels import LEVELS, Stop, Swapper
-from anvil_mux.host.runtime import NotBegun
-from anvil_mux.host.seam import Evicted, Loaded
+from anvil_mux.host.seam import Evicted, Loaded, NotBegun
 from tests.host.test_engines import Stub, engine, serving
 
 BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
-from anvil_mux.config.service import mounts_of_process
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import Service, mounts_of_process
 from anvil_mux.host.weights import weights_of
 
 Mounts = tuple[tuple[str, str], ...]

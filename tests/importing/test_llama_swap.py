@@ -13,7 +13,7 @@ from anvil_mux.cli.main import main
 from anvil_mux.config import interpolate
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Written, docker_run, llama_swap, swap_models
+from anvil_mux.importing import Written, llama_swap, swap_models
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -154,6 +154,13 @@ def test_an_id_that_is_no_name_of_a_service_stays_the_model(tmp_path: Path) -> N
         ("useModelName: org/m", "", {"served_model": "org/m"}),
         ("concurrencyLimit: 4", "", {"concurrency": 4}),
         ("concurrencyLimit: 0", "", {}),
+        ("capabilities: {tools: true, context: 4096}", "", {"context": 4096, "capabilities": ["tools"]}),
+        (
+            "capabilities: {in: [text, image], out: [text], reranker: true}",
+            "",
+            {"capabilities": ["completion", "vision", "reranking"]},
+        ),
+        ("capabilities: {}", "", {}),
         ("proxy: 'http://127.0.0.1:8999'", "", {"port": 8999}),
         ("proxy: 'http://localhost:${PORT}/'", "", {}),
         ("filters: {stripParams: 'a, model,b'}", "", {"strip": ["a", "b"]}),
@@ -181,7 +188,7 @@ def test_parameters_of_a_name_become_a_preset(tmp_path: Path) -> None:
 
 
 NO_COUNTERPART = [
-    *("name: N", "description: D", "metadata: {a: 1}", "capabilities: {tools: true}", "unlisted: true"),
+    *("name: N", "description: D", "metadata: {a: 1}", "unlisted: true"),
     *("sendLoadingState: true", "timeouts: {connect: 1}", "compat: {ignoreWebsockets: true}", "typo: 1"),
     *(
         "checkEndpoint: none",
@@ -364,7 +371,7 @@ def test_containers_beside_processes_stay_processes(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_docker_run(words: str, expected: dict[str, Any]) -> None:
-    made = docker_run.read(["docker", "run", *words.split(), "img"])
+    made = swap_models.read_container(["docker", "run", *words.split(), "img"])
     assert (made.service, made.unknown) == ({"image": "img", **expected}, [])
 
 
@@ -401,7 +408,7 @@ NVIDIA = {"driver": "nvidia", "capabilities": ["gpu"]}
 def test_gpus_of_docker_run_are_those_that_docker_reads(
     words: list[str], expected: dict[str, Any], gpus: list[str]
 ) -> None:
-    made = docker_run.read(["docker", "run", "--gpus", *words, "img"])
+    made = swap_models.read_container(["docker", "run", "--gpus", *words, "img"])
     assert made.service["deploy"]["resources"]["reservations"]["devices"] == [expected]
     assert (made.gpus, made.reserves, made.unknown) == (gpus, True, [])
 
@@ -410,7 +417,7 @@ def test_gpus_of_docker_run_are_those_that_docker_reads(
     "words", ["--gpus two", "--gpus device=0,1", "--gpus size=1", "--ulimit nofile=many"]
 )
 def test_what_docker_would_refuse_is_an_option_without_a_counterpart(words: str) -> None:
-    assert docker_run.read(["docker", "run", *words.split(), "img"]).unknown == [words]
+    assert swap_models.read_container(["docker", "run", *words.split(), "img"]).unknown == [words]
 
 
 # Who is resident beside whom

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import NOTHING, Effects, FoundBackend
+from anvil_mux.scheduler.slot import NOTHING, Effects, FoundBackend
 
 
 class Unloading(NamedTuple):
@@ -19,7 +19,7 @@ class Unloading(NamedTuple):
     model: str
 
     def tell(self, scheduler: Scheduler) -> Effects:
-        served = self.model in scheduler.layout.served
+        served = self.model in scheduler.layout.settings.models
         return scheduler.unload_asked(self.model, self.at) if served else NOTHING
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from anvil_mux.config.config import Config
-from anvil_mux.scheduler.steps import FoundBackend
+from anvil_mux.scheduler.slot import FoundBackend
 from tests.lab.facts import HostBack, HostDrained, HostGone, HostLost, PauseBegun, PauseEnded
 from tests.lab.test_simulate import Hazards, one, own_settings, random_settings, random_traffic, tick
 

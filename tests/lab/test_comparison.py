@@ -14,7 +14,7 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.watching import ToldLog
 from anvil_mux.lab.workload import ModelNames, Workload
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.steps import Load
+from anvil_mux.scheduler.slot import Load
 
 CONFIG = Config(
     (Backend("a-1", "a", ("0",), aliases=("first",)), Backend("b-1", "b", ("0",))), policy="eager"

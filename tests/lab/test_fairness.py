@@ -16,9 +16,9 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
+from anvil_mux.scheduler.admission import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES
-from anvil_mux.scheduler.queueing import CHOICE_SECONDS, LEAST_SECONDS
 from tests.seeds import seeds
 
 STOP_SECONDS = 1.0

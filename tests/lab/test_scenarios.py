@@ -16,7 +16,7 @@ from anvil_mux.host.seam import Evicted
 from anvil_mux.lab.engines import Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.steps import Load, Step
+from anvil_mux.scheduler.slot import Load, Step
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 
 ASK_A = b'{"model":"a"}'

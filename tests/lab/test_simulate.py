@@ -17,7 +17,7 @@ from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.group import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
-from anvil_mux.scheduler.steps import Cancel, Load
+from anvil_mux.scheduler.slot import Cancel, Load
 from tests.lab.facts import Death, Unloading
 from tests.seeds import seeds
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from anvil_mux.cli.output import Columns
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.lab import swap_figures
 from anvil_mux.lab.plot import PhaseBar

@@ -20,9 +20,9 @@ from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BackendError
-from anvil_mux.host import check, gpu, nvml
+from anvil_mux.host import check, gpus
+from anvil_mux.host.gpus import Gpus, Reading
 from anvil_mux.host.processes import ProcessRuntime
-from anvil_mux.host.reading import Gpus, Reading
 from anvil_mux.host.seam import HostGpu
 from anvil_mux.lab import swaps
 from tests.running import serving
@@ -211,8 +211,8 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
         used = sum(amount for _, amount in here)
         return Gpus((Reading(HostGpu("0", "GPU-0", "fake", 24 * GIB), used, here),))
 
-    monkeypatch.setattr(gpu, "probe", probe)
-    monkeypatch.setattr(nvml, "buses", lambda: {"0": 16e9})
+    monkeypatch.setattr(gpus, "probe", probe)
+    monkeypatch.setattr(gpus, "buses", lambda: {"0": 16e9})
     file = compose(tmp_path)
     content = yaml.safe_load(file.read_text())
     for about in content["services"].values():

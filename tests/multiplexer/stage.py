@@ -22,7 +22,7 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.multiplexer import multiplexer
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler import group
-from anvil_mux.scheduler.steps import Cancel, Demote, Evict, Load
+from anvil_mux.scheduler.slot import Cancel, Demote, Evict, Load
 from tests.baton import BatonClock
 from tests.lab.facts import (
     Death,

@@ -7,7 +7,7 @@ import pytest
 from anvil_mux.config.config import Config
 from anvil_mux.multiplexer.facts import KNOWN_SECONDS, REFUSED_SECONDS
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.steps import Crash
+from anvil_mux.scheduler.slot import Crash
 from tests.multiplexer.stage import SEEDS, A, B, Stage
 
 

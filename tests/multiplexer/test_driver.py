@@ -19,7 +19,7 @@ class Crew(SchedulerDriver):
     """A driver whose steps take 5 s each and tell the scheduler nothing, and what it did: (moment, what)."""
 
     def __init__(self, clock):
-        made = {"emit_leases": False, "costs": (), "footprints": (), "close_idle": print}
+        made = {"emit_leases": False, "costs": (), "footprints": (), "cards": (), "close_idle": print}
         super().__init__(Config((Backend("a", "a"),)), None, clock, print, **made)
         self.did = []
 

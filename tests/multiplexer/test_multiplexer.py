@@ -14,7 +14,7 @@ from anvil_mux.errors import (
 from anvil_mux.host.seam import Evicted
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.scheduler.costs import Footprint
-from anvil_mux.scheduler.steps import Demote
+from anvil_mux.scheduler.slot import Demote
 from anvil_mux.scheduler.waits import LogProgress, Progress
 from tests.baton import BatonClock, Deadlock
 from tests.lab.test_simulate import one

@@ -128,8 +128,8 @@ def test_an_engines_answer_that_is_nested_too_deeply_is_its_mistake():
 OWN = {
     # What anvil-mux, its children and Docker write, the text of one string, and what was checked before.
     "cli/operating.py",
+    "cluster/agent.py",
     "cluster/frames.py",
-    "cluster/ownership.py",
     "demo/engine.py",
     "host/docker_api.py",
     "host/docker_endpoint.py",

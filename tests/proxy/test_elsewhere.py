@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import load
 from anvil_mux.config.machines import Gpu
-from anvil_mux.config.values import AnyOf, Preset
+from anvil_mux.config.service import Service
+from anvil_mux.config.values import AnyOf, Preset, Rule
 from anvil_mux.errors import Cancelled, LoadError, WouldWaitTooLong
 from anvil_mux.host.hosts import ExternalServer
 from anvil_mux.host.seam import Loaded
@@ -388,7 +389,7 @@ def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world: World) -> Non
     assert (record.model, record.backend, record.gpu_seconds) == ("gpt", "gpt", 0.0)
 
 
-CHAT = {"chat": AnyOf(("a", "gpt"))}
+CHAT = {"chat": AnyOf((Rule(("a", "gpt")),))}
 
 
 def test_of_several_the_server_elsewhere_is_resident_unless_its_circuit_is_open(
@@ -406,7 +407,7 @@ def test_of_several_the_server_elsewhere_is_resident_unless_its_circuit_is_open(
 
 def test_a_key_for_several_has_those_as_fallbacks_and_no_others(world: World) -> None:
     keys = load(None, {"ANVIL_API_KEYS": "k-of-chat models=chat; k-of-solo models=solo"})
-    both = {"chat": AnyOf(("gpt", "a")), "solo": AnyOf(("gpt",))}
+    both = {"chat": AnyOf((Rule(("gpt", "a")),)), "solo": AnyOf((Rule(("gpt",)),))}
     rig = world(gpt={"fallback": ("a",)}, any_of=both, keys=keys)
     rig.other.answer = lambda _: status(500)
     head = ask(rig.client(), "chat", extra=b"Authorization: Bearer k-of-chat\r\n")
@@ -425,7 +426,7 @@ def test_a_request_that_may_force_no_swap_goes_to_a_fallback_that_is_there(
 
 
 def test_a_fallback_forces_no_swap_either(world: World) -> None:
-    rig = world(gpt={"fallback": ("a",)}, any_of={"chat": AnyOf(("gpt",), swaps=False)})
+    rig = world(gpt={"fallback": ("a",)}, any_of={"chat": AnyOf((Rule(("gpt",)),), swaps=False)})
     rig.mux.circuits.asked("gpt", "cannot be reached")
     client = rig.client()
     answer = client.ask(b'{"model":"chat"}')

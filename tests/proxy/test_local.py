@@ -10,6 +10,7 @@ RIGHTS = {
     "none": "/api/hello /health /livez /readyz",
     "any key": (
         "/api/ps /api/show /api/tags /api/v0/models /api/version /models /models/sse /v1/models /v1/models/"
+        " /v1/models/NAME/load"
     ),
     "state": "/ /events /healthz /metrics /requests/running /usage /why",
     "admin": (
@@ -36,7 +37,7 @@ def test_each_route_needs_the_right_that_is_written_here(rig: Rig) -> None:
     ],
 )
 def test_a_path_that_is_no_row_needs_a_right_too(rig: Rig, path: str, right: str) -> None:
-    assert rig.handler.local.find(path).right == right
+    assert rig.handler.local.find("GET", path).right == right
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Keyring, load
+from anvil_mux.config.service import Service
 from anvil_mux.protocol import http1
 from anvil_mux.proxy.connections import Pool
 from tests.fake_engine import Asked, OnePort, RawClient, Rig

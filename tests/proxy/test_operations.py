@@ -11,7 +11,7 @@ import pytest
 from anvil_mux.errors import LoadError
 from anvil_mux.protocol import naming
 from anvil_mux.proxy import operations
-from anvil_mux.telemetry import feed
+from anvil_mux.telemetry import journal
 from tests.fake_engine import ASK_A, GUARD, JSON_OK, RawClient, Rig
 from tests.running import seen
 
@@ -187,7 +187,7 @@ def test_the_models_are_looked_at_once_for_all_who_follow(rig: Rig, monkeypatch:
 
 
 def test_no_more_follow_than_there_may_be_viewers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "WATCHERS", 2)
+    monkeypatch.setattr(journal, "WATCHERS", 2)
     following = [follow(rig) for _ in range(2)]
     answer = rig.client().get(b"/models/sse")
     assert (answer.status, answer.header(b"retry-after")) == (503, b"5")

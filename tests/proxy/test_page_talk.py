@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.values import AnyOf
+from anvil_mux.config.values import AnyOf, Rule
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.fake_engine import SSE_HEAD, Asked, Rig, chunk
@@ -135,7 +135,7 @@ def test_an_answer_can_be_stopped_and_what_came_of_it_is_kept(opened: Opened) ->
 
 
 def test_a_name_for_several_models_is_shown_and_can_be_tried(opened: Opened) -> None:
-    rig, page = opened("a", any_of={"chat": AnyOf(("org/b", "a"))})
+    rig, page = opened("a", any_of={"chat": AnyOf((Rule(("org/b", "a")),))})
     page.wait("document.getElementById('choices').textContent === 'chat: any of org/b, a; now a'")
     say(page, "x", "chat")
     asked = rig.engine.next()

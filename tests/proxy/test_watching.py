@@ -16,7 +16,7 @@ from anvil_mux.config import keys
 from anvil_mux.host.seam import Seen, Sensors
 from anvil_mux.proxy import page
 from anvil_mux.scheduler.events import Cause, Event
-from anvil_mux.telemetry.feed import EVENTS
+from anvil_mux.telemetry.journal import EVENTS
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk
 from tests.telemetry.test_metrics import record
 
@@ -179,7 +179,7 @@ def test_the_stream_ends_before_the_program_waits_for_its_requests(rig: Rig) -> 
 
 
 def test_no_more_than_so_many_may_look_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anvil_mux.telemetry.feed.WATCHERS", 1)
+    monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 1)
     Watcher(rig.client()).next()
     assert rig.client().get(b"/events").status == 503
 
@@ -187,7 +187,7 @@ def test_no_more_than_so_many_may_look_on(rig: Rig, monkeypatch: pytest.MonkeyPa
 def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look_on(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anvil_mux.telemetry.feed.WATCHERS", 3)
+    monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 3)
     lines = "the-one-key models=* state; the-other-key models=* state"
     rig = make_rig(keys=keys.load(None, {API_KEYS: lines}))
     one, other = b"x-api-key: the-one-key\r\n", b"x-api-key: the-other-key\r\n"
@@ -210,7 +210,7 @@ def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look
 def test_a_single_key_has_all_places_of_those_who_look_on(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anvil_mux.telemetry.feed.WATCHERS", 2)
+    monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 2)
     rig = make_rig(keys=keys.load(None, {API_KEYS: "the-only-key"}))
     for _ in range(2):
         client = rig.client()

@@ -8,7 +8,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.scheduler.policies import Stay, SwapTo, build_policy
-from anvil_mux.scheduler.steps import Ticket, Wait
+from anvil_mux.scheduler.slot import Ticket, Wait
 from tests.scheduler.lone import LoneGroup
 
 

@@ -3,7 +3,7 @@
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import NOTHING, Evict, Load, Ticket
+from anvil_mux.scheduler.slot import NOTHING, Evict, Load, Ticket
 
 
 def on(host, name, *gpus, model=None, **fields):

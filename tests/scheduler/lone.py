@@ -10,16 +10,14 @@ from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.facts import NOTHING_HELD
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.layout import Draft, build_group, fill, shared_settings
+from anvil_mux.scheduler.layout import Draft, build_group, fill, gpu_groups, shared_settings
+from anvil_mux.scheduler.memory import HostMemory
 from anvil_mux.scheduler.model import Model, ModelQueue
-from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import Policy
-from anvil_mux.scheduler.slot import HostRecord
-from anvil_mux.scheduler.standby import HostMemory
+from anvil_mux.scheduler.slot import RUNS, FoundBackend, HostRecord
 from anvil_mux.scheduler.state import Common
-from anvil_mux.scheduler.steps import RUNS, FoundBackend
+from anvil_mux.scheduler.swaps import NOTHING_HELD
 
 
 def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None) -> GpuGroup:
@@ -139,6 +137,9 @@ class LoneGroup:
 
     def unload_when_idle(self, model: str, at: float) -> bool:
         return self.group.unload_when_idle(self.state.models[model], at)
+
+    def hint(self, model: str, at: float) -> None:
+        self.group.hint(self.state.models[model], at)
 
     def pin(self, model: str, at: float, pinned: bool) -> None:
         self.group.pin(self.state.models[model], at, pinned=pinned)

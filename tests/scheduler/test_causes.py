@@ -5,7 +5,7 @@ from string import Formatter
 
 import pytest
 
-from anvil_mux.scheduler import events
+from anvil_mux.scheduler import events, policies
 from anvil_mux.scheduler.events import KINDS, SENTENCES, Cause, Severance, ending, parse, sentence, to_json
 
 FULL = {
@@ -103,8 +103,8 @@ def test_what_is_no_cause_is_refused(told):
 
 @pytest.mark.parametrize("value", [None, "my reason", ("overdue",), Cause("astrology")])
 def test_a_policy_that_gives_anything_else_is_found_out(value):
-    assert not events.is_decided(value)
-    assert events.is_decided(Cause("policy_text", detail="mine"))
+    assert not policies.is_decided(value)
+    assert policies.is_decided(Cause("policy_text", detail="mine"))
 
 
 def test_no_cause_has_no_words():

@@ -13,12 +13,12 @@ from anvil_mux.errors import WouldWaitTooLong
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
+from anvil_mux.scheduler.admission import RunningAnswer
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Cause, Severance
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
-from anvil_mux.scheduler.queueing import RunningAnswer
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import Ticket, Wait
+from anvil_mux.scheduler.slot import Ticket, Wait
 from anvil_mux.telemetry import eventlog
 from tests.lab.facts import HostDrained, Reload, Unloading
 from tests.scheduler.driver import A, B, C, Driver, backend

@@ -9,7 +9,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.scheduler.eviction import (
+from anvil_mux.scheduler.memory import (
     Candidate,
     LeastDemand,
     LeastLoss,

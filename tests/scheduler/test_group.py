@@ -10,10 +10,10 @@ from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Cause, Severance
-from anvil_mux.scheduler.placement import gpu_groups
+from anvil_mux.scheduler.layout import gpu_groups
 from anvil_mux.scheduler.policies import POLICIES, Stay, Unload
+from anvil_mux.scheduler.slot import Evict, Ticket
 from anvil_mux.scheduler.state import drains
-from anvil_mux.scheduler.steps import Evict, Ticket
 from tests.scheduler.driver import TEN, A, B, Driver, backend, held_back
 
 # Loading and leasing

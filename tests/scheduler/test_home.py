@@ -15,8 +15,8 @@ from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.slot import Cancel, Load
 from anvil_mux.scheduler.status import model_state
-from anvil_mux.scheduler.steps import Cancel, Load
 from tests.lab.facts import Unloading
 from tests.scheduler.driver import Driver, backend
 from tests.scheduler.fleet import Fleet, on

@@ -10,10 +10,9 @@ from anvil_mux.errors import DoesNotFit, HostMemoryShort
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.simulate import Arrival, _Simulation, simulate
 from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.memory import HostMemory
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.slot import HOLDING, Slot
-from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.steps import Demote, Evict
+from anvil_mux.scheduler.slot import HOLDING, Demote, Evict, Slot
 from tests.lab.test_simulate import HOST_MEMORY, LAYOUTS, world
 from tests.scheduler.driver import Driver, backend
 from tests.scheduler.test_scheduler import House, names

@@ -4,14 +4,13 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
+from anvil_mux.scheduler.admission import reserved
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.group import snapshot
-from anvil_mux.scheduler.placement import gpu_groups
-from anvil_mux.scheduler.planner import loss
-from anvil_mux.scheduler.queueing import reserved
-from anvil_mux.scheduler.slot import TRANSITIONS
-from anvil_mux.scheduler.steps import NOTHING, Evict, FoundBackend, Load
+from anvil_mux.scheduler.layout import gpu_groups
+from anvil_mux.scheduler.slot import NOTHING, TRANSITIONS, Evict, FoundBackend, Load
+from anvil_mux.scheduler.state import loss
 from tests.scheduler.fleet import Fleet, on
 
 

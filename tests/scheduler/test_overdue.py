@@ -9,9 +9,9 @@ from anvil_mux.config.config import Config
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.engines import Engines
 from anvil_mux.lab.simulate import Arrival, simulate
+from anvil_mux.scheduler.admission import CHOICE_SECONDS, LEAST_SECONDS
 from anvil_mux.scheduler.model import model_settings
-from anvil_mux.scheduler.planner import FIRST_SERVICE_SECONDS
-from anvil_mux.scheduler.queueing import CHOICE_SECONDS, LEAST_SECONDS
+from anvil_mux.scheduler.state import FIRST_SERVICE_SECONDS
 from tests.scheduler.driver import A, Driver, Never, backend
 
 NAMES = [f"m{n}" for n in range(8)]

@@ -7,7 +7,7 @@ import pytest
 from anvil_mux.config.config import Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.steps import NOTHING, Evict, FoundBackend
+from anvil_mux.scheduler.slot import NOTHING, Evict, FoundBackend
 from anvil_mux.scheduler.waits import wait_estimate
 from tests.scheduler.fleet import Fleet, on
 

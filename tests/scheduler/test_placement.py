@@ -6,8 +6,8 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
-from anvil_mux.scheduler.eviction import Candidate, LeastRecentlyUsed, victims
-from anvil_mux.scheduler.placement import Placement, gpu_groups
+from anvil_mux.scheduler.layout import gpu_groups
+from anvil_mux.scheduler.memory import Candidate, LeastRecentlyUsed, Placement, victims
 from anvil_mux.scheduler.slot import HOLDING
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from anvil_mux.scheduler.events import POLICY, is_decided
+from anvil_mux.scheduler.events import POLICY
 from anvil_mux.scheduler.policies import (
     FOREVER,
     POLICIES,
@@ -20,6 +20,7 @@ from anvil_mux.scheduler.policies import (
     SwapTo,
     Unload,
     build_policy,
+    is_decided,
 )
 from tests.scheduler.test_policies import A_IS_UP, B_COMES, CLOSED, LOVED, OLD, THERE, YOUNG, replace, seen
 from tests.seeds import seeds

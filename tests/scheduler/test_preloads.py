@@ -8,7 +8,7 @@ from anvil_mux.errors import GpuMemoryShort
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.steps import Load
+from anvil_mux.scheduler.slot import Load
 from tests.scheduler.driver import TEN, Driver, backend
 from tests.scheduler.test_host_memory import short
 

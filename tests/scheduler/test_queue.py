@@ -3,7 +3,7 @@
 from math import inf
 
 from anvil_mux.scheduler.model import FairQueue, ModelQueue
-from anvil_mux.scheduler.steps import Ticket
+from anvil_mux.scheduler.slot import Ticket
 
 
 def queue_of(*senders, limited=True, bound=60.0):

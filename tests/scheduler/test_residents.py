@@ -4,7 +4,7 @@ import pytest
 
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.steps import FoundBackend, Load
+from anvil_mux.scheduler.slot import FoundBackend, Load
 from tests.scheduler.fleet import Fleet, on
 
 

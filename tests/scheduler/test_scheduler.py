@@ -10,7 +10,7 @@ from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import NOTHING, Ticket
+from anvil_mux.scheduler.slot import NOTHING, Ticket
 
 
 def backend(name, *gpus, model=None, **fields):

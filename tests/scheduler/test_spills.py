@@ -8,7 +8,7 @@ from math import inf
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.events import Cause, Severance
 from anvil_mux.scheduler.policies import Stay, SwapTo
-from anvil_mux.scheduler.steps import Ticket
+from anvil_mux.scheduler.slot import Ticket
 from tests.scheduler.driver import Driver, backend
 
 

@@ -5,7 +5,7 @@ from anvil_mux.errors import LoadError, Overloaded
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.events import Cause, Severance
-from anvil_mux.scheduler.steps import Ticket
+from anvil_mux.scheduler.slot import Ticket
 from tests.scheduler.driver import B, Driver, backend
 
 # A replica that says nothing

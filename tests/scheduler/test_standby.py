@@ -5,9 +5,7 @@ import pytest
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import GpuMemoryShort, Stuck
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.standby import below, levels
-from anvil_mux.scheduler.steps import Demote, Evict, Load
+from anvil_mux.scheduler.slot import Demote, Evict, Load, Slot
 from tests.scheduler.driver import TEN, Driver, Never, backend
 
 LEVELS = ("sleep", "sleep-2", "checkpoint", "stop")
@@ -37,12 +35,12 @@ def asleep(driver, name, at, how="sleep", **holds):
 )
 def test_the_rung_below_is_the_next_that_can_be_reached(rests, may_wake, expected):
     slot = Slot(backend("a", evict_to=LEVELS), {"0": 1}, level=rests)
-    assert below(slot, may_wake=may_wake) == expected
+    assert slot.below(may_wake=may_wake) == expected
 
 
 def test_every_standby_ends_with_a_stop():
-    assert levels(backend("a", evict_to=("sleep",))) == ("sleep", "stop")
-    assert levels(backend("a")) == ("stop",)
+    assert Slot(backend("a", evict_to=("sleep",)), {}).levels == ("sleep", "stop")
+    assert Slot(backend("a"), {}).levels == ("stop",)
 
 
 # Resting for long

@@ -4,13 +4,12 @@ import pytest
 
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler import queueing
+from anvil_mux.scheduler.admission import wait_seconds
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.group import snapshot
 from anvil_mux.scheduler.model import Demand
-from anvil_mux.scheduler.planner import plan
-from anvil_mux.scheduler.slot import TRANSITIONS
-from anvil_mux.scheduler.steps import Crash, Evict, Load, Ticket
+from anvil_mux.scheduler.slot import TRANSITIONS, Crash, Evict, Load, Ticket
+from anvil_mux.scheduler.state import plan
 from tests.scheduler.driver import DEBOUNCE, FACTS, TEN, A, B, Driver, Watched, backend
 
 # What swaps cost
@@ -365,6 +364,6 @@ def test_what_a_backend_held_last_is_its_own_when_it_is_chosen_where_a_queue_wai
     for name, amount in (("a", 20), ("b", 10)):
         state.placement.measure(driver.core.slots[name], {"0": amount})
     state.changed()
-    waits = {name: queueing.wait_seconds(state, state.models[name], 1.0) for name in "ba"}
+    waits = {name: wait_seconds(state, state.models[name], 1.0) for name in "ba"}
     assert waits["b"] == 10.0
     assert plan(state, state.models["a"], set(), 1.0) is None

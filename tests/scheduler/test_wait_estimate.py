@@ -6,8 +6,8 @@ import pytest
 
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
+from anvil_mux.scheduler.state import expected_load
 from anvil_mux.scheduler.waits import LogProgress, WaitEstimate, progress, span, wait_estimate
 from tests.explorer.trial import Trial
 from tests.explorer.worlds import WORLDS

@@ -5,7 +5,7 @@ import pytest
 from anvil_mux.config.config import Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.events import Cause
-from anvil_mux.scheduler.steps import FoundBackend
+from anvil_mux.scheduler.slot import FoundBackend
 from tests.scheduler.fleet import Fleet, on
 
 A = on("", "a", vram=8)

@@ -11,16 +11,19 @@ import pytest
 
 from anvil_mux.cli.screen import models_table
 from anvil_mux.clock import Clock
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.host.hosts import Finding, look_at_server
+from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuits
+from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard
 from anvil_mux.serve.polling import ExternalServers, warnings
 from tests.fake_engine import Asked, FakeEngine
 from tests.proxy.test_tls import make_certificate
 from tests.running import Running, begin, seen, serving
 
 GPT = Backend("gpt", "gpt", url="https://cloud.example/v1")
-LIST = b'{"data":[{"id":"gpt-5"},{"id":"gpt-5-mini"}]}'
+LIST = b'{"data":[{"id":"gpt-5"},{"id":"gpt-5-mini","context_length":4096}]}'
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_how_a_server_is(server: FakeEngine, said: bytes, problem: str, hint: st
 
 def test_a_model_that_is_listed_is_well(server: FakeEngine) -> None:
     server.answer = lambda _: answer(200, LIST)
-    assert look_at_server(there(server, served_model="gpt-5-mini")) == Finding()
+    assert look_at_server(there(server, served_model="gpt-5-mini")) == Finding(card=ModelCard(4096))
     assert warnings([there(server, served_model="gpt-5-mini")]) == []
 
 
@@ -80,17 +83,30 @@ class Watched:
     def __init__(self) -> None:
         self.moment = 1000.0
         self.problem = ""
+        self.card = NOTHING_KNOWN
         self.asked: list[str] = []
         self.said: list[str] = []
         clock = Clock()
         clock.now = lambda: self.moment  # type: ignore[method-assign, assignment]
         self.circuits = Circuits(clock)
-        self.watch = ExternalServers(self.circuits, self.said.append, ask=self._ask, now=clock.now)
+        self.cards: list[CardRead] = []
+        self.watch = ExternalServers(
+            self.circuits, self.said.append, ask=self._ask, now=clock.now, read=self.cards.append
+        )
         self.watch.take(Config((GPT, Backend("local", "local"))))
 
     def _ask(self, backend: Backend) -> Finding:
         self.asked.append(backend.name)
-        return Finding(self.problem)
+        return Finding(self.problem, card=self.card)
+
+
+def test_what_its_list_says_of_the_model_is_taken_for_its_card() -> None:
+    found = Watched()
+    found.watch.look()
+    assert found.cards == []
+    found.card, found.moment = ModelCard(4096), found.moment + 100
+    found.watch.look()
+    assert found.cards == [CardRead("gpt", GPT.url, ModelCard(4096))]
 
 
 def test_one_is_asked_at_the_start_and_when_nothing_was_heard_for_a_while() -> None:

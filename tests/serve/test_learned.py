@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.host.seam import CardRead
+from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.state_files import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.watches import HostWatches
 from tests.cli.demo import compose
-from tests.running import serving
+from tests.running import seen, serving
 
 AB = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))))
 TO_B = Cost("a", "b", "stop", 0.5, 9.0, 3)
@@ -63,6 +65,16 @@ def test_what_backends_held_is_read_by_the_next_start(tmp_path):
     assert LearnedFile(tmp_path, forbidden).read(AB) == known
 
 
+def test_what_engines_said_of_their_models_is_read_by_the_next_start(tmp_path):
+    kept = CardRead("a", "d", ModelCard(4096, {"tools": True}))
+    odd = CardRead("b", "d", ModelCard(0, {"flies": True}))
+    gone = CardRead("gone", "d", ModelCard(4096))
+    LearnedFile(tmp_path, forbidden).save(Known([TO_B], [], (kept, odd, gone)))
+    found = LearnedFile(tmp_path, forbidden).read(AB)
+    assert found.cards == (kept, CardRead("b", "d", ModelCard()))
+    assert Known(cards=(kept,)).with_more(found).cards == found.cards
+
+
 def test_a_file_without_footprints_is_read(tmp_path):
     (tmp_path / "learned").write_text('{"version": 2, "costs": []}')
     assert LearnedFile(tmp_path, forbidden).read(AB) == Known([], [])
@@ -101,6 +113,7 @@ def test_what_has_not_changed_is_not_written_again(tmp_path):
         "[]",
         '{"version": 2}',
         '{"version": 2, "costs": [{"source": "a"}]}',
+        '{"version": 2, "costs": [], "cards": [{"backend": "a", "described": "d", "card": {"context": 1}}]}',
         '{"version": 2, "costs": [], "footprints": [{"backend": "a"}]}',
         '{"version": 2, "costs": [], "footprints": [{"backend": "a", "way": "sleep", "held": [7]}]}',
         '{"version": 2, "costs": [], "footprints": [{"backend": "a", "way": "sleep", "host_bytes": "7"}]}',
@@ -140,17 +153,37 @@ def test_a_running_program_keeps_what_its_swaps_cost(tmp_path):
     assert all(cost["load_seconds"] > 0 and cost["swaps"] == 1 for cost in costs.values())
 
 
+def test_a_list_shows_after_a_restart_what_an_engine_said_before_it(tmp_path):
+    file = compose(tmp_path)
+
+    def lengths(running):
+        return {each["id"]: each.get("context_length") for each in running.get("/v1/models")["data"]}
+
+    with serving(file, state=tmp_path) as running:
+        assert lengths(running) == {"a": None, "b": None}
+        assert running.chat("a")[0] == 200
+        seen(lambda: lengths(running), lambda said: said["a"] == 4096)
+        assert running.chat("b")[0] == 200
+        seen(lambda: lengths(running), lambda said: said == {"a": 4096, "b": 4096})
+    with serving(file, state=tmp_path) as running:
+        assert lengths(running) == {"a": 4096, "b": 4096}
+    compose(tmp_path, "a", "b", load_seconds=0.2)
+    with serving(file, state=tmp_path) as running:
+        assert lengths(running) == {"a": None, "b": None}
+
+
 # What hosts of the cluster keep
 
 FAR = Backend("m.h", "m", ("0",), host="h")
 WIDE = Config((*AB.backends, FAR))
 ON_H = Cost("", "m", "stop", 0.0, 7.0, 2, "h")
 HELD = Footprint("m.h", "sleep", {"0": 18}, {"0": 1}, 16, 2)
+OF_H = CardRead("m.h", "d", ModelCard(4096))
 
 
 def test_of_each_host_its_own_costs_and_footprints_are_kept_there():
-    known = Known([TO_B, ON_H], [HELD, Footprint("a", "stop")])
-    assert known.of_host("h", WIDE) == Known([ON_H], [HELD])
+    known = Known([TO_B, ON_H], [HELD, Footprint("a", "stop")], (OF_H, CardRead("a", "d", ModelCard(1))))
+    assert known.of_host("h", WIDE) == Known([ON_H], [HELD], (OF_H,))
 
 
 def test_what_a_host_keeps_is_known_to_a_successor_that_never_swapped_there():

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import (
+    CardRead,
     GpusSeen,
     HostNews,
-    LoadSaid,
+    LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
@@ -17,11 +18,13 @@ from anvil_mux.host.seam import (
     ServiceEnded,
     WeightsRead,
 )
+from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.waits import LogProgress
 from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")
+CARD = CardRead("a", "d", ModelCard(4096, {"tools": True}))
 
 
 class Listener:
@@ -61,13 +64,15 @@ def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
 def test_each_kind_of_news_is_told_once() -> None:
     _, told = handed_on(
         ServiceEnded("a", "exited with code 1", ("last words",), 7),
-        LoadSaid("a", "reading weights", 0.5, 3.0),
+        LoadStage("a", "reading weights", 0.5, 3.0),
         PhaseTook("a", "load", 2.0),
         PhaseTook("gone", "load", 2.0),
         PhaseTook("a", "of a kind that is not known", 2.0),
         PromptsKept("a", 2, 900, 4096),
         WeightsRead("a", 4096, 0.5),
         WeightsRead("gone", 4096, 0.5),
+        CARD,
+        CardRead("gone", "d", ModelCard(4096)),
     )
     assert told == [
         ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
@@ -75,11 +80,12 @@ def test_each_kind_of_news_is_told_once() -> None:
         ("took", A, "load", 2.0, {}),
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
         ("read_ahead", A, 4096, 0.5, {}),
+        ("note_card", CARD, {}),
     ]
 
 
 def test_a_host_has_no_news_of_the_backends_of_others() -> None:
-    listener = Listener(ServiceEnded("a", "ended"), LoadSaid("a", "x"), PromptsKept("a", 1, 1, 1))
+    listener = Listener(ServiceEnded("a", "ended"), LoadStage("a", "x"), PromptsKept("a", 1, 1, 1))
     reader = NewsReader("h", cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
     reader.read()
     assert listener.told == []

@@ -23,7 +23,8 @@ import yaml
 from anvil_mux.cli import main as cli
 from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.config.change import Change
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.errors import ConfigError, Draining
 from anvil_mux.host import local
 from anvil_mux.host.docker_api import ContainerEngine

@@ -9,11 +9,12 @@ from typing import cast
 
 import pytest
 
-from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
+from anvil_mux.config.service import Service
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.routing.in_flight import EngineLoad
-from anvil_mux.scheduler.steps import Effects
+from anvil_mux.scheduler.slot import Effects
 from anvil_mux.serve.polling import NoAnswer, Scraper, ask, load_of, load_of_slots
 from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
+from anvil_mux.config.service import Service
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.recording import workload_of
 from anvil_mux.lab.simulate import simulate
@@ -28,11 +29,11 @@ from anvil_mux.telemetry.eventlog import (
     BadLog,
     EventLog,
     Rotation,
+    Situation,
     config_of,
     header,
     read,
 )
-from anvil_mux.telemetry.situation import Situation
 from tests.cli.demo import PROJECT, compose, stream
 from tests.cli.demo import run as run_serve
 from tests.lab.test_simulate import LAYOUTS, world

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.errors import Overloaded
 from anvil_mux.scheduler.events import Event
-from anvil_mux.telemetry.feed import EVENTS, REQUESTS, WATCHERS, Feed, FeedPosition
+from anvil_mux.telemetry.journal import EVENTS, REQUESTS, WATCHERS, Feed, FeedPosition
 from tests.telemetry.test_metrics import record
 
 GUARD = 20.0

@@ -15,9 +15,8 @@ import pytest
 
 from anvil_mux.config.values import HOOKS, Hook
 from anvil_mux.scheduler.events import KINDS, Cause, Event
-from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.hooks import HookNotifier, occasion, perform
-from anvil_mux.telemetry.journal import event_as_json
+from anvil_mux.telemetry.journal import Feed, event_as_json
 
 GUARD = 20.0
 

@@ -19,8 +19,16 @@ from anvil_mux.scheduler.events import KINDS, Cause, Event
 from anvil_mux.telemetry import accesslog
 from anvil_mux.telemetry import journal as journal_room
 from anvil_mux.telemetry.accesslog import human_line, json_line
-from anvil_mux.telemetry.feed import Feed, FeedPosition
-from anvil_mux.telemetry.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level, story
+from anvil_mux.telemetry.journal import (
+    _OF_REQUESTS,
+    NORMAL,
+    QUIET,
+    VERBOSE,
+    FeedPosition,
+    Journal,
+    _level,
+    story,
+)
 from anvil_mux.telemetry.metrics import Metrics
 from tests.telemetry.test_metrics import nothing, record, value
 
@@ -209,12 +217,11 @@ def test_only_verbose_tells_what_single_requests_go_through(
 
 
 def test_who_looks_on_is_not_told_of_every_request_even_if_the_log_is(desk: Desk) -> None:
-    feed = Feed()
-    journal = desk.open(verbosity=VERBOSE, feed=feed)
+    journal = desk.open(verbosity=VERBOSE)
     for kind in ("queued", "leased", "ready", "released", "severed"):
         journal.observe(Event(1.0, kind, "a", "a", 7))
     journal.flush()
-    assert [event.kind for event in feed.news(FeedPosition()).events] == ["ready", "severed"]
+    assert [event.kind for event in journal.feed.news(FeedPosition()).events] == ["ready", "severed"]
 
 
 def test_no_event_is_dropped_that_is_counted_or_told_without_asking() -> None:

@@ -16,8 +16,8 @@ from anvil_mux.protocol import api
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import POLICIES
+from anvil_mux.scheduler.slot import Cancel, Evict, Load, Ticket
 from anvil_mux.scheduler.status import Status
-from anvil_mux.scheduler.steps import Cancel, Evict, Load, Ticket
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics
 from tests.scheduler.lone import LoneGroup

@@ -239,7 +239,7 @@ QUERIES: dict[str, tuple[str, ...]] = {
     "/events": (),
     "/logs": ("model", "lines", "backend", "follow"),
     "/models/sse": ("model",),
-    "/why": ("model", "tokens", "key"),
+    "/why": ("model", "tokens", "with", "key"),
     "/props": ("model", "autoload"),
     "/slots": ("model", "fail_on_no_slot", "autoload"),
     "/lora-adapters": ("model",),

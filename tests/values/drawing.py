@@ -29,8 +29,8 @@ OF_ENGINES = {
     "twin": ("/metrics", "/v1/models", "/v1/chat/completions"),
     "llama": ("/v1/models", "/slots", "/props", "/tokenize", "/models", "/metrics"),
     "vllm": ("/v1/models", "/is_sleeping"),
-    "sglang": ("/v1/models", "/v1/loads"),
-    "ollama": ("/v1/models", "/api/ps", "/api/generate", "/api/tags"),
+    "sglang": ("/v1/models", "/v1/loads", "/model_info"),
+    "ollama": ("/v1/models", "/api/ps", "/api/generate", "/api/tags", "/api/show"),
 }
 """Model -> where its engine is asked for more than answers."""
 ANSWERS = {

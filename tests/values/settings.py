@@ -28,7 +28,7 @@ from anvil_mux.cli import main as cli
 from anvil_mux.cli.arguments import configuration
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
-from anvil_mux.scheduler.eviction import EVICTIONS
+from anvil_mux.scheduler.memory import EVICTIONS
 from anvil_mux.scheduler.policies import POLICIES
 from tests.values.cases import Brief
 from tests.values.values import ODD, Change, as_text, changed, places
@@ -186,7 +186,7 @@ _SETTINGS: dict[str, Any] = {
         "store": "redis://127.0.0.1:1/0",
         "policies": {f"my_{name}": policy for name, policy in yaml.safe_load(_SHIPPED.read_text()).items()},
     },
-    "any_of": {"either": ["a", "b"]},
+    "any_of": {"either": ["a", {"model": ["b"], "when": {"images": True, "tokens_over": 9}}]},
     "hooks": [
         {"on": ["ready"], "run": ["true"], "timeout": 5},
         {"on": "ready", "url": "http://127.0.0.1:1/x"},

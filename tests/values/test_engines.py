@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from time import thread_time_ns
 from typing import Any, cast
@@ -18,7 +19,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.host import prompts
 from anvil_mux.host.engine_client import EngineClient, SleepApi, has_error
 from anvil_mux.host.engines import find_engine
-from anvil_mux.protocol import anthropic, api, ollama
+from anvil_mux.protocol import anthropic, api, cards, foreign, ollama
 from anvil_mux.protocol.completions import Translation
 from anvil_mux.serve.polling import load_of, load_of_slots
 from tests.values.cases import Says, base_of, said
@@ -40,7 +41,9 @@ class Scripted(EngineClient):
 
     told: dict[str, bytes]
 
-    def ask(self, method: str, path: str, body: Any = None, timeout: float = 1.0) -> tuple[int, bytes]:
+    def ask(
+        self, method: str, path: str, body: Any = None, timeout: float = 1.0, most: int = 0
+    ) -> tuple[int, bytes]:
         return 200, self.told.get(path.partition("?")[0], b"{}")
 
 
@@ -116,6 +119,13 @@ def _load_of_slots(says: Says) -> None:
     load_of_slots(said(says, "llama").encode("utf-8", "surrogatepass").decode("utf-8", "replace"))
 
 
+def _card(says: Says) -> None:
+    text = said(says, "small").encode("utf-8", "surrogatepass")
+    with suppress(ValueError):
+        card = cards.read(foreign.read(text), "small")
+        assert card == card.sound()
+
+
 def _usage(says: Says) -> None:
     text = said(says, "small").encode("utf-8", "surrogatepass")
     api.tokens_said(text)
@@ -149,6 +159,10 @@ READERS: dict[str, tuple[str, Callable[[Says], None]]] = {
     "figures": ("/metrics", _figures),
     "load of slots": ("/slots", _load_of_slots),
     "usage": (CHAT, _usage),
+    **{
+        f"card {path}": (path, _card)
+        for path in ("/v1/models", "/props", "/model_info", "/api/show", "/api/ps")
+    },
 }
 """Name -> the path of what is read, and its reader."""
 FOUND = [
@@ -163,6 +177,7 @@ FOUND = [
     ("props", Says("/props", ((("total_slots",), "9999999999"),))),
     ("ollama is_asleep", Says("/api/ps", ((("models", 0, "name"), '{"name":[]}'),))),
     ("llamacpp sleep", Says("/models", (((), "text '0'"),))),
+    ("card /v1/models", Says("/v1/models", ((("data", 0, "id"), "[1]"),))),
 ]
 """Answers that once were a mistake of ours."""
 

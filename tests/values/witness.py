@@ -90,7 +90,7 @@ def compose() -> dict[str, Any]:
         "upstream_timeout": 20,
         "drain_timeout": 1,
         "capture": 5,
-        "any_of": {"either": ["small", "twin"]},
+        "any_of": {"either": [{"model": "twin", "when": {"tools": True, "tokens_over": 9}}, "small"]},
         "routing": {"mode": "full", "default": "load_balance"},
     }
     return {"x-anvil": top, "services": services}

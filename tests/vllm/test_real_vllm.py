@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import engines
 from anvil_mux.host.levels import Swapper

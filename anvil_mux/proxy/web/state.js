@@ -63,7 +63,7 @@ function show_models() {
   put_line(
     $("choices"),
     Object.entries(state.any_of || {})
-      .map(choice_words)
+      .map(([name, {words}]) => `${name}: ${words}`)
       .join(". "),
   );
   const rows = Object.entries(state.models).flatMap(([name, model]) => {
@@ -80,10 +80,6 @@ function show_models() {
     if (notes) show_notes(made.firstChild, notes);
     else show_model(made, name, model);
   });
-}
-
-function choice_words([name, {models, swap, serves}]) {
-  return `${name}: any of ${models.join(", ")}${swap === "never" ? " (swap: never)" : ""}; now ${serves}`;
 }
 
 function begin_model_row({name, notes}) {

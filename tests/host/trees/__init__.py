@@ -9,9 +9,9 @@ HERE = Path(__file__).parent
 INSTEAD = """
 import os
 from pathlib import Path
-from anvil_mux.host import amd_intel
+from anvil_mux.host import gpus
 
-amd_intel.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
+gpus.amd_intel_gpus.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
 """
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.cluster import links
-from anvil_mux.cluster.frames import LONGEST, LONGEST_ANSWER, AnswerFrame, CallFrame, Node, dump, read_frame
-from anvil_mux.cluster.links import (
+from anvil_mux.cluster import channel
+from anvil_mux.cluster.channel import (
     AgentAway,
     AgentGone,
     Calls,
@@ -21,6 +20,7 @@ from anvil_mux.cluster.links import (
     Refused,
     SilenceWatch,
 )
+from anvil_mux.cluster.frames import LONGEST, LONGEST_ANSWER, AnswerFrame, CallFrame, Node, dump, read_frame
 
 LONG = 1000.0
 GUARD = 20.0
@@ -177,14 +177,14 @@ def test_a_host_that_cannot_be_opened_says_why_and_is_tried_again_later(
     cluster = FakeCluster({"a": [Refused("no anvil-mux there"), FakeAgent("now")]})
     parent = parent_of(cluster)
 
-    monkeypatch.setattr(links, "RETRY_SECONDS", LONG)
+    monkeypatch.setattr(channel, "RETRY_SECONDS", LONG)
     assert parent.ask("a") == (False, "no anvil-mux there")
     assert parent.ask("a") == (False, "no anvil-mux there")
     assert parent.ask("", "nodes") == (True, dump([Node("a", problem="no anvil-mux there")]))
 
     cluster = FakeCluster({"a": [Refused("no anvil-mux there"), FakeAgent("now")]})
     parent = parent_of(cluster)
-    monkeypatch.setattr(links, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(channel, "RETRY_SECONDS", 0.0)
     assert parent.ask("a") == (False, "no anvil-mux there")
     assert parent.ask("a") == (True, "now")
     assert parent.ask("", "nodes") == (True, dump([Node("a")]))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config import devices
-from anvil_mux.config.devices import GivenGpus
+from anvil_mux.config import service
 from anvil_mux.config.machines import Gpu, Machine
+from anvil_mux.config.service import GivenGpus
 from tests.config.test_hosts import GIB, composed, one, places, problems
 
 
@@ -196,4 +196,4 @@ def test_what_is_frozen_keeps_the_memory_of_these_gpus_too(tmp_path: Path) -> No
 def test_a_file_by_its_path_keeps_its_colons() -> None:
     node = "/dev/dri/by-path/pci-0000:03:00.0-render"
     for written in (node, f"{node}:/dev/dri/renderD128", {"source": node}):
-        assert devices.by_files({"devices": [written]}, {}) == GivenGpus(("amd", "intel"), (node,))
+        assert service.by_files({"devices": [written]}, {}) == GivenGpus(("amd", "intel"), (node,))
