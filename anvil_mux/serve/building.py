@@ -8,6 +8,7 @@ before anything is touched.
 
 from __future__ import annotations
 
+import errno
 import os
 import ssl
 import time
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 from anvil_mux.clock import Clock, Worker
@@ -200,12 +202,9 @@ class Parts:
             time.time,
             opened.reloading,
         )
-        host, port = self.config.host, self.config.port
-        try:
-            listener = listen(host, port)
-        except OSError as error:
-            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
-            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+        listener = _listening(self.config.host, self.config.port, "--port")
+        pages_port = self.config.pages_port
+        pages = _listening(self.config.host, pages_port, "pages_port") if pages_port else None
         local = Local(
             self.mux,
             self.feed,
@@ -237,6 +236,7 @@ class Parts:
             max_bodies=self.config.max_bodies or 0,
             tls=opened.tls,
             client_timeout=self.config.client_timeout,
+            pages=pages,
         )
 
     @property
@@ -344,3 +344,13 @@ class Parts:
     def _log_tail(self, backend: str, lines: int = LOG_LINES) -> list[str]:
         found = self.mux.overview.backend(backend)
         return self.hosts.log_tail(found, lines) if found else []
+
+
+def _listening(host: str, port: int, setting: str) -> socket:
+    """A socket that listens at an address; CannotServe, which says by what ``setting`` another is named."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        in_use = f"another program has it; name another with {setting}"
+        advice = in_use if error.errno == errno.EADDRINUSE else "see --host"
+        raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
