@@ -1,4 +1,7 @@
-"""The needs of a configuration that this machine does not meet; each question imports only what it uses."""
+"""The questions of commands about this machine: which GPUs it has, and what it lacks for a configuration.
+
+Each imports only what it uses.
+"""
 
 from __future__ import annotations
 
