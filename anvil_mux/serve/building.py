@@ -8,6 +8,7 @@ before anything is touched.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import ssl
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 from anvil_mux.clock import Clock, Worker
@@ -203,12 +205,9 @@ class Parts:
             time.time,
             opened.reloading,
         )
-        host, port = self.config.host, self.config.port
-        try:
-            listener = listen(host, port)
-        except OSError as error:
-            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
-            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+        listener = _listening(self.config.host, self.config.port, "--port")
+        pages_port = self.config.pages_port
+        pages = _listening(self.config.host, pages_port, "pages_port") if pages_port else None
         local = Local(
             self.mux,
             self.journal.feed,
@@ -240,6 +239,7 @@ class Parts:
             max_bodies=self.config.max_bodies or 0,
             tls=opened.tls,
             client_timeout=self.config.client_timeout,
+            pages=pages,
         )
 
     @property
@@ -374,3 +374,13 @@ def bounded(config: Config, memory: int) -> Config:
         said = f"max_connections is {most} instead of {config.max_connections}"
         warnings = (*warnings, f"{said}: this program may open {files} files (ulimit -n)")
     return replace(config, max_bodies=bodies, max_connections=most, warnings=warnings)
+
+
+def _listening(host: str, port: int, setting: str) -> socket:
+    """A socket that listens at an address; CannotServe, which says by what ``setting`` another is named."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        in_use = f"another program has it; name another with {setting}"
+        advice = in_use if error.errno == errno.EADDRINUSE else "see --host"
+        raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None

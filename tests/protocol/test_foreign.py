@@ -132,7 +132,6 @@ OWN = {
     "cluster/frames.py",
     "demo/engine.py",
     "host/docker_api.py",
-    "host/docker_endpoint.py",
     "host/cuda_driver.py",
     "host/runs.py",
     "host/starter.py",

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -326,8 +327,15 @@ FLEET_EVENTS = """
   const cause = {kind: "host_lost", host: "gamma"};
   events = [...told, {at: at - 30, kind: "host_lost", model: "", backend: "", text, reason: text, cause}];
   events.sort((one, other) => one.at - other.at);
+  source.close();
+  const loads = {"qwen3-8b": [4, 18], "gemma-12b": [8, 22], "llama-70b": [35, 74], "mistral-24b": [13, 21]};
+  for (const [name, [seconds, size]] of Object.entries(loads)) {
+    const model = state.models[name];
+    model.load_seconds = seconds;
+    model.backends[model.backend].size = size * 2 ** 30;
+  }
+  show();
   show_swaps();
-  show_time();
 })()
 """
 
@@ -337,14 +345,18 @@ def test_several_hosts_with_their_gpus(make_rig: Callable[..., Rig], browser: Ch
     rig = make_rig(backends=FLEET, gpus=gpus, sight=sight)
     rig.mux.facts.adopt({f"{model}.{gpu.partition('/')[0]}": rig.engine.url for gpu, model in HELD.items()})
     for number, model in enumerate((SLOW, QUICK, BROKEN)):
-        about = {"model": model, "backend": model, "status": 200, "seconds": 2.4, "tokens": 80 + number}
+        times = {"waited": 13.1 if model == BROKEN else 0.0, "first_byte": 13.4, "seconds": 17.0 + number}
+        about = {"model": model, "backend": model, "status": 200, "tokens": 210, "stream": True, **times}
         rig.feed.ended(
             Served(f"{model}-1", "127.0.0.1", "POST", "/v1/chat/completions", ended=time.time(), **about)
         )
     browser.leave()
     browser.open("http://{}:{}/".format(*rig.address))
     browser.wait("document.readyState === 'complete' && !!state")
-    with rig.mux.lease(SLOW), rig.mux.lease(QUICK), rig.mux.lease(BROKEN):
+    names = {model: f"{number}867cffc99-1e" for number, model in enumerate((SLOW, QUICK, BROKEN))}
+    with ExitStack() as leases:
+        for model, name in names.items():
+            leases.enter_context(rig.mux.lease(model, request=name))
         rig.client().post(b'{"model":"qwen3-32b"}')
         rig.mux.facts.host_lost("gamma")
         browser.wait("state.queued.length === 1 && Object.values(state.hosts).some(host => host.lost)")
