@@ -33,9 +33,9 @@ from anvil_mux.command import Done, run
 from anvil_mux.config import interpolate, service
 from anvil_mux.config.config import LABEL
 from anvil_mux.config.interpolate import Document, Scope
-from anvil_mux.config.kinds import Diagnostic, KeyPath, Position, with_texts
+from anvil_mux.config.kinds import Diagnostic, KeyPath, Position
 from anvil_mux.config.reading import OURS, KeyInFile, unknown_keys
-from anvil_mux.config.service import RawService
+from anvil_mux.config.service import RawService, named_values
 from anvil_mux.errors import ConfigError
 
 FILE_NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")
@@ -381,18 +381,12 @@ def laid_over(one: Any, other: Any) -> Any:
                 found[key] = value if replaces else laid_over(one[key], value)
         return found
     if isinstance(one, list) and isinstance(other, dict):
-        return _pairs(one) | other
+        return named_values(one) | other
     if isinstance(one, dict) and isinstance(other, list):
-        return laid_over(one, _pairs(other))
+        return laid_over(one, named_values(other))
     if isinstance(one, list) and isinstance(other, list):
         return [*one, *(each for each in other if each not in one)]
     return other
-
-
-def _pairs(given: list[Any]) -> dict[str, str | None]:
-    """A list of NAME=VALUE as a mapping."""
-    pairs = (str(each).partition("=") for each in given)
-    return {name: text if equals else None for name, equals, text in pairs}
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -576,7 +570,7 @@ class ComposedFiles:
             for kind, known in self._content.shared.items()
             if (found := {name: self._own(name, known[name]) for name in _used(kind, services, known)})
         }
-        text = json.dumps(with_texts({"services": services, **shared}, _escaped), ensure_ascii=False)
+        text = json.dumps(with_texts({"services": services, **shared}, escaped), ensure_ascii=False)
         return UNPRINTABLE.sub(lambda each: f"\\u{ord(each[0]):04x}", text)
 
     def _own(self, name: str, about: Any) -> Any:
@@ -622,6 +616,18 @@ def _names(written: Any) -> Iterator[str]:
         yield str(each.get("source", "")) if isinstance(each, dict) else str(each).partition(":")[0]
 
 
-def _escaped(text: str) -> str:
+def with_texts(value: Any, make: Callable[[str], str]) -> Any:
+    """Return a value of YAML with what ``make`` makes of each text in it, but for keys."""
+    match value:
+        case str():
+            return make(value)
+        case Mapping():
+            return {name: with_texts(each, make) for name, each in value.items()}
+        case list() | tuple():
+            return [with_texts(each, make) for each in value]
+    return value
+
+
+def escaped(text: str) -> str:
     """The text as a compose file has it, where a single $ begins a variable."""
     return text.replace("$", "$$")

@@ -151,18 +151,6 @@ def as_yaml(value: Any) -> str:
     return text if len(text) <= LONGEST and "\n" not in text else "..."
 
 
-def with_texts(value: Any, make: Callable[[str], str]) -> Any:
-    """Return a value of YAML with what ``make`` makes of each text in it, but for keys."""
-    match value:
-        case str():
-            return make(value)
-        case Mapping():
-            return {name: with_texts(each, make) for name, each in value.items()}
-        case list() | tuple():
-            return [with_texts(each, make) for each in value]
-    return value
-
-
 def _line(key: KeyPath, value: str) -> str:
     last = key[-1] if key else ""
     if last.isdigit():

@@ -305,12 +305,17 @@ def listed(service: Mapping[str, Any], key: str) -> list[Any]:
     return value
 
 
+def named_values(given: Sequence[Any], nothing: str | None = None) -> dict[str, Any]:
+    """A list of NAME=VALUE as a mapping; ``nothing`` for a name alone."""
+    pairs = [str(each).partition("=") for each in given]
+    return {name: text if equals else nothing for name, equals, text in pairs}
+
+
 def _mapping(service: RawService, key: str, nothing: str | None) -> dict[str, Any]:
     """A mapping, or a list of NAME=VALUE; ``nothing`` for a name alone."""
     value = service.get(key)
     if isinstance(value, list):
-        pairs = [str(each).partition("=") for each in value]
-        return {name: text if equals else nothing for name, equals, text in pairs}
+        return named_values(value, nothing)
     if value is not None and not isinstance(value, dict):
         name, equals, text = str(value).partition("=")
         write = f"{key}: {{{name}: {as_yaml(text)}}}" if equals else f"{key}: {{NAME: value}}"

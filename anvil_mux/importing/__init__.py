@@ -103,11 +103,6 @@ def _comment(text: str, indent: str = "") -> list[str]:
     )
 
 
-def escaped(text: str) -> str:
-    """A text as it stands in a compose file: `$` begins a variable there."""
-    return text.replace("$", "$$")
-
-
 class _Dumper(yaml.SafeDumper):
     """A dumper that writes no aliases, and lists of words in one line."""
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
+from anvil_mux.config.compose import escaped
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Note, Written, escaped
+from anvil_mux.importing import Note, Written
 
 NAME = "from-llamacpp"
 ORIGIN = "Made by `anvil-mux import llamacpp` of {}; docs/migrating.md says more."

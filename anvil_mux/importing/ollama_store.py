@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anvil_mux import state
+from anvil_mux.config.compose import escaped
 from anvil_mux.config.service import USUAL_PORTS
 from anvil_mux.errors import ConfigError
-from anvil_mux.importing import Note, Written, escaped
+from anvil_mux.importing import Note, Written
 from anvil_mux.protocol import foreign
 
 NAME = "from-ollama"

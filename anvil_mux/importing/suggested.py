@@ -15,9 +15,8 @@ import yaml
 
 from anvil_mux.clock import count_in
 from anvil_mux.config import interpolate, service
-from anvil_mux.config.compose import laid_over
+from anvil_mux.config.compose import laid_over, with_texts
 from anvil_mux.config.interpolate import Document
-from anvil_mux.config.kinds import with_texts
 from anvil_mux.config.machines import ALL
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing import Note, ServiceKeys, Written
