@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anvil_mux.config.profile import Profile
+    from anvil_mux.config.values import Profile
     from anvil_mux.lab import contest, study
 from anvil_mux import state
 from anvil_mux.cli.arguments import (
@@ -164,10 +164,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def read_profile(file: str) -> Profile:
     """The profile in a file; ValueError names it."""
-    from anvil_mux.config import profile
+    from anvil_mux.config.values import read_profile
 
     try:
-        return profile.read(state.read_text(file))
+        return read_profile(state.read_text(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     except ValueError as error:

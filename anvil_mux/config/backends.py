@@ -32,10 +32,9 @@ from anvil_mux.config.config import (
 from anvil_mux.config.kinds import TEXT, as_diagnostic, as_yaml, filled, read_seconds, unfit
 from anvil_mux.config.machines import ALL, WantedHosts
 from anvil_mux.config.placement import HostChoice, Need, Places, as_name
-from anvil_mux.config.profile import Profile, read
 from anvil_mux.config.reading import Problems, take, unknown_key
 from anvil_mux.config.service import Service
-from anvil_mux.config.values import URL_EXAMPLE, Loras
+from anvil_mux.config.values import URL_EXAMPLE, Loras, Profile, read_profile
 
 Description = dict[str, Any]
 NEED_URL = ("api_key_env", "ca_file")
@@ -325,7 +324,7 @@ class _ServiceReader:
         """The profile in a file, whose path begins at the folder of the first compose file."""
         path = self._files.folder / file
         try:
-            return read(state.read_text(path))
+            return read_profile(state.read_text(path))
         except OSError as error:
             text = f"{path} cannot be read: {error.strerror}"
         except ValueError as error:

@@ -21,8 +21,12 @@ from anvil_mux.config.kinds import (
     AUTO,
     COUNT,
     FLAG,
+    LISTEN,
     MEMORY,
     NAMES,
+    ORIGINS,
+    PATHS,
+    PROJECT,
     SECONDS,
     SECONDS_OR_AUTO,
     TEXT,
@@ -32,7 +36,6 @@ from anvil_mux.config.kinds import (
     table_of,
 )
 from anvil_mux.config.machines import HOST_MEMORY, Gpu, gpu_name
-from anvil_mux.config.profile import Profile
 from anvil_mux.config.service import IMAGES, Service
 from anvil_mux.config.values import (
     ANY_OF,
@@ -40,12 +43,8 @@ from anvil_mux.config.values import (
     DEFAULT_ROUTING,
     FALLBACK,
     HOOKS,
-    LISTEN,
     LORAS,
-    ORIGINS,
-    PATHS,
     PRESETS,
-    PROJECT,
     ROUTING,
     SET,
     STRIP,
@@ -54,6 +53,7 @@ from anvil_mux.config.values import (
     Hook,
     Loras,
     Preset,
+    Profile,
 )
 from anvil_mux.protocol.cards import CAPABILITIES, ModelCard
 

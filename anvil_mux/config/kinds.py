@@ -543,6 +543,59 @@ SECONDS_OR_NONE = seconds_or(ENDLESS, math.inf, " (as long as it takes)")
 SECONDS_OR_AUTO = seconds_or(AUTO, AUTO)
 
 
+# Projects and addresses
+
+
+def _read_project(value: Any) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", str(value)):
+        text = f"must be lower-case letters, digits, - and _, not {show(value)}"
+        raise unfit(text, re.sub("[^a-z0-9_-]+", "-", str(value).lower()).strip("-_"))
+    return str(value)
+
+
+PROJECT = ValueKind("text", _read_project, text_shape(r"^[a-z0-9][a-z0-9_-]*$"))
+
+
+def _read_listen(value: Any) -> tuple[str, int]:
+    host, colon, port = str(value).rpartition(":")
+    if colon and not host:
+        text = f"needs an address before the colon: 127.0.0.1{value}, or 0.0.0.0{value} for all"
+        raise unfit(text, f"127.0.0.1{value}")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or isinstance(value, bool):
+        raise unfit(f"must be ADDRESS:PORT such as 127.0.0.1:9292, not {show(value)}", "127.0.0.1:9292")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+LISTEN = ValueKind("ADDRESS:PORT", _read_listen, text_shape("^(.+:)?[0-9]{1,5}$"))
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
+
+
+def _read_origins(value: Any) -> tuple[str, ...]:
+    origins = tuple(each.lower() for each in NAMES.read(value))
+    for each in origins:
+        if not _ORIGIN.fullmatch(each):
+            text = f"must name web sites such as https://app.example, each alone, not {show(each)}"
+            raise unfit(text, "[https://app.example]")
+    return origins
+
+
+ORIGINS = ValueKind("list of origins", _read_origins, list_shape(text_shape("://")))
+
+
+def _read_paths(value: Any) -> tuple[str, ...]:
+    paths = NAMES.read(value)
+    for path in paths:
+        if not re.fullmatch(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+/?", path):
+            text = f"must be paths such as /docs or /sdapi/, not {show(path)}"
+            raise unfit(text, f"/{path}" if re.fullmatch(r"[\w-]+/?", path) else "/docs")
+    return tuple(paths)
+
+
+PATHS = ValueKind("list of paths", _read_paths, list_shape(text_shape(r"^/[A-Za-z0-9_-]")))
+
+
 # Settings
 
 ROWS = "settings"

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.profile import Profile
-from anvil_mux.config.values import DEFAULT_ROUTING
+from anvil_mux.config.values import DEFAULT_ROUTING, Profile
 from anvil_mux.lab.engines import SimulatedEngine, measured, read_settings
 from anvil_mux.lab.figures import quantile
 from anvil_mux.lab.fleet import PromptOutcome, simulate

@@ -8,7 +8,7 @@ by that (simulate.py), and the answers of a log are told by it how long they wou
 (recording.py).
 
 A ``SimulatedEngine`` is a replica in the simulation of routing (fleet.py), token by token. A profile
-(config/profile.py) holds times of a real engine; ``fitted`` finds the simulated engine that has nearly the
+(config/values.py) holds times of a real engine; ``fitted`` finds the simulated engine that has nearly the
 same: its parameters are those with the least sum of squared relative errors, none below 0. What a profile
 does not hold (the size of the cache, how many requests run at once) stays as it was. ``measured`` goes the
 other way, for policies that predict: what ``anvil-mux profile`` would find on a simulated engine, asked for
@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Config
-from anvil_mux.config.profile import CHUNK, Profile
+from anvil_mux.config.values import CHUNK, Profile
 from anvil_mux.errors import MuxError
 from anvil_mux.host.engines import at_once
 from anvil_mux.scheduler.costs import Cost

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from anvil_mux.config.profile import CHUNK
+from anvil_mux.config.values import CHUNK
 from anvil_mux.errors import BackendError
 from anvil_mux.lab.player import COMPLETIONS, completion
 from anvil_mux.protocol import foreign

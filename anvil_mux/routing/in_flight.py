@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import Profile
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN, Prefixes
 from anvil_mux.routing.routing import (
     KV_TOKENS,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from anvil_mux.config.config import EITHER, STAGES
-from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import Profile
 
 MAX_SESSIONS = 10_000
 """The most sessions whose replica is remembered."""

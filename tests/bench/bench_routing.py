@@ -17,7 +17,7 @@ from collections.abc import Callable
 from statistics import median
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import Profile
 from anvil_mux.routing import pipeline, prefix
 from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.routing import Work

@@ -26,8 +26,8 @@ from anvil_mux.cluster.frames import (
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.config.machines import Gpu
-from anvil_mux.config.profile import Profile
 from anvil_mux.config.service import Service
+from anvil_mux.config.values import Profile
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.host.seam import (
     AnyNews,

@@ -14,7 +14,7 @@ import openai
 import pytest
 import yaml
 
-from anvil_mux.config import profile
+from anvil_mux.config.values import read_profile
 from tests.docker.conftest import Stack
 from tests.docker.served import ENDLESS, FOREVER, PATIENCE, ask, client_of, eventually, served, stream
 from tests.running import Running
@@ -66,7 +66,7 @@ def test_a_real_engine_is_profiled_and_gets_no_more_than_it_was_seen_to_do(
         r"prompts of 4096 tokens and more are left out, \d+ is the most: model-1 answered 400", said
     )
     assert f"4 at once and more are left out: the engine has {SLOTS} slots" in said
-    found = profile.read((tmp_path / FILE).read_text())
+    found = read_profile((tmp_path / FILE).read_text())
     lengths = [tokens for tokens, _ in found.ttft[1:]]
     assert lengths[:2] == [pytest.approx(128, rel=0.05), pytest.approx(512, rel=0.05)]
     assert [512 < most < 4096 for most in lengths[2:]] == [True]

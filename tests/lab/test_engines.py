@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import Profile
 from anvil_mux.lab.engines import SimulatedEngine, fitted, measured
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from anvil_mux.cli import main as cli
-from anvil_mux.config import profile
+from anvil_mux.config.values import Profile, read_profile
 from anvil_mux.errors import BackendError
 from anvil_mux.lab.profiler import OUTPUT, Profiler, Streamed, measure
 from anvil_mux.routing import pipeline, routing
 from anvil_mux.routing.routing import Replica, RoutingMemory, Work
 
-MADE = profile.Profile(
+MADE = Profile(
     ttft=((0.0, 0.0), (1000.0, 100.0), (2000.0, 300.0)),
     tpot=((1, ((100.0, 10.0), (1000.0, 12.0))), (4, ((100.0, 16.0), (1000.0, 24.0)))),
     chunk=2000,
@@ -91,7 +91,7 @@ def file(**changes: Any) -> str:
 
 
 def test_a_file_is_read_in_any_order() -> None:
-    made = profile.read(file(metadata={"max_num_batched_tokens": 4096}))
+    made = read_profile(file(metadata={"max_num_batched_tokens": 4096}))
     assert made.ttft == ((0.0, 0.0), (500.0, 60.0), (1000.0, 100.0))
     assert made.tpot == ((1, ((100.0, 10.0),)),)
     assert made.chunk == 4096
@@ -111,7 +111,7 @@ def test_a_file_is_read_in_any_order() -> None:
 )
 def test_what_is_wrong_with_a_file_is_said(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        profile.read(text)
+        read_profile(text)
 
 
 def test_where_more_was_measured_quicker_both_take_what_lies_between() -> None:
@@ -119,7 +119,7 @@ def test_where_more_was_measured_quicker_both_take_what_lies_between() -> None:
     rows = [(1, 100, 10.0), (1, 900, 12.0), (2, 100, 9.0), (2, 500, 9.5), (4, 100, 14.0), (4, 900, 11.0)]
     results = [{"batch_size": b, "tokens_per_request": t, "p50": p} for b, t, p in rows]
     prompts = [{"tokens_num": 100, "p50": 60.0}, {"tokens_num": 200, "p50": 50.0}]
-    made = profile.read(file(tpot={"results": results}, ttft={"results": prompts}))
+    made = read_profile(file(tpot={"results": results}, ttft={"results": prompts}))
     assert made.ttft == ((0.0, 0.0), (100.0, 55.0), (200.0, 55.0))
     assert made.tpot == (
         (1, ((100.0, 9.5), (500.0, 10.25), (900.0, 11.5))),
@@ -136,7 +136,7 @@ def test_less_never_takes_longer_than_more_whatever_was_measured() -> None:
             for batch in draw.sample((1, 2, 4, 8), draw.randint(1, 4))
             for tokens in draw.sample((100, 200, 400, 800, 1600), draw.randint(1, 5))
         ]
-        made = profile.read(file(tpot={"results": rows}))
+        made = read_profile(file(tpot={"results": rows}))
         most = max(size for size, _ in made.tpot)
         for tokens in range(50, 1700, 75):
             times = [made.next_token(batch, tokens) for batch in range(1, most + 1)]
@@ -226,7 +226,7 @@ def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: E
         Profiler(engine.url, "m"), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
     )
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 400]
-    made = profile.read(json.dumps(found))
+    made = read_profile(json.dumps(found))
     assert [batch for batch, _ in made.tpot] == [1, 3]
     assert [x for x, _ in made.tpot[0][1]] == [200 + OUTPUT // 2]
     assert made.chunk == 400
@@ -262,7 +262,7 @@ def test_of_what_the_engine_has_no_context_for_the_longest_that_it_has_is_measur
     each = [(row["batch_size"], row["tokens_per_request"] - OUTPUT // 2) for row in found["tpot"]["results"]]
     assert [batch for batch, _ in each] == [1, 1, 2, 2]
     assert 0.95 * (2048 - OUTPUT) < each[1][1] == each[3][1] <= 2048 - OUTPUT
-    made = profile.read(json.dumps(found))
+    made = read_profile(json.dumps(found))
     assert math.isfinite(made.next_token(2, 1900))
     assert math.isinf(made.next_token(2, 2049))
     assert sum("tokens and more are left out" in line for line in said) == 2
@@ -343,7 +343,7 @@ def test_the_command_writes_a_file_that_a_service_can_name(
     target = tmp_path / "fast.json"
     words = ["profile", "m", "--url", engine.url, "--prompts", "100", "--batches", "1", "--lengths", "64"]
     assert cli.main([*words, "--repeat", "1", "-o", str(target)]) == 0
-    assert profile.read(target.read_text()).tpot[0][0] == 1
+    assert read_profile(target.read_text()).tpot[0][0] == 1
     assert "x-anvil: {profile: " in capsys.readouterr().err
     compose = tmp_path / "compose.yaml"
     compose.write_text(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import Profile
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker
 from anvil_mux.routing.routing import Work

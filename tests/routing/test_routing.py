@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import Profile
 from anvil_mux.routing import pipeline, routing
 from anvil_mux.routing.routing import Choice, Metric, Replica, RoutingMemory, Work, choose, explain
 

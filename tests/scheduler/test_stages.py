@@ -1,6 +1,6 @@
 """Histories of models with several backends: silent ones, and those that take one stage or either."""
 
-from anvil_mux.config.profile import Profile
+from anvil_mux.config.values import Profile
 from anvil_mux.errors import LoadError, Overloaded
 from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work

@@ -18,7 +18,7 @@ import pytest
 import requests
 
 from anvil_mux.cli import main as cli
-from anvil_mux.config import profile
+from anvil_mux.config.values import read_profile
 from anvil_mux.lab.profiler import OUTPUT
 from anvil_mux.routing import pipeline
 from tests.running import seen
@@ -84,7 +84,7 @@ def test_a_profile_of_a_real_engine_reaches_to_the_end_of_its_context(scene: Sce
     ]
     assert [batch for batch, _ in points] == [batch for batch in BATCHES for _ in range(2)]
     assert all(0.95 * CONTEXT < tokens <= CONTEXT for _, tokens in points[1::2])
-    made = profile.read(text)
+    made = read_profile(text)
     times = [made.next_token(batch, 1800) for batch in (*BATCHES, 5)]
     assert times == sorted(times)
     assert [math.isfinite(each) for each in times] == [True, True, True, False]
