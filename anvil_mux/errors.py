@@ -139,6 +139,16 @@ class NotFound(MuxError):
     retry = False
 
 
+class Moved(MuxError):
+    """The page has another address; a client that follows redirects gets there."""
+
+    status, code, kind = 307, "moved", "invalid_request_error"
+
+    def __init__(self, message: str, location: str) -> None:
+        super().__init__(f"{message}: {location}")
+        self.location = location
+
+
 class DoesNotFit(MuxError):
     """The model does not fit on its GPUs, or not beside a pinned model; waiting will not help."""
 

@@ -425,8 +425,10 @@ class Rig:
         keep_pause: Keep = lambda pause: True,
         only_local_hosts: bool = True,
         sight: Callable[[], Sight] = dict,
+        has_pages: bool = False,
         **settings: object,
     ) -> None:
+        """``has_pages``: it has the port for pages of engines, where ``client_at_pages`` asks."""
         self.engine = FakeEngine()
         self.other = FakeEngine()
         config = Config(
@@ -437,7 +439,9 @@ class Rig:
             gpus=(Gpu("0"),),
             policy="eager",
         )
-        self.config = replace(config, **settings)  # type: ignore[arg-type]
+        pages = listen("127.0.0.1", 0) if has_pages else None
+        self.pages_port = pages.getsockname()[1] if pages else None
+        self.config = replace(config, pages_port=self.pages_port, **settings)  # type: ignore[arg-type]
         self.mechanism = mechanism or Mechanism({"a": self.engine, "b": self.other})
         self.mechanism.gate.set()
         self.events = Events()
@@ -481,6 +485,7 @@ class Rig:
             max_bodies=max_bodies,
             tls=tls,
             client_timeout=self.config.client_timeout,
+            pages=pages,
         )
         self.address = self.server.address
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
@@ -489,6 +494,11 @@ class Rig:
 
     def client(self) -> RawClient:
         self.clients.append(RawClient(self.address))
+        return self.clients[-1]
+
+    def client_at_pages(self) -> RawClient:
+        assert self.pages_port
+        self.clients.append(RawClient(("127.0.0.1", self.pages_port)))
         return self.clients[-1]
 
     def asked(

@@ -17,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from typing import NamedTuple
 INTERVAL = 1.0
 LEAST = 120
 """Samples that a life needs to be judged."""
+CURVE = 20
+"""Points of the curve of a life's memory."""
 MIB = 1 << 20
 
 
@@ -74,7 +77,7 @@ class Meter:
         ]
 
     def table(self) -> list[str]:
-        """The medians of each quarter of each life."""
+        """The medians of each quarter of each life, and of long ones the curve of their memory."""
         rows = []
         for life, samples in sorted(self.samples.items()):
             if len(samples) < 4:
@@ -84,6 +87,9 @@ class Meter:
                 f"{name} {' '.join(f'{getattr(each, name):.0f}' for each in found)}" for name in Usage._fields
             )
             rows.append(f"life {life}, {len(samples)} samples, quarters: {figures}")
+            if len(samples) >= LEAST:
+                curve = " ".join(f"{each.rss:.0f}" for each in parts(samples, CURVE))
+                rows.append(f"life {life}, its memory in {CURVE} parts of that time, MiB: {curve}")
         return rows
 
 
@@ -99,9 +105,14 @@ def usage_of(pid: int) -> Usage:
 
 def quarters(samples: Sequence[Usage]) -> list[Usage]:
     """The medians of each quarter, of at least four samples."""
-    cuts = [len(samples) * number // 4 for number in range(5)]
-    parts = [samples[cuts[number] : cuts[number + 1]] for number in range(4)]
-    return [Usage(*(median(figures) for figures in zip(*part, strict=True))) for part in parts]
+    return parts(samples, 4)
+
+
+def parts(samples: Sequence[Usage], count: int) -> list[Usage]:
+    """The medians of ``count`` parts of equal length, of at least as many samples."""
+    cuts = [len(samples) * number // count for number in range(count + 1)]
+    cut = [samples[since:until] for since, until in pairwise(cuts)]
+    return [Usage(*(median(figures) for figures in zip(*part, strict=True))) for part in cut]
 
 
 def growths(medians: Sequence[Usage]) -> list[str]:

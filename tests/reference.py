@@ -92,8 +92,7 @@ def steps() -> Iterable[str]:
     names = ", ".join(f"`{name}`" for name in pipeline.shipped())
     yield from ("## Routing", "", "How they fit together: [routing.md](routing.md).", "")
     yield from (f"Policies: {names}.", "")
-    filters = {**routing.FILTERS, **routing.SWEEPS}
-    kinds = {"Metrics": routing.METRICS, "Filters": filters, "Selectors": routing.SELECTORS}
+    kinds = {"Metrics": routing.METRICS, "Filters": routing.FILTERS, "Selectors": routing.SELECTORS}
     for title, registry in kinds.items():
         rows = [(f"`{name}`", _first_sentence(step), _arguments(step)) for name, step in registry.items()]
         yield from (f"### {title}", "", *_table(("name", "meaning", "settings (default)"), rows), "")

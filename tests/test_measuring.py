@@ -35,6 +35,17 @@ def test_a_life_that_is_too_short_to_tell_is_not_judged() -> None:
     assert meter.flaws() == ["in life 2 rss grew from 82 to 112"]
 
 
+def test_a_long_life_has_a_curve_of_its_memory() -> None:
+    meter = Meter(lambda: (1, os.getpid()))
+    meter.samples[1] = climbing(20.0)
+    meter.samples[2] = climbing(20.0, LEAST - 1)
+    curves = [line for line in meter.table() if "its memory" in line]
+    assert curves == [
+        "life 1, its memory in 20 parts of that time, MiB: "
+        "60 61 62 63 64 65 66 67 68 69 70 71 72 73 74 75 76 77 78 79"
+    ]
+
+
 def test_a_process_is_read_as_the_kernel_has_it() -> None:
     read, write = os.pipe()
     try:

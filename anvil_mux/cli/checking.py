@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from anvil_mux.config.config import Backend, Config
     from anvil_mux.host.check import VendorGpus
     from anvil_mux.host.seam import HostGpu
-    from anvil_mux.serve.state_files import Known
+    from anvil_mux.serve.files import Known
 
 
 # check
@@ -64,7 +64,7 @@ def check(given: argparse.Namespace) -> int:
 def _check_files(given: argparse.Namespace) -> int:
     from anvil_mux.host.check import gpus_by_vendor
     from anvil_mux.serve import polling
-    from anvil_mux.serve.configuration import open_address, secrets
+    from anvil_mux.serve.files import open_address, secrets
 
     cluster = reached(given)
     config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
@@ -174,7 +174,7 @@ def _fallback(backend: Backend) -> str:
 
 def _learned(config: Config) -> Known:
     """Read the figures that anvil-mux has learned while it served these backends."""
-    from anvil_mux.serve.state_files import LearnedFile
+    from anvil_mux.serve.files import LearnedFile
     from anvil_mux.state import state_folder
 
     return LearnedFile(state_folder(config.project, os.environ), say).read(config)

@@ -45,10 +45,9 @@ from anvil_mux.errors import ConfigError, MuxError
 if TYPE_CHECKING:
     from anvil_mux.config.config import Config
     from anvil_mux.lab.player import PlayedServer
-    from anvil_mux.lab.prompts import Trace
     from anvil_mux.lab.replay import Replay
     from anvil_mux.lab.report import LiveRun
-    from anvil_mux.lab.workload import Workload
+    from anvil_mux.lab.workload import Trace, Workload
 
 # replay
 
@@ -209,13 +208,13 @@ def _play(replay: Replay, traffic: Iterable[Workload | Trace]) -> MuxError | Non
 
 
 def _traffic(given: argparse.Namespace) -> Iterator[Workload | Trace]:
-    from anvil_mux.lab import recording, script, workload
+    from anvil_mux.lab import player, recording, workload
 
     known = {**workload.PROFILES, "clients": clients(given).workload}
     for name in given.profile:
         yield known[name](given.seed)
     for name in given.trace:
-        yield script.find(name)
+        yield player.find_traffic(name)
     if given.log:
         log = recording.read(given.log, None, say)
         yield recording.workload_of(log.runs, log.name)

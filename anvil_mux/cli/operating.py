@@ -118,7 +118,7 @@ def stop(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import Config
     from anvil_mux.host.local import LeftEngines
     from anvil_mux.serve import remote
-    from anvil_mux.serve.state_files import locked
+    from anvil_mux.serve.files import locked
     from anvil_mux.state import state_folder
 
     if given.all:

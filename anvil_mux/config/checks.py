@@ -57,6 +57,9 @@ class Checks:
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self._config, one) and not getattr(self._config, other):
                 self._problems.of_setting(one, Diagnostic(f"needs {other} beside it", write=f"{other}: FILE"))
+        if self._config.pages_port == self._config.port:
+            text = "is the port of listen as well: pages of engines need another"
+            self._problems.of_setting("pages_port", Diagnostic(text))
         names = {name for backend in self._config.backends for name in backend.names}
         names |= self._config.any_of.keys()
         if (default := self._config.default_model) and default not in names:

@@ -482,6 +482,12 @@ class Config:
         page="security.md#who-can-reach-it",
     )
     port: int = 9292
+    pages_port: int | None = _at_start(
+        None,
+        kinds.PORT,
+        "The port of engines' own pages (/upstream/MODEL/), at the address of listen, where there are keys.",
+        page="security.md#pages-of-engines",
+    )
     runtime: str = _at_start(
         "compose",
         one_of("compose", "process"),

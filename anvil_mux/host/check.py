@@ -1,4 +1,7 @@
-"""The needs of a configuration that this machine does not meet; each question imports only what it uses."""
+"""The questions of commands about this machine: which GPUs it has, and what it lacks for a configuration.
+
+Each imports only what it uses.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +94,7 @@ def engine_limits(config: HostConfig) -> list[str]:
     """A warning for what the container engine cannot do; BackendError if it cannot be asked."""
     if config.runtime != "compose" or not config.backends:
         return []
-    from anvil_mux.host.docker_api import ContainerEngine
-    from anvil_mux.host.docker_endpoint import find_endpoint
+    from anvil_mux.host.docker_api import ContainerEngine, find_endpoint
 
     about = ContainerEngine(find_endpoint(os.environ)).about()
     lacking: dict[str, dict[str, None]] = {}
@@ -138,7 +140,7 @@ def missing_rights(config: HostConfig) -> list[str]:
 
 def missing_files(config: HostConfig) -> list[str]:
     """A warning for each program, file of weights and mounted folder that backends need and is not there."""
-    from anvil_mux.host.docker_endpoint import find_endpoint
+    from anvil_mux.host.docker_api import find_endpoint
 
     folders = [Path(file).absolute().parent for file in config.files]
     is_process = config.runtime == "process"

@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import Mounts
+from anvil_mux.config.service import Mounts, Service
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import gpus, project
 from anvil_mux.host.docker_api import (
@@ -38,14 +38,11 @@ from anvil_mux.host.docker_api import (
     ContainerEngine,
     DockerRefused,
     Missing,
-    base_url,
-    differing_parts,
-    how_it_ended,
+    find_endpoint,
 )
-from anvil_mux.host.docker_endpoint import find_endpoint
 from anvil_mux.host.engines import listen_port
-from anvil_mux.host.project import Project
-from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, NotBegun
+from anvil_mux.host.project import Project, how_it_ended
+from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, NotBegun, url_of
 from anvil_mux.state import state_folder, write_whole
 
 log = logging.getLogger(__name__)
@@ -66,6 +63,10 @@ BY_HAND_TIMEOUT = 60.0
 """Seconds that a command of Docker's may take that a person types."""
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
+
+
+ANYWHERE = ("", "0.0.0.0", "::")
+"""The addresses that stand for all of the host."""
 
 
 class Gone(BackendError):
@@ -440,6 +441,46 @@ def _is_taken(ip: str, port: int) -> bool:
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
+
+
+# What an inspect tells
+
+
+def base_url(container: Container, port: int, address: str = LOOPBACK) -> str | None:
+    """Return the URL of the engine that listens on ``port`` inside; None if it cannot be reached.
+
+    ``address``: of the host. A container's own address is of use on its host alone.
+    """
+    if container.network_mode == "host":
+        return url_of(address, port)
+    published = [(ip, outside) for inside, ip, outside in container.ports if inside == f"{port}/tcp"]
+    published.sort(key=lambda each: ":" in each[0])
+    for ip, outside in published:
+        if ip in ANYWHERE:
+            ip = "::1" if (ip, address) == ("::", LOOPBACK) else address
+        return url_of(ip, outside)
+    return url_of(container.ips[0], port) if container.ips and address == LOOPBACK else None
+
+
+def differing_parts(container: Container, service: Service) -> list[str]:
+    """The parts of a service's description that say another thing than the container was made by.
+
+    What the description leaves to the image is in none of them.
+    """
+    wanted = service.command
+    environment = {f"{name}={value}" for name, value in service.environment}
+    mounted = dict(container.mounts)
+    parts = {
+        "image": service.image and not f"/{container.image}".endswith(f"/{service.image}"),
+        "command": wanted and container.command[-len(wanted) :] != wanted,
+        "environment": environment - container.environment,
+        "mounts": [
+            inside
+            for inside, outside in service.mounts
+            if outside and not mounted.get(inside, "").endswith(outside)  # Docker Desktop has its own root
+        ],
+    }
+    return [part for part, differs in parts.items() if differs]
 
 
 # By hand

@@ -40,7 +40,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.errors import BackendError, CheckpointFailed, MuxError
 from anvil_mux.host.cuda_driver import Driver
-from anvil_mux.host.docker_endpoint import find_endpoint
+from anvil_mux.host.docker_api import find_endpoint
 from anvil_mux.host.gpus import Gpus, nvidia_gpus
 from anvil_mux.host.seam import HostConfig, Runtime
 from anvil_mux.state import text_of

@@ -72,6 +72,8 @@ class Engine:
     """Routes that steer the engine itself, never forwarded; a trailing slash means everything below."""
     shown: tuple[str, ...] = ("/health", "/metrics", "/version", "/v1/models")
     """Routes that may be read below /upstream/, besides those of models."""
+    acts_of_page: tuple[tuple[str, str], ...] = ()
+    """The methods and routes by which its own page does more than read, besides those of models."""
 
     def steers(self, path: str) -> bool:
         """Whether ``path`` is one of its control routes."""

@@ -546,6 +546,30 @@ class Before:
     pids: frozenset[int] = frozenset()
     """The processes that hold ``bytes``; empty where it is only declared."""
 
+    def left(self, gpu: str, reading: Reading) -> int:
+        """The bytes that it still holds, or declared ones that are not free yet."""
+        if self.pids:
+            return reading.used_by(self.pids) or 0
+        return max(self.bytes[gpu] - self.risen(gpu, reading), 0)
+
+    def freed(self, gpu: str, reading: Reading) -> int:
+        """The bytes given back."""
+        freed = self.bytes[gpu] - self.left(gpu, reading) if self.pids else self.risen(gpu, reading)
+        return max(freed, 0)
+
+    def risen(self, gpu: str, reading: Reading) -> int:
+        """The bytes by which the GPU's free memory rose."""
+        return (reading.free or 0) - self.free[gpu]
+
+    def is_standby(self, gpu: str, left: int) -> bool:
+        """Whether so little is left that an engine which runs on has given up its memory."""
+        before = self.bytes[gpu]
+        return left <= MOST_KEPT * before or (left <= CONTEXT and left <= (1 - MOST_KEPT) * before)
+
+    def is_free(self, gpu: str, reading: Reading) -> bool:
+        """Whether the GPU's free memory rose by most of it."""
+        return self.risen(gpu, reading) >= (1 - MOST_KEPT) * self.bytes[gpu]
+
 
 @dataclass(frozen=True, slots=True)
 class After:
@@ -595,18 +619,18 @@ class FreedCheck:
         until = self._now() + PATIENCE
         while True:
             readings = self._read(held.bytes, held.pids)
-            left = {gpu: _left(held, gpu, reading) for gpu, reading in readings.items()}
+            left = {gpu: held.left(gpu, reading) for gpu, reading in readings.items()}
             if runs:
-                full = [gpu for gpu in left if not _small(held.bytes[gpu], left[gpu])]
+                full = [gpu for gpu in left if not held.is_standby(gpu, left[gpu])]
                 late = full
             else:
                 full = [gpu for gpu in left if held.pids and left[gpu]]
-                late = full or [gpu for gpu in left if not _risen(held, gpu, readings[gpu])]
+                late = full or [gpu for gpu in left if not held.is_free(gpu, readings[gpu])]
             if late and self._now() >= until:
                 self._judge(held, left, full)
                 late = []
             if not late:
-                freed = {gpu: _freed(held, gpu, reading, left[gpu]) for gpu, reading in readings.items()}
+                freed = {gpu: held.freed(gpu, reading) for gpu, reading in readings.items()}
                 return After(left if runs else {}, freed)
             self._sleep(PAUSE)
 
@@ -640,23 +664,3 @@ def host_bytes(pids: Iterable[int]) -> int:
         words = [line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
         total += sum(int(kib) << 10 for _, kib, *_ in words)
     return total
-
-
-def _left(held: Before, gpu: str, reading: Reading) -> int:
-    if held.pids:
-        return reading.used_by(held.pids) or 0
-    return max(held.bytes[gpu] - ((reading.free or 0) - held.free[gpu]), 0)
-
-
-def _freed(held: Before, gpu: str, reading: Reading, left: int) -> int:
-    """Return the bytes given back. ``left``: those that it still holds, or declared ones not yet free."""
-    risen = (reading.free or 0) - held.free[gpu]
-    return max(held.bytes[gpu] - left if held.pids else risen, 0)
-
-
-def _risen(held: Before, gpu: str, reading: Reading) -> bool:
-    return (reading.free or 0) - held.free[gpu] >= (1 - MOST_KEPT) * held.bytes[gpu]
-
-
-def _small(before: int, after: int) -> bool:
-    return after <= MOST_KEPT * before or (after <= CONTEXT and after <= (1 - MOST_KEPT) * before)

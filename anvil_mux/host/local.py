@@ -43,10 +43,9 @@ from anvil_mux.config.service import Mounts, Service
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import cuda_checkpoint, engines, gpus
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand
-from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.engines import LoadLogs
-from anvil_mux.host.gpus import GpuMonitor, Gpus, Probe
-from anvil_mux.host.levels import CONTEXT, FreedCheck, ReportPhase, Swapper, host_bytes, may_sleep
+from anvil_mux.host.gpus import GpuMonitor, Gpus
+from anvil_mux.host.levels import CONTEXT, ReportPhase, Swapper, host_bytes, may_sleep
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
@@ -99,7 +98,7 @@ def build_runtime(
 
 def inventory(address: str = LOOPBACK) -> Inventory:
     """Return what this machine has and can do, before any service of it is configured."""
-    return Inventory(gpus.probe().listed, _memory(), address)
+    return Inventory(gpus.probe().listed, gpus.host_memory()[0], address)
 
 
 class LocalHost:
@@ -131,22 +130,20 @@ class LocalHost:
         )
         """The runtime, of use within this package alone."""
         found = gpus.probe() if described is None else Gpus()
-        self._inventory = described or Inventory(found.listed, _memory(), address)
-        probe, checkpointer = gpus.probe if found.readings else None, Checkpointer()
+        self._inventory = described or Inventory(found.listed, gpus.host_memory()[0], address)
         state = state_folder(config.project, os.environ if environ is None else environ)
         self._notes = Notes(state)
         self._board = NewsBoard()
         self._prompts = PromptCache(kept=self._prompts_kept, state=state)
         self._swapper = Swapper(
             runtime,
-            probe=probe,
+            probe=gpus.probe if found.readings else None,
             report=report or self._took,
-            checkpointer=checkpointer,
             note=self._notes.note_level,
             prompts=self._prompts,
             lacks=self._lacks,
         )
-        self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
+        self._adopter = Adopter(self._swapper, self._notes)
         self._read_ahead = ReadAhead(self._weights, lambda *read: self._board.put(WeightsRead(*read)))
         self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
@@ -420,14 +417,6 @@ def _used(config: HostConfig) -> set[str]:
     return {id for backend in config.backends for id in backend.gpus}
 
 
-def _memory() -> int | None:
-    """Bytes of this machine's memory; None: it does not tell."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-
-
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
     """Raise ConfigError if backends lack their images."""
     if config.runtime == "compose":
@@ -513,18 +502,10 @@ def _of_word(word: str) -> Backend:
 class Adopter:
     """Looks at engines; calls for different backends may come from several threads at once."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        notes: Notes,
-        *,
-        probe: Probe | None = None,
-        checkpointer: Checkpointer | None = None,
-    ) -> None:
-        self._runtime = runtime
+    def __init__(self, swapper: Swapper, notes: Notes) -> None:
+        self._swapper = swapper
+        self._runtime = swapper.runtime
         self._notes = notes
-        self._memory = FreedCheck(probe)
-        self._checkpointer = checkpointer or Checkpointer()
 
     def look(self, backend: Backend, url: str) -> Found:
         """Judge a backend that runs; ``url`` as ``Runtime.running`` has it."""
@@ -547,7 +528,7 @@ class Adopter:
         if "checkpoint" not in backend.evict_to:
             return None
         try:
-            standby = self._checkpointer.find_standby(self._runtime.pids(backend))
+            standby = self._swapper.checkpointer.find_standby(self._runtime.pids(backend))
         except MuxError as error:
             return Unfit(f"nobody knows whether it is checkpointed: {error.message}")
         if standby is None:
@@ -576,7 +557,7 @@ class Adopter:
     def _in_standby(self, backend: Backend, level: str) -> Found:
         """Judge one in standby: unfit if it holds its GPUs all the same."""
         pids = self._runtime.pids(backend)
-        held = self._memory.held(backend, lambda: pids, resident=False)
+        held = self._swapper.memory.held(backend, lambda: pids, resident=False)
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
         if full and level != "freeze":
             amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -36,8 +37,16 @@ from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host.docker_api import ALIVE, Container, ContainerEngine, Stream, how_it_ended, read_death
-from anvil_mux.host.docker_endpoint import Endpoint, Unreachable, find_endpoint
+from anvil_mux.host.docker_api import (
+    ALIVE,
+    Container,
+    ContainerEngine,
+    Endpoint,
+    Stream,
+    Unreachable,
+    find_endpoint,
+    read_death,
+)
 from anvil_mux.host.seam import HostConfig
 
 CREATE_TIMEOUT = 120.0
@@ -114,6 +123,23 @@ def short(argv: Sequence[str]) -> str:
 
 
 # Containers
+
+
+def how_it_ended(container: Container) -> str | None:
+    """Say for people how it ended; None while it runs."""
+    if container.status in ("running", "paused", "stopping"):
+        return None
+    if container.status == "created":
+        return f"has not been started{f' ({container.error})' if container.error else ''}"
+    how = f"exited with code {container.exit_code}"
+    if container.oom_killed:
+        how = "was killed because the machine or its memory limit ran out of memory (OOM)"
+    elif container.exit_code == 137:
+        how = "was killed (code 137)"
+    elif container.exit_code > 128:
+        with suppress(ValueError):
+            how += f" ({signal.Signals(container.exit_code - 128).name})"
+    return f"{how}, and Docker is restarting it" if container.status == "restarting" else how
 
 
 @dataclass

@@ -427,7 +427,7 @@ TOP_NOTES = {
     "performance": "is left out: GPUs are read all the time.",
     "sendLoadingState": swap_models.NOTES["sendLoadingState"],
     "includeAliasesInList": "an alias stands in the entry of its model, and has none of its own.",
-    "upstream": "below /upstream/MODEL/ only what `upstream` on a service names may be asked.",
+    "upstream": "below /upstream/MODEL/ are the page of its engine and what `upstream` on a service names.",
     "profiles": "is left out: what a name means is changed by `aliases` and a reload.",
     "tailcat": "is left out: anvil-mux listens on TCP alone.",
 }

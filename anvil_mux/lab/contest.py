@@ -26,16 +26,16 @@ from statistics import fmean
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from anvil_mux.config.config import Backend
 from anvil_mux.config.profile import Profile
 from anvil_mux.config.values import DEFAULT_ROUTING
-from anvil_mux.lab import prompts
 from anvil_mux.lab.engines import SimulatedEngine, measured, read_settings
 from anvil_mux.lab.figures import quantile
 from anvil_mux.lab.fleet import PromptOutcome, simulate
-from anvil_mux.lab.prompts import Prompt
 from anvil_mux.lab.study import listed
+from anvil_mux.lab.workload import Prompt, find_trace, read_trace
 from anvil_mux.routing import pipeline, prefix
-from anvil_mux.routing.in_flight import InFlightTracker, Member
+from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.routing import Work
 
 KNOWN_BLOCK_TOKENS = 512
@@ -171,8 +171,8 @@ class InFlightRouter:
         needs = made.needs(WHOLE)
         profile = scenario.profile or (measured(scenario.engine) if "profile" in needs else None)
         kv_tokens = scenario.engine.kv_tokens if scenario.known or "kv_tokens" in needs else None
-        members = [Member(name, kv_tokens=kv_tokens, profile=profile) for name in names]
-        self._in_flight = InFlightTracker(made, members)
+        backends = [Backend(name, name, kv_tokens=kv_tokens, profile=profile) for name in names]
+        self._in_flight = InFlightTracker(made, backends)
         self._names = names
         self._numbers = {name: number for number, name in enumerate(names)}
         self._scenario = scenario
@@ -247,7 +247,7 @@ def draw(
 ) -> Iterator[Scenario]:
     """A scenario for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
     for name in traces:
-        trace = prompts.read(prompts.find(name))
+        trace = read_trace(find_trace(name))
         for count in (sessions or (len(trace.sessions),)) if trace.sessions else (0,):
             for seed in seeds if trace.sessions else (0,):
                 yield Scenario(

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 from anvil_mux.errors import MuxError
 from anvil_mux.lab.engines import SimulatedEngine
-from anvil_mux.lab.prompts import Prompt, SessionQueues
+from anvil_mux.lab.workload import Prompt, SessionQueues
 
 
 class PromptTooLarge(MuxError):

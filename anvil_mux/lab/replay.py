@@ -27,15 +27,24 @@ from typing import NamedTuple
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
 from anvil_mux.config.kinds import span
-from anvil_mux.lab import comparison, script
 from anvil_mux.lab.engines import TOKENS_PER_SECOND, Batching, EnginePace
 from anvil_mux.lab.figures import figures
-from anvil_mux.lab.player import MOST, PlayedAnswer, PlayedServer, Player, failure
-from anvil_mux.lab.prompts import Prompt, Trace
+from anvil_mux.lab.player import (
+    MOST,
+    PROMPT_TOKENS,
+    BadScript,
+    PlayedAnswer,
+    PlayedServer,
+    Player,
+    PromptWriter,
+    Script,
+    failure,
+    of_trace,
+    of_workload,
+)
 from anvil_mux.lab.report import LiveRun, perceived
-from anvil_mux.lab.script import BadScript, PromptWriter, Script
-from anvil_mux.lab.watching import EventWatch, serving_share
-from anvil_mux.lab.workload import ModelNames, Workload
+from anvil_mux.lab.watching import EventWatch, compare, serving_share
+from anvil_mux.lab.workload import ModelNames, Prompt, Trace, Workload
 
 SIMULATED = "simulated"
 
@@ -54,7 +63,7 @@ class ReplaySettings:
     """How many of a trace of prompts; None: all."""
     token_scale: float = 1.0
     """The factor of the lengths of a trace of prompts."""
-    prompt_tokens: int = script.PROMPT_TOKENS
+    prompt_tokens: int = PROMPT_TOKENS
     tokens_per_second: float | None = None
     """How many tokens a second of service is; None: as fast as the engine was in the warm-up."""
     most: int = MOST
@@ -160,7 +169,7 @@ class Replay:
     def _script(self, made: Workload | Trace, paces: Mapping[str, EnginePace]) -> Script:
         how = self._settings
         if isinstance(made, Trace):
-            found = script.of_trace(
+            found = of_trace(
                 made,
                 self._names.every,
                 seed=how.seed,
@@ -170,7 +179,7 @@ class Replay:
             )
         else:
             fast = {model: how.tokens_per_second or pace.tokens_per_second for model, pace in paces.items()}
-            found = script.of_workload(made, fast, speed=how.speed, tokens=how.prompt_tokens)
+            found = of_workload(made, fast, speed=how.speed, tokens=how.prompt_tokens)
         return found.limited(how.limit) if how.limit else found
 
     # One run
@@ -266,7 +275,7 @@ class Replay:
         """Hold a run against its simulation."""
         assert self._config
         assert live.told
-        found = comparison.compare(
+        found = compare(
             made,
             self._config,
             paces=paces,

@@ -21,11 +21,10 @@ from anvil_mux.lab.figures import Figures, fairness, quantile
 from anvil_mux.protocol.completions import finite
 
 if TYPE_CHECKING:  # each command loads what it needs itself
-    from anvil_mux.lab.comparison import Comparison
     from anvil_mux.lab.contest import Attainment, Latencies, Result
     from anvil_mux.lab.player import PlayedAnswer
     from anvil_mux.lab.study import StudyRun
-    from anvil_mux.lab.watching import ToldLog
+    from anvil_mux.lab.watching import Comparison, ToldLog
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

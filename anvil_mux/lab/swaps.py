@@ -55,7 +55,7 @@ from anvil_mux.proxy.connections import Address
 from anvil_mux.proxy.exchange import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.memory import LeastRecentlyUsed, Placement
-from anvil_mux.serve.state_files import locked
+from anvil_mux.serve.files import locked
 
 SLACK_SECONDS = 60.0
 ASK_PAUSE = 0.01

@@ -32,8 +32,7 @@ from anvil_mux.errors import (
 from anvil_mux.host.hosts import AnyHost
 from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuits, Permit
-from anvil_mux.multiplexer.driver import EngineRun, SchedulerDriver, cut
-from anvil_mux.multiplexer.facts import Facts
+from anvil_mux.multiplexer.driver import EngineRun, Facts, SchedulerDriver, cut
 from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.admission import no_room_to_wait

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from urllib.parse import unquote
 
-from anvil_mux.errors import BadRequest, MuxError, NotFound
+from anvil_mux.errors import BadRequest, Moved, MuxError, NotFound
 from anvil_mux.protocol import foreign
 from anvil_mux.protocol.cards import CAPABILITIES, NOTHING_KNOWN, ModelCard
 from anvil_mux.protocol.http1 import Field
@@ -162,7 +162,7 @@ _PLAIN = re.compile(r"(?:/(?!\.)[A-Za-z0-9._~!$&'()*+,;=:@-]+)+/?")
 
 def upstream(path: str) -> Iterator[tuple[str, str]]:
     """The ways to read /upstream/MODEL/PATH as model and path, the longest model first."""
-    return ((name, rest) for name, rest in reversed(_upstream(path)) if _PLAIN.fullmatch(rest))
+    return ((name, rest) for name, rest in reversed(_upstream(path)) if rest == "/" or _PLAIN.fullmatch(rest))
 
 
 def upstream_names(path: str) -> list[str]:
@@ -182,7 +182,7 @@ def _upstream(path: str) -> list[tuple[str, str]]:
     if not parts[0]:
         return []
     return [
-        (unquote("/".join(parts[:count])), "/" + "/".join(parts[count:]))
+        (unquote("/".join(parts[:count])), "".join(f"/{part}" for part in parts[count:]))
         for count in range(1, min(len(parts), _MOST_PARTS) + 1)
     ]
 
@@ -244,6 +244,8 @@ def error_headers(error: MuxError) -> list[Field]:
         headers.append((b"x-should-retry", b"true" if error.retry else b"false"))
     if error.status == 426:
         headers += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
+    if isinstance(error, Moved):
+        headers.append((b"Location", error.location.encode("ascii")))
     return headers
 
 

@@ -53,6 +53,7 @@ _OF_THE_ADDRESS = frozenset(
     (
         *(b"set-cookie", b"set-cookie2", b"clear-site-data", b"strict-transport-security", b"alt-svc"),
         *(b"public-key-pins", b"expect-ct", b"nel", b"report-to", b"reporting-endpoints"),
+        b"service-worker-allowed",
     )
 )
 """The fields that a browser takes as said by the address that it asked, for all of it: that is ours."""

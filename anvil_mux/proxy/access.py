@@ -7,6 +7,7 @@ every request with the same head.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Literal, NamedTuple
+from urllib.parse import quote
 
 from anvil_mux.config.config import EITHER, Backend, Config, models_by_name
 from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.config.values import Preset, Rule, names_in
-from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
+from anvil_mux.errors import BadRequest, Forbidden, Moved, UnknownModel
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
 
@@ -67,6 +69,8 @@ class RequestContext:
     """The origin of another site's page that may read the answer."""
     key: Key | None = None
     """The key that it shows; None where nobody is asked for one."""
+    shows_pages: bool = False
+    """Whether what engines answer may be a page whose scripts run at the address that was asked."""
 
     @property
     def shares(self) -> bool:
@@ -141,10 +145,16 @@ class Access:
         """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
         return not self.keys or (key is not None and key.state)
 
-    def context(self, id: str, since: float, request: http1.Request) -> RequestContext:
-        """The meaning of a request's head."""
+    def context(
+        self, id: str, since: float, request: http1.Request, *, at_pages: bool = False
+    ) -> RequestContext:
+        """The meaning of a request's head. ``at_pages``: it came to the port that is for pages of engines.
+
+        A script could read at another port what the status page keeps of a key, and use it. Where there are
+        no keys it may do no more than any program on the machine.
+        """
         path = request.path
-        route = api.match(request.method, path)
+        route = None if at_pages else api.match(request.method, path)
         if route is None and path.startswith("/upstream/") and request.method != "OPTIONS":
             route = UPSTREAM
         origin = request.fields.get(b"origin")
@@ -152,12 +162,17 @@ class Access:
         if route is None:
             shape = api.api_of(path)
             return RequestContext(id, since, request, self, route=api.NO_ROUTE, api=shape, reader=reader)
-        return RequestContext(id, since, request, self, route=route, api=route.api, reader=reader)
+        shows_pages = at_pages or not self.hides_keys
+        return RequestContext(
+            *(id, since, request, self), route=route, api=route.api, reader=reader, shows_pages=shows_pages
+        )
 
     def check(self, context: RequestContext, needed: Right) -> Key | None:
         """The key that a request shows, if anybody is asked for one; BadRequest, Unauthorized, Forbidden."""
         request, route, reader = context.request, context.route, context.reader
         self._check_origin(request, route, reader)
+        if route is UPSTREAM and not context.shows_pages and self.config.pages_port and is_opened(request):
+            raise Moved("Pages of engines have a port of their own", self._at_pages(request))
         if not self.hides_keys:
             return None
         if needed == NO_KEY or is_page(request) or is_preflight(request, reader):
@@ -166,6 +181,12 @@ class Access:
         if not (key.admin or needed == ANY_KEY or (needed == STATE and key.state)):
             raise Forbidden(f"this API key may not use {request.path}: that needs a key with `{needed}`")
         return key
+
+    def _at_pages(self, request: http1.Request) -> str:
+        """The address of a request at the port that is for pages of engines."""
+        host = re.sub(r":[0-9]+$", "", request.fields.get(b"host", b"").decode("latin-1"))
+        site = f"{'https' if self.config.tls_cert else 'http'}://{quote(host, safe='[]:.')}"
+        return f"{site}:{self.config.pages_port}{quote(request.path, safe='/%')}"
 
     def _check_origin(self, request: http1.Request, route: api.Route, reader: bytes) -> None:
         host = request.fields.get(b"host", b"")
@@ -278,8 +299,12 @@ def _fits(name: str, pattern: str) -> bool:
 
 def is_page(request: http1.Request) -> bool:
     """Whether a browser opens the status page, which holds no state: its script asks for that, with a key."""
-    is_front = request.method == "GET" and request.path == "/"
-    return is_front and b"text/html" in request.fields.get(b"accept", b"")
+    return request.path == "/" and is_opened(request)
+
+
+def is_opened(request: http1.Request) -> bool:
+    """Whether somebody opens an address in a browser, by hand or by a link."""
+    return request.method == "GET" and b"text/html" in request.fields.get(b"accept", b"")
 
 
 def challenge(request: http1.Request) -> bytes:

@@ -88,6 +88,7 @@ class Client:
         "_searched",
         "_timeout",
         "address",
+        "at_pages",
         "in_epoll",
         "last_head",
         "since",
@@ -104,6 +105,7 @@ class Client:
         last_head: LastHead[http1.Request],
         memory: BodyMemory,
         tls: SSLContext | None,
+        at_pages: bool = False,
     ) -> None:
         """``patience``: seconds in which it may take nothing it is sent. ``last_head``: one to expect."""
         self.tls = tls
@@ -113,6 +115,8 @@ class Client:
         """Bytes of its request's body that are counted in the memory of all."""
         self.socket = connection
         self.address = address
+        self.at_pages = at_pages
+        """Whether it came to the port that is for pages of engines."""
         self._patience = patience
         self._buffer = b""
         self._searched = 0

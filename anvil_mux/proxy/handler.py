@@ -22,7 +22,7 @@ from anvil_mux.proxy.access import ANY_KEY, Access, challenge
 from anvil_mux.proxy.client import Client, Spool
 from anvil_mux.proxy.dispatch import Dispatcher, Patience
 from anvil_mux.proxy.exchange import Relay
-from anvil_mux.proxy.local import Local
+from anvil_mux.proxy.local import PAGES, Local
 from anvil_mux.proxy.question import Questions, StoredResponses, heed_hint
 from anvil_mux.proxy.reply import Capture, Reply
 from anvil_mux.telemetry.accesslog import Served, Sink
@@ -85,12 +85,12 @@ class Handler:
         given = request.fields.get(b"x-request-id")
         id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         access = self._access
-        context = access.context(id, time.monotonic(), request)
+        context = access.context(id, time.monotonic(), request, at_pages=client.at_pages)
         record = Served(id, client.address, request.method, request.path)
         reply = Reply(client, context, record, keep=request.keep_alive and not self.local.probes.draining)
         row = None
         if context.route is api.NO_ROUTE:
-            row = self.local.find(request.method, request.path)
+            row = PAGES if client.at_pages else self.local.find(request.method, request.path)
             record.route = row.route
         try:
             if key := access.check(context, row.right if row else ANY_KEY):

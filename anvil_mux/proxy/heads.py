@@ -53,7 +53,9 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
         query = naming.model_replaced_in_query(query, question.known_as(backend))
     credentials, drop = _credentials(question, backend, route.path)
     own = {**credentials, **also}
-    if b"accept-encoding" in request.fields:  # what is packed cannot be read: usage, errors, ids of answers
+    is_page = question.context.shows_pages and route.model_in == "upstream" and request.method == "GET"
+    if b"accept-encoding" in request.fields and not is_page:
+        # What is packed cannot be read: usage, errors, ids of answers.
         own[b"accept-encoding"] = b"identity"
     kind = request.fields.get(b"content-type")
     if route.model_in == "json" and kind != b"application/json":

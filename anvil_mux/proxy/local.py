@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, NotFound
+from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Moved, NotFound
 from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
@@ -51,6 +51,31 @@ NOWHERE = LocalRoute((), "", ADMIN, _no_route)
 """The row of paths that there are not."""
 UPSTREAM = LocalRoute((), "/upstream/", ANY_KEY, _no_route)
 """The row of paths below it that are no question to an engine."""
+
+
+def _nowhere_at_pages(reply: Reply) -> None:
+    raise NotFound("This port has nothing but pages of engines: /upstream/MODEL/.")
+
+
+PAGES = LocalRoute((), "", ANY_KEY, _nowhere_at_pages)
+"""The row of whatever else is asked for at the port that is for pages of engines."""
+
+
+def _to_the_page(reply: Reply) -> None:
+    raise Moved("The status page is here", "/")
+
+
+def _elsewhere(place: str, reply: Reply) -> None:
+    path = reply.context.request.path
+    raise NotFound(f"{path} is a route of llama-swap; here it is {place}.")
+
+
+OF_LLAMA_SWAP = {
+    "/running": "`GET /models`, with the status of each model, or `GET /healthz`",
+    "/unload": 'by POST: `/models/unload` with {"model": NAME} or {"all": true}',
+    "/logs/stream": "`GET /logs?model=NAME`, or `GET /events` for what happens",
+}
+"""Routes that llama-swap has -> what serves in their place."""
 
 
 class Local:
@@ -120,6 +145,11 @@ class Local:
             LocalRoute(ACT, "/pause", ADMIN, operations.pause),
             LocalRoute(ACT, "/resume", ADMIN, operations.resume),
             *([LocalRoute(ACT, "/reload", ADMIN, operations.reload)] if reloads else []),
+            *[LocalRoute((), path, NO_KEY, _to_the_page) for path in ("/ui", "/ui/")],
+            *[
+                LocalRoute((), path, ANY_KEY, partial(_elsewhere, place))
+                for path, place in OF_LLAMA_SWAP.items()
+            ],
         ]
         self.routes = {row.path: row for row in rows}
 

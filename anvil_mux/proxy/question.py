@@ -17,16 +17,17 @@ import re
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
 from anvil_mux.config.values import Preset, Rule, names_in
-from anvil_mux.errors import BadRequest, Forbidden, MuxError, NotFound, UnknownModel
+from anvil_mux.errors import BadRequest, Forbidden, Moved, MuxError, NotFound, UnknownModel
 from anvil_mux.host.engines import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
-from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext
+from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext, is_opened
 from anvil_mux.proxy.client import Client, Spool
 from anvil_mux.proxy.contents import Contents, chosen_by, first_fit, in_form, in_json
 
@@ -196,9 +197,11 @@ class Questions:
     def _below_upstream(self, context: RequestContext, client: Client) -> Question:
         """A request below /upstream/: for the engine of the model in its path, as it is.
 
-        A GET loads no model: pages ask for their parts without anybody meaning it.
+        A GET loads no model, unless somebody opens it: pages ask for their parts without anybody meaning it.
         """
         request, access = context.request, context.access
+        if context.shows_pages and _is_bare(context):
+            raise Moved("The page of its engine is here", f"{quote(request.path, safe='/%')}/")
         for name, path in api.upstream(request.path):
             if not access.knows(name):
                 continue
@@ -209,12 +212,15 @@ class Questions:
             if not access.may_use(context.key, model):  # but a preset of it, which the engine does not know
                 raise Forbidden(f"this API key may use {name}, but not all of {model}, as /upstream/ does")
             if not _may_ask(context, model, path):
-                raise NotFound(f"{request.method} {path} is not offered of the engine of {model}.")
-            if request.method == "GET" and not self._mux.overview.is_ready(model):
+                pages = "" if context.shows_pages else "; pages have a port of their own (pages_port)"
+                text = f"{request.method} {path} is not offered of the engine of {model}{pages}."
+                raise NotFound(text)
+            if request.method == "GET" and not (_loads(context) or self._mux.overview.is_ready(model)):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
-            context = replace(context, route=api.Route("openai", "upstream", path=path))
+            upgrades = context.shows_pages and b"upgrade" in request.fields
+            context = replace(context, route=api.Route("openai", "upstream", path=path, upgrades=upgrades))
             body = _read(context, client)
-            if context.key and not context.key.admin:
+            if context.key and not (context.key.admin or _knows_one_model(context, model)):
                 _check_names(context, model, path, body)
             return Question(context, _target(context, Named(model)), body)
         raise _no_upstream(context)
@@ -387,19 +393,48 @@ def _coding(request: http1.Request) -> str:
 
 def _may_ask(context: RequestContext, model: str, path: str) -> bool:
     backends = [backend for backend in context.access.config.backends if backend.model == model]
-    return all(_offers(backend, context.request.method, path) for backend in backends)
+    return all(_offers(backend, context, path) for backend in backends)
 
 
-def _offers(backend: Backend, method: str, path: str) -> bool:
-    """Whether ``path`` may be asked for below /upstream/; what steers the engine never may."""
-    engine = find_engine(backend.engine)
-    if engine.steers(path) or method not in ("GET", "POST"):
+def _offers(backend: Backend, context: RequestContext, path: str) -> bool:
+    """Whether ``path`` may be asked for below /upstream/; what steers the engine never may.
+
+    A page may read whatever else its engine has.
+    """
+    engine, method = find_engine(backend.engine), context.request.method
+    if engine.steers(path):
+        return False
+    if context.shows_pages and not backend.url and (method == "GET" or (method, path) in engine.acts_of_page):
+        return True
+    if method not in ("GET", "POST"):
         return False
     route = api.match(method, path)
     if route and route.translated != "always" and not route.upgrades:
         return True
     listed = any(path == each or (each[-1] == "/" and path.startswith(each)) for each in backend.upstream)
     return listed or (method == "GET" and path in engine.shown)
+
+
+def _is_bare(context: RequestContext) -> bool:
+    """Whether a path below /upstream/ names a model and ends there, so that a page would miss its parts."""
+    name = unquote(context.request.path.removeprefix("/upstream/"))
+    try:
+        return bool(name) and bool(resolve(context, name))
+    except MuxError:
+        return False
+
+
+def _loads(context: RequestContext) -> bool:
+    """Whether a GET loads its model: somebody opens a page, and no other site has them do so."""
+    site = context.request.fields.get(b"sec-fetch-site")
+    return context.shows_pages and is_opened(context.request) and site in (b"none", b"same-origin")
+
+
+def _knows_one_model(context: RequestContext, model: str) -> bool:
+    """Whether a page is of an engine that has but one model, which answers to any name, as its file's."""
+    backends = [each for each in context.access.config.backends if each.model == model]
+    one = all(find_engine(each.engine).names_file and not each.served_model for each in backends)
+    return context.shows_pages and one
 
 
 def _check_names(context: RequestContext, model: str, path: str, body: bytes | bytearray) -> None:

@@ -108,9 +108,14 @@ class Server:
         max_bodies: int = 1 << 30,
         tls: ssl.SSLContext | None = None,
         client_timeout: float = 60.0,
+        pages: socket.socket | None = None,
     ) -> None:
-        """``client_timeout``: how long a client may take nothing of what it is sent."""
-        self.listener = listener
+        """``client_timeout``: how long a client may take nothing of what it is sent. ``pages``: listens at
+        the port that is for pages of engines.
+        """
+        self.listeners = {each.fileno(): each for each in (listener, pages) if each}
+        """The listening sockets, by descriptor."""
+        self._pages = pages
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self.handler = handler
         self.max_connections = max_connections
@@ -159,20 +164,20 @@ class Server:
         try:
             if self._stops:
                 return  # the listener may be closed already
-            self._epoll.register(self.listener, select.EPOLLIN)
+            self._listen()
             self._loop(poll_seconds)
             self._for_each([*self._idle.values(), *self._begun.values()], partial(self._read, last=True))
         finally:
             self._stopped.set()
 
     def _loop(self, poll_seconds: float) -> None:
-        listener, sweep_at = self.listener.fileno(), 0.0
+        sweep_at = 0.0
         while not self._stops:
             events = self._epoll.poll(poll_seconds)
             now = time.monotonic()
             for descriptor, _ in events:
-                if descriptor == listener:
-                    self._accept_safely()
+                if listener := self.listeners.get(descriptor):
+                    self._accept_safely(listener)
                 elif client := self._begun.get(descriptor) or self._idle.get(descriptor):
                     self._for_each([client], self._read)
             if (surplus := len(self._begun) - limits.HEADS) > 0:
@@ -182,7 +187,11 @@ class Server:
                 safely(ACCEPTOR, partial(self._sweep, now), None)
             if self._deaf_until and now >= self._deaf_until:
                 self._deaf_until = 0.0
-                self._epoll.register(self.listener, select.EPOLLIN)
+                self._listen()
+
+    def _listen(self) -> None:
+        for listener in self.listeners.values():
+            self._epoll.register(listener, select.EPOLLIN)
 
     def _sweep(self, now: float) -> None:
         self._for_each(_waiting_since(self._idle, now - limits.IDLE_SECONDS), self.end)
@@ -199,29 +208,31 @@ class Server:
                 self._take_out(client)
                 self.end(client)
 
-    def _accept_safely(self) -> None:
+    def _accept_safely(self, listener: socket.socket) -> None:
         try:
-            self._accept()
+            self._accept(listener)
         except Exception as error:
             note_mistake(ACCEPTOR, error)
             self._pause_accepting(SWEEP_SECONDS)  # what led to it may wait to be accepted still
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                accepted_socket, address = self.listener.accept()
+                accepted_socket, address = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     log.warning("no connection can be accepted (%s): see ulimit -n", error.strerror)
                     self._pause_accepting(STARVED_SECONDS)  # the listener stays readable
                 return
-            self.admit(accepted_socket, address[0])
+            self.admit(accepted_socket, address[0], at_pages=listener is self._pages)
 
     def _pause_accepting(self, seconds: float) -> None:
-        self._epoll.unregister(self.listener)
+        if not self._deaf_until:
+            for listener in self.listeners.values():
+                self._epoll.unregister(listener)
         self._deaf_until = time.monotonic() + seconds
 
-    def admit(self, accepted_socket: socket.socket, address: str) -> None:
+    def admit(self, accepted_socket: socket.socket, address: str, *, at_pages: bool = False) -> None:
         """Take a new connection in, or turn it away."""
         if len(self.clients) >= self.max_connections:
             self._turn_away(accepted_socket)
@@ -233,6 +244,7 @@ class Server:
             last_head=self._last_head.copy(),
             memory=self.bodies,
             tls=self.tls,
+            at_pages=at_pages,
         )
         self.clients.add(client)
         self._ending(self._watch if client.tls else self._begin, client)
@@ -417,8 +429,9 @@ class Server:
         self._stopped.wait()
 
     def close(self) -> None:
-        """Close the listening socket, and what the accepting thread waited with."""
-        self.listener.close()
+        """Close the listening sockets, and what the accepting thread waited with."""
+        for listener in self.listeners.values():
+            listener.close()
         if not self._epoll.closed:
             self._epoll.close()
             os.close(self._wake)

@@ -37,6 +37,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from anvil_mux.config.config import Backend
 from anvil_mux.config.profile import Profile
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN, Prefixes
 from anvil_mux.routing.routing import (
@@ -57,18 +58,6 @@ SURPRISES = 3
 """Answers in a row that find less cached than expected, after which the cache is taken for smaller."""
 LEAST_TOKENS, MOST_TOKENS = 1 << 14, 1 << 24
 """The bounds of what caches of unknown size are thought to hold."""
-
-
-class Member(NamedTuple):
-    """The part of a replica that does not change."""
-
-    backend: str
-    infer_type: str = "neutral"
-    kv_tokens: int | None = None
-    """How many tokens its cache holds; None: not known."""
-    node: str = ""
-    failure_domain: str = ""
-    profile: Profile | None = None
 
 
 class EngineLoad(NamedTuple):
@@ -134,7 +123,7 @@ class _Charge:
 class _Account:
     """The account of a replica: its requests and their tokens."""
 
-    member: Member
+    backend: Backend
     entries: dict[Hashable, _Charge] = field(default_factory=dict)
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -154,7 +143,7 @@ class _Account:
     """Requests that it had then, and that have ended since."""
 
     def __post_init__(self) -> None:
-        self.kv_tokens = self.kv_tokens or self.member.kv_tokens or KV_TOKENS
+        self.kv_tokens = self.kv_tokens or self.backend.kv_tokens or KV_TOKENS
 
     def says(self, load: EngineLoad | None, at: float) -> None:
         self.load, self.heard, self.ended = load, at, 0
@@ -163,10 +152,10 @@ class _Account:
 class InFlightTracker:
     """The accounts, the caches and the memory of the replicas of one model."""
 
-    def __init__(self, routing: Routing, members: Iterable[Member], *, full: bool = False) -> None:
+    def __init__(self, routing: Routing, backends: Iterable[Backend], *, full: bool = False) -> None:
         self.routing = routing
         self._full = full
-        self._accounts = {member.backend: _Account(member) for member in members}
+        self._accounts = {each.name: _Account(each) for each in backends}
         self._where: dict[Hashable, str] = {}
         self._kv_tokens = KV_TOKENS  # of those caches of which nobody says
         self._memory = RoutingMemory(replicas=len(self._accounts))
@@ -183,17 +172,17 @@ class InFlightTracker:
         self.prefixes.leave(backend)
         self._memory.replicas = len(self._accounts)
 
-    def join(self, member: Member) -> None:
+    def join(self, backend: Backend) -> None:
         """Go on with another replica, or with one described otherwise, of which all that is known is kept."""
-        account = self._accounts.get(member.backend)
+        account = self._accounts.get(backend.name)
         if account is None:
-            self._accounts[member.backend] = _Account(member)
-            self.prefixes.join(member.backend)
+            self._accounts[backend.name] = _Account(backend)
+            self.prefixes.join(backend.name)
             self._memory.replicas = len(self._accounts)
             return
-        if account.member.kv_tokens != member.kv_tokens:
-            account.kv_tokens = member.kv_tokens or self._kv_tokens
-        account.member = member
+        if account.backend.kv_tokens != backend.kv_tokens:
+            account.kv_tokens = backend.kv_tokens or self._kv_tokens
+        account.backend = backend
 
     def __repr__(self) -> str:
         return f"<InFlightTracker {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
@@ -279,18 +268,18 @@ class InFlightTracker:
     def _replica(self, name: str, work: Work, blocks: int, at: float | None = None) -> Replica:
         """The replica; ``at``: the moment at which its prefill is predicted."""
         account = self._accounts[name]
-        member = account.member
+        backend = account.backend
         prefill_tokens = account.prefill_tokens if at is None else self._uncomputed(account, at)
         others = account.others
         total = len(account.entries) + others.num_requests
         waiting = len(account.entries) - account.decode_batch + others.num_waiting_requests
         return Replica(
             backend=name,
-            infer_type=member.infer_type,
+            infer_type=backend.infer_type,
             schedulable=True,
             age_seconds=0.0,
-            node=member.node,
-            failure_domain=member.failure_domain,
+            node=backend.node,
+            failure_domain=backend.failure_domain,
             num_requests=total,
             num_waiting_requests=waiting,
             prefill_tokens=prefill_tokens + others.prefill_tokens,
@@ -300,8 +289,8 @@ class InFlightTracker:
             hit_tokens=work.tokens
             if work.infer_type == "decode"
             else min(blocks * work.block_tokens, work.tokens),
-            kv_tokens=member.kv_tokens or 0,
-            profile=member.profile,
+            kv_tokens=backend.kv_tokens or 0,
+            profile=backend.profile,
             cache_tokens=account.kv_tokens,
             share=self._memory.share(name),
             usual_tokens=self._memory.usual_tokens,
@@ -309,7 +298,7 @@ class InFlightTracker:
 
     def _uncomputed(self, account: _Account, now: float) -> int:
         """The input that a replica has still to compute, by its profile if the policy wants that."""
-        profile = account.member.profile
+        profile = account.backend.profile
         if not account.prefill_tokens or not profile or not self.routing.predict_prefill:
             return account.prefill_tokens
         return max(account.prefill_tokens - int(self._computed(account, profile, now)), 0)
@@ -340,7 +329,7 @@ class InFlightTracker:
 
     def _prefill_seconds(self, account: _Account, entry: _Charge) -> float:
         """The time that an engine takes for a prompt; infinite if nothing is known of its speed."""
-        if profile := account.member.profile:
+        if profile := account.backend.profile:
             return profile.prefill(entry.hit, entry.work.tokens, _beside(account, profile)) / 1e3
         if not self._prompt_tokens:
             return math.inf
@@ -474,7 +463,7 @@ class InFlightTracker:
         account, entry = self._find(key)
         if account is None or entry is None or entry.answering:
             return
-        self._pass_time([account.member.backend], now)
+        self._pass_time([account.backend.name], now)
         entry.answering = True
         if not entry.computed:
             self._learn_speed(entry, now - entry.since)
@@ -498,7 +487,7 @@ class InFlightTracker:
         account, entry = self._find(key)
         if account is None or entry is None:
             return
-        self._pass_time([account.member.backend], now)
+        self._pass_time([account.backend.name], now)
         if entry is _next(account):
             if prompt_tokens:
                 self._learn_speed(entry, now - entry.since)
@@ -524,14 +513,14 @@ class InFlightTracker:
     def _compare(self, account: _Account, entry: _Charge, cached_tokens: int) -> None:
         """Compare what was cached with what was thought: a cache that held less repeatedly is smaller."""
         block, unforeseen = entry.work.block_tokens, cached_tokens - entry.hit
-        held = self.prefixes.size(account.member.backend) * block
+        held = self.prefixes.size(account.backend.name) * block
         if (
-            not account.member.kv_tokens
+            not account.backend.kv_tokens
             and abs(unforeseen) > 2 * block
             and held + 2 * block > account.kv_tokens
         ):
             self._learn_room(unforeseen)
-        full = account.member.kv_tokens or self._kv_tokens
+        full = account.backend.kv_tokens or self._kv_tokens
         if unforeseen > -2 * block:
             account.surprises = 0
             account.kv_tokens = min(account.kv_tokens + full // 16, full)
@@ -540,7 +529,7 @@ class InFlightTracker:
         if account.surprises == SURPRISES:
             account.surprises = 0
             account.kv_tokens = max(held * 3 // 4, full // 8)
-            self.prefixes.use(account.member.backend, (), account.kv_tokens // block)
+            self.prefixes.use(account.backend.name, (), account.kv_tokens // block)
 
     def _learn_room(self, tokens: int) -> None:
         """Learn the size of a cache that had so many tokens more, or less, than all that it was thought to
@@ -550,7 +539,7 @@ class InFlightTracker:
         after = min(max(before + max(tokens, -before // 16), LEAST_TOKENS), MOST_TOKENS)
         self._kv_tokens = after
         for each in self._accounts.values():
-            if not each.member.kv_tokens and (each.kv_tokens >= before or each.kv_tokens > after):
+            if not each.backend.kv_tokens and (each.kv_tokens >= before or each.kv_tokens > after):
                 each.kv_tokens = after
 
     def forget(self, backend: str) -> None:
@@ -559,7 +548,7 @@ class InFlightTracker:
         for key in account.entries:
             del self._where[key]
         self._accounts[backend] = _Account(
-            account.member, kv_tokens=account.member.kv_tokens or self._kv_tokens
+            account.backend, kv_tokens=account.backend.kv_tokens or self._kv_tokens
         )
         self._memory.forget(backend)
         self.prefixes.clear(backend)

@@ -31,7 +31,7 @@ from anvil_mux.config.config import INFER_TYPES
 from anvil_mux.config.kinds import Problem, nearest, show
 from anvil_mux.config.values import ROUTING_NAME
 from anvil_mux.routing import routing
-from anvil_mux.routing.routing import Filter, Metric, Pipeline, Routing, Selector, Sweep
+from anvil_mux.routing.routing import Filter, Metric, Pipeline, Routing, Selector
 
 Path = tuple[str, ...]
 
@@ -117,12 +117,12 @@ class _PolicyReader:
             if key not in PARTS:
                 self.problem((*path, str(key)), f"unknown key; {nearest(str(key), PARTS)}")
         self._metrics(written.get("metrics"), (*path, "metrics"))
-        filters, sweeps = self._filters(written.get("filters"), (*path, "filters"))
+        filters, failover = self._filters(written.get("filters"), (*path, "filters"))
         if "selector" in written:
             selector = self._selector(written["selector"], (*path, "selector")) or selector
         else:
             self.problem(path, f"has no selector; known: {', '.join(routing.SELECTORS)}")
-        return Pipeline(selector, filters, sweeps, tuple(self.used), frozenset(self.needs))
+        return Pipeline(selector, filters, failover, tuple(self.used), frozenset(self.needs))
 
     # The parts
 
@@ -172,24 +172,25 @@ class _PolicyReader:
         self.used[metric] = None
         return metric
 
-    def _filters(self, written: object, path: Path) -> tuple[tuple[Filter, ...], tuple[Sweep, ...]]:
-        filters, sweeps = [], []
+    def _filters(
+        self, written: object, path: Path
+    ) -> tuple[tuple[Filter, ...], tuple[Callable[..., Any], ...]]:
+        filters, failover = [], []
         if not isinstance(written, (list, type(None))):
             self.problem(path, f"must be a list of filters, not {show(written)}")
             written = None
         for index, each in enumerate(written or ()):
-            known = {**routing.FILTERS, **routing.SWEEPS}
-            step = self._step(each, (*path, str(index)), "filter", known)
+            step = self._step(each, (*path, str(index)), "filter", routing.FILTERS)
             if step is None:
                 continue
             name, function, given = step
-            if name in routing.SWEEPS:
-                sweeps.append(Sweep(name, _bound(function, given)))
+            if function is routing.failover:
+                failover.append(_bound(function, given))
             else:
                 skipped = name in routing.SKIPPED and not given.pop("in_fallback", False)
                 shown = f"{name} {given['metric'].name}" if isinstance(given.get("metric"), Metric) else name
                 filters.append(Filter(shown, _bound(function, given), name in routing.MARKING, skipped))
-        return tuple(filters), tuple(sweeps)
+        return tuple(filters), tuple(failover)
 
     def _selector(self, written: object, path: Path) -> Selector | None:
         step = self._step(written, path, "selector", routing.SELECTORS)

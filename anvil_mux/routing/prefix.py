@@ -153,12 +153,6 @@ class Prefixes:
         while len(used) > capacity:
             self._drop(replica, next(iter(used)))
 
-    def cut(self, replica: str, blocks: Iterable[int]) -> None:
-        """Note that ``replica`` turned out not to hold these."""
-        for block in blocks:
-            if block in self._used[replica]:
-                self._drop(replica, block)
-
     def clear(self, replica: str) -> None:
         """Forget the blocks of a replica that was stopped, put to sleep, or died."""
         for block in list(self._used[replica]):

@@ -10,7 +10,7 @@ for the same arguments. The caller (in_flight.py) notes the choice in the memory
 before the next request looks. Ties go to the replica that was picked longest ago, then to the first. The pick
 of ``top_k`` and ``power_of_two`` looks random, and is a hash of the number of the choice.
 
-To add a step: a function and a line in ``METRICS``, ``FILTERS``, ``SWEEPS`` or ``SELECTORS``. Its arguments
+To add a step: a function and a line in ``METRICS``, ``FILTERS`` or ``SELECTORS``. Its arguments
 after the ``*`` are its settings, and their annotations say what may stand there; its docstring documents it.
 pipeline.py turns what users write, and the policies that are shipped (routing.yaml), into ``Routing``.
 """
@@ -345,21 +345,7 @@ def infer_type(work: Work, replica: Replica, *, type: str = "") -> bool:
     return replica.infer_type in (type or work.infer_type, EITHER)
 
 
-FILTERS: dict[str, Callable[..., bool]] = {
-    "schedulability": schedulability,
-    "staleness": staleness,
-    "metric": below,
-    "infer_type": infer_type,
-}
-
-MARKING = frozenset(["schedulability", "staleness"])
-"""Filters whose removal says that the replica has failed."""
-
-SKIPPED = frozenset(["metric"])
-"""Filters that the fallback pass leaves out, unless ``in_fallback``."""
-
-
-# Filters of all replicas: whom they remove, given those that have failed.
+# The filter of all replicas: whom it removes, given those that have failed.
 
 Domain = Literal["instance", "node", "failure-domain", "node-failure-domain"]
 
@@ -384,7 +370,19 @@ def _sharing(
     return {replica.backend for replica in replicas if getattr(replica, what) in names}
 
 
-SWEEPS: dict[str, Callable[..., Set[str]]] = {"failover": failover}
+FILTERS: dict[str, Callable[..., bool | Set[str]]] = {
+    "schedulability": schedulability,
+    "staleness": staleness,
+    "metric": below,
+    "infer_type": infer_type,
+    "failover": failover,
+}
+
+MARKING = frozenset(["schedulability", "staleness"])
+"""Filters whose removal says that the replica has failed."""
+
+SKIPPED = frozenset(["metric"])
+"""Filters that the fallback pass leaves out, unless ``in_fallback``."""
 
 
 # Selectors: one of those that are left, and why.
@@ -517,7 +515,7 @@ SELECTORS: dict[str, Callable[..., Pick]] = {
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A filter with its settings, of one replica or of all."""
+    """A filter of one replica with its settings."""
 
     name: str
     keeps: Callable[[Work, Replica], bool]
@@ -526,16 +524,11 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
-    name: str
-    removes: Callable[[Sequence[Replica], Set[str]], Set[str]]
-
-
-@dataclass(frozen=True, slots=True)
 class Pipeline:
     selector: Selector
     filters: tuple[Filter, ...] = ()
-    sweeps: tuple[Sweep, ...] = ()
+    failover: tuple[Callable[[Sequence[Replica], Set[str]], Set[str]], ...] = ()
+    """Filters of all replicas, with their settings."""
     metrics: tuple[Metric, ...] = ()
     """All that it uses or names, for whoever explains a choice."""
     needs: frozenset[str] = frozenset()
@@ -553,9 +546,9 @@ class Pipeline:
                     removed.setdefault(replica.backend, each.name)
                     if each.marks:
                         failed.add(replica.backend)
-        for sweep in self.sweeps:
-            for backend in sweep.removes(replicas, failed):
-                removed.setdefault(backend, sweep.name)
+        for gone in self.failover:
+            for backend in gone(replicas, failed):
+                removed.setdefault(backend, "failover")
         return removed
 
 

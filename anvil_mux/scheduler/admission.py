@@ -3,8 +3,8 @@
 When a model becomes ready its whole queue is leased at once, or as much of it as there are places; so is the
 next in queue whenever a place becomes free. Each ticket ends exactly once: leased, failed or gone. Tickets
 that had waited are ``woken`` by the driver. Of the layers of a GPU group this is the only one that writes
-queues. How long a request waits, when its queue is overdue, and why it is refused, pure functions over the
-GPU group's state say.
+queues. Pure functions over the GPU group's state say how long a request waits, when its queue is overdue, and
+why it is refused.
 
 A queue stands in the GPU group where its wait is shortest (``nearest``). Its bound, after which it is
 overdue, is fixed when it begins.

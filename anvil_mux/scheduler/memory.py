@@ -6,7 +6,7 @@ whole, and a backend without declared ``vram`` needs every GPU so. Of such a bac
 held when it last left: beside it other processes may hold no more than the rest of the GPU, so that nobody is
 evicted for a load that cannot succeed.
 
-WHOM to evict an eviction says: a frozen dataclass with ``order(candidate)``; those with the smallest order go
+An eviction says WHOM to evict: a frozen dataclass with ``order(candidate)``; those with the smallest order go
 first. Given the bytes that a load still misses on each of its GPUs and the residents that may go, ``victims``
 names some, or None when not even all of them would make room. Whatever the order, no backend is evicted whose
 memory is not needed.

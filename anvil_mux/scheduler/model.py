@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.config import EITHER, STAGES, Backend, Config
 from anvil_mux.config.kinds import AUTO
-from anvil_mux.routing.in_flight import InFlightTracker, Member
+from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Routing, Work
 from anvil_mux.scheduler.slot import LOADING, Slot, Ticket
@@ -382,7 +382,7 @@ class Model:
         self.settings, self.routing = settings, routing
         self.queue.go_on(limited=settings.limited, most=settings.max_wait)
         if self.replicas:
-            self.replicas.set(routing, staged=settings.staged)
+            self.replicas.in_flight.routing = routing
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Have just these backends, in the order of all."""
@@ -400,7 +400,7 @@ class Model:
         elif self.replicas:
             self.replicas.change(left, come)
         else:
-            self.replicas = Replicas(self.slots, self.routing, staged=self.settings.staged, full=self.full)
+            self.replicas = Replicas(self)
 
     def note(self, slot: Slot) -> None:
         """Note that a backend has entered a state, or is the target of a swap or is so no longer."""
@@ -422,7 +422,7 @@ class Model:
         if owner and (only := self.needed(owner)):
             return not only.full
         if self.replicas:
-            return self.replicas.take_one_more(self.ready)
+            return self.replicas.take_one_more()
         return any(not slot.full for slot in self.ready)
 
     @property
@@ -508,27 +508,20 @@ def ready_slots(slots: Iterable[Slot]) -> list[Slot]:
 class Replicas:
     """The backends of one model, of which there are several."""
 
-    def __init__(self, slots: list[Slot], routing: Routing, *, staged: bool, full: bool) -> None:
-        """``slots``: the list of them that the model keeps. ``staged``: they may be asked in two stages.
-
-        ``full``: routing uses the figures of engines, besides our own counts.
-        """
-        self._slots, self._staged = slots, staged
-        self._by_name = {slot.name: slot for slot in slots}
-        self.in_flight = InFlightTracker(routing, map(_member, slots), full=full)
-        self._doubtful = dict.fromkeys(slots)
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._by_name = {slot.name: slot for slot in model.slots}
+        backends = [slot.backend for slot in model.slots]
+        self.in_flight = InFlightTracker(model.routing, backends, full=model.full)
+        self._doubtful = dict.fromkeys(model.slots)
         """The backends that may have failed: those that were never loaded have not."""
-
-    def set(self, routing: Routing, *, staged: bool) -> None:
-        """Go by other settings from now on."""
-        self.in_flight.routing, self._staged = routing, staged
 
     def change(self, gone: Iterable[Slot], come: Iterable[Slot]) -> None:
         """Do without the backends that are ``gone``, and with those that come or are described otherwise."""
         for slot in come:
             self._by_name[slot.name] = slot
             self._doubtful[slot] = None
-            self.in_flight.join(_member(slot))
+            self.in_flight.join(slot.backend)
         for slot in gone:
             self._doubtful.pop(slot, None)
             if self._by_name[slot.name] is slot:
@@ -539,20 +532,18 @@ class Replicas:
         """Note that a backend entered a state."""
         self._doubtful[slot] = None
 
-    def take_one_more(self, ready: Sequence[Slot]) -> bool:
-        """Whether a request would be leased at once by any of those that are ``ready``."""
-        if not self._staged:
-            return any(not slot.full for slot in ready)
-        free = [slot for slot in ready if not slot.full]
-        if all(any(_takes(slot, stage) for slot in ready) for stage in STAGES):
-            return all(any(_takes(slot, stage) for slot in free) for stage in STAGES)
+    def take_one_more(self) -> bool:
+        """Whether a request would be leased at once by any of those that are ready."""
+        free = [slot for slot in self._model.ready if not slot.full]
+        if self._model.settings.staged and _serve_all_stages(self._model.ready):
+            return _serve_all_stages(free)
         return bool(free)
 
     def lacking(self, now: float) -> list[Slot]:
         """The backends to load so that each stage has one; a second, if the only one takes both."""
-        if not self._staged:
+        if not self._model.settings.staged:
             return []
-        there = [slot for slot in self._slots if slot.host.takes_loads]
+        there = [slot for slot in self._model.slots if slot.host.takes_loads]
         loaded = [slot for slot in there if slot.state != "stopped"]
         able = [slot for slot in there if slot.state == "stopped" and slot.retry_at <= now]
         found: list[Slot] = []
@@ -604,7 +595,7 @@ class Replicas:
 
     def _stages(self, ready: list[Slot], *, staged: bool) -> dict[str, list[Slot]]:
         """Stage -> the backends that may get it; neutral: one backend does all of a request."""
-        if not self._staged:
+        if not self._model.settings.staged:
             return {"neutral": ready}
         of = {stage: [slot for slot in ready if _takes(slot, stage)] for stage in STAGES}
         if staged and of["prefill"] and of["decode"] and len(ready) > 1:
@@ -643,7 +634,7 @@ class Replicas:
         work = work._replace(infer_type=kind)
         rows = self.in_flight.explain(work, names, self._failed(now), now) if names else []
         shown = {row["backend"] for row in rows}
-        for slot in self._slots:
+        for slot in self._model.slots:
             if slot.name not in shown:
                 why = slot.state if slot.state != "ready" else self._left_out(slot, kind)
                 why = "host_lost" if slot.host.is_lost else why
@@ -672,6 +663,10 @@ def _takes(slot: Slot, stage: str) -> bool:
     return slot.backend.infer_type in (stage, EITHER)
 
 
+def _serve_all_stages(slots: Sequence[Slot]) -> bool:
+    return all(any(_takes(slot, stage) for slot in slots) for stage in STAGES)
+
+
 def _like(one: Slot, ready: Iterable[Slot]) -> list[str]:
     """The backends that are ready for the same stage."""
     kind = one.backend.infer_type
@@ -680,15 +675,3 @@ def _like(one: Slot, ready: Iterable[Slot]) -> list[str]:
 
 def _is_staged(slot: Slot) -> bool:
     return slot.backend.infer_type in (*STAGES, EITHER)
-
-
-def _member(slot: Slot) -> Member:
-    backend = slot.backend
-    return Member(
-        backend.name,
-        backend.infer_type,
-        backend.kv_tokens,
-        node=backend.node,
-        failure_domain=backend.failure_domain,
-        profile=backend.profile,
-    )

@@ -25,7 +25,7 @@ from anvil_mux.config.change import compare
 from anvil_mux.config.config import Config
 from anvil_mux.config.machines import gpu_name
 from anvil_mux.errors import LoadError, MuxError
-from anvil_mux.routing.in_flight import EngineLoad, Report
+from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Report
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import PAUSED, Cause, Event, Leaving
 from anvil_mux.scheduler.group import GpuGroup
@@ -158,9 +158,8 @@ class Scheduler:
 
     def first_byte(self, ticket: Ticket, now: float) -> bool:
         """The first byte of an answer came; False: too late, the request is sent to another replica."""
-        model = self.layout.models.get(ticket.model)
-        if model and model.replicas:
-            model.replicas.in_flight.first_byte(ticket, now)
+        if in_flight := self._in_flight(ticket.model):
+            in_flight.first_byte(ticket, now)
         return not ticket.severed
 
     # Facts from steps
@@ -249,21 +248,25 @@ class Scheduler:
     def observed(self, backend: str, load: EngineLoad | None, now: float) -> Effects:
         """The engine of a replica reported its load; None: it answered, and has no figures."""
         slot = self.layout.slot(backend)
-        if slot and (replicas := self.layout.models[slot.model].replicas):
-            replicas.in_flight.observe(backend, load, now)
+        if slot and (in_flight := self._in_flight(slot.model)):
+            in_flight.observe(backend, load, now)
         return NOTHING
 
     def reports(self, model: str, now: float) -> dict[str, Report]:
         """The reports for other anvil-mux on the replicas of a model; a question, and no fact."""
-        found = self.layout.models.get(model)
-        return found.replicas.in_flight.reports(now) if found and found.replicas else {}
+        in_flight = self._in_flight(model)
+        return in_flight.reports(now) if in_flight else {}
 
     def heard(self, model: str, reports: Mapping[str, Sequence[Report]], now: float) -> Effects:
         """Other anvil-mux reported what they do at the replicas of a model."""
-        found = self.layout.models.get(model)
-        if found and found.replicas:
-            found.replicas.in_flight.hear(reports, now)
+        if in_flight := self._in_flight(model):
+            in_flight.hear(reports, now)
         return NOTHING
+
+    def _in_flight(self, model: str) -> InFlightTracker | None:
+        """The tracker of the replicas of a model; None: it has one backend, or is gone."""
+        found = self.layout.models.get(model)
+        return found.replicas.in_flight if found and found.replicas else None
 
     def memory_seen(self, held: Mapping[str, int], now: float, host: str = "") -> Effects:
         """Other processes hold so many bytes of these GPUs of a host."""

@@ -8,14 +8,17 @@ before anything is touched.
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 from anvil_mux.clock import Clock, Worker
@@ -34,11 +37,10 @@ from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.operations import Reloads
 from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
-from anvil_mux.serve.configuration import checked, complete
+from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digests, recalled
 from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead, Stock
 from anvil_mux.serve.invocation import CannotServe, Options, say
 from anvil_mux.serve.polling import ExternalServers, RedisStore, Scraper, Sharing, StoreError
-from anvil_mux.serve.state_files import Known, LearnedFile, PauseFile, recalled
 from anvil_mux.serve.watches import HostWatches
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
@@ -46,6 +48,11 @@ from anvil_mux.telemetry.eventlog import EventLog, Rotation
 from anvil_mux.telemetry.journal import NORMAL, VERBOSE, Journal
 from anvil_mux.telemetry.metrics import Metrics
 from anvil_mux.telemetry.usage import Usage
+
+FILES, FILES_WITH_TLS = 2, 4
+"""The descriptors of a connection whose request is answered."""
+OWN_FILES = 256
+"""Descriptors that are not for connections, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +205,9 @@ class Parts:
             time.time,
             opened.reloading,
         )
-        host, port = self.config.host, self.config.port
-        try:
-            listener = listen(host, port)
-        except OSError as error:
-            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
-            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+        listener = _listening(self.config.host, self.config.port, "--port")
+        pages_port = self.config.pages_port
+        pages = _listening(self.config.host, pages_port, "pages_port") if pages_port else None
         local = Local(
             self.mux,
             self.journal.feed,
@@ -235,6 +239,7 @@ class Parts:
             max_bodies=self.config.max_bodies or 0,
             tls=opened.tls,
             client_timeout=self.config.client_timeout,
+            pages=pages,
         )
 
     @property
@@ -343,3 +348,39 @@ class Parts:
     def _log_tail(self, backend: str, lines: int = LOG_LINES) -> list[str]:
         found = self.mux.overview.backend(backend)
         return self.hosts.log_tail(found, lines) if found else []
+
+
+# What this machine says
+
+
+def complete(config: Config, host: LocalHost) -> Config:
+    """Complete the configuration by what the machine says, and by the files that are read here."""
+    config = bounded(replace(config, said=digests(config)), host.own_memory())
+    memory = host.inventory().memory
+    if config.host_memory is not None or memory is None:
+        return config
+    return replace(config, host_memory=memory * 9 // 10)  # the rest is the system's
+
+
+def bounded(config: Config, memory: int) -> Config:
+    """The configuration with no more memory for bodies and no more connections than there can be."""
+    bodies = max(config.max_bodies or memory // 8, config.max_body)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = (files - min(OWN_FILES, files // 4)) // (FILES_WITH_TLS if config.tls_cert else FILES)
+    if config.max_connections <= most or files == resource.RLIM_INFINITY:
+        return replace(config, max_bodies=bodies)
+    warnings = config.warnings
+    if config.origins.get("max_connections") != "default":
+        said = f"max_connections is {most} instead of {config.max_connections}"
+        warnings = (*warnings, f"{said}: this program may open {files} files (ulimit -n)")
+    return replace(config, max_bodies=bodies, max_connections=most, warnings=warnings)
+
+
+def _listening(host: str, port: int, setting: str) -> socket:
+    """A socket that listens at an address; CannotServe, which says by what ``setting`` another is named."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        in_use = f"another program has it; name another with {setting}"
+        advice = in_use if error.errno == errno.EADDRINUSE else "see --host"
+        raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None

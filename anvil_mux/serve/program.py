@@ -32,7 +32,7 @@ from anvil_mux.cluster.frames import Claimed, Fenced
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.serve.building import Opened, Parts
-from anvil_mux.serve.configuration import WatchedFiles, checked, files
+from anvil_mux.serve.files import WatchedFiles, checked, files_of, locked
 from anvil_mux.serve.invocation import (
     RELOAD,
     CannotServe,
@@ -46,7 +46,6 @@ from anvil_mux.serve.invocation import (
     say,
 )
 from anvil_mux.serve.remote import RunningMux, announced
-from anvil_mux.serve.state_files import locked
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import journal
 from anvil_mux.telemetry.hooks import HookNotifier
@@ -95,7 +94,7 @@ def serve(
             fenced=taken_over,
         )
         program = AnvilMux(config, options, opened)
-        watched = WatchedFiles(lambda: files(program.parts.config), program.reload)
+        watched = WatchedFiles(lambda: files_of(program.parts.config), program.reload)
         program.start()
         place = RunningMux(program.parts.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):

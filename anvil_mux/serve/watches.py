@@ -50,8 +50,8 @@ from anvil_mux.host.seam import (
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, take_stock
-from anvil_mux.serve.state_files import Known, as_text
 
 NEWS_SECONDS = 30.0
 """How long the own host is asked to wait for news."""

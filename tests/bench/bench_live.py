@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from anvil_mux.lab import prompts
+from anvil_mux.lab.workload import find_trace, read_trace
 from anvil_mux.scheduler.policies import POLICIES
 from tests.prometheus.server import PROGRAM, Prometheus
 from tests.running import Running, serving
@@ -188,7 +188,7 @@ def routing(given: argparse.Namespace, folder: Path) -> list[Row]:
 
 def cut(file: Path, given: argparse.Namespace) -> Path:
     """A trace of a few sessions, with all lengths and moments divided."""
-    whole = prompts.read(prompts.find(TRACE))
+    whole = read_trace(find_trace(TRACE))
     drawn = whole.draw(given.seed, given.sessions)
     block = whole.block_tokens // given.shorter
     header = {"trace": "cut", "block_tokens": block, "seconds": whole.seconds / given.faster + 1}

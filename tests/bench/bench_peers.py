@@ -53,11 +53,9 @@ from typing import Any
 from anvil_mux.clock import Clock
 from anvil_mux.commit import commit
 from anvil_mux.lab.figures import quantile
-from anvil_mux.lab.player import PlayedAnswer, PlayedServer, Player, Prepare, failure
-from anvil_mux.lab.prompts import Prompt
-from anvil_mux.lab.script import of_workload
+from anvil_mux.lab.player import PlayedAnswer, PlayedServer, Player, Prepare, failure, of_workload
 from anvil_mux.lab.simulate import Arrival
-from anvil_mux.lab.workload import Sessions, Tireless, Workload
+from anvil_mux.lab.workload import Prompt, Sessions, Tireless, Workload
 from anvil_mux.scheduler.policies import POLICIES
 from tests.bench.bench_live import names, table, tell
 from tests.bench.bench_relay import cpu_name, free_port

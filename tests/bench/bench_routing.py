@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+from anvil_mux.config.config import Backend
 from anvil_mux.config.profile import Profile
 from anvil_mux.routing import pipeline, prefix
-from anvil_mux.routing.in_flight import InFlightTracker, Member
+from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.routing import Work
 
 TOKENS, BLOCK, REPLICAS, BUSY = 131_072, 512, 64, 8
@@ -29,7 +30,7 @@ WORK = Work(TOKENS, tuple(range(1, TOKENS // BLOCK + 1)), BLOCK, "session")
 def loaded(policy: str) -> tuple[InFlightTracker, list[str]]:
     names = [f"replica-{number}" for number in range(REPLICAS)]
     in_flight = InFlightTracker(
-        pipeline.build(policy), [Member(name, kv_tokens=2 * TOKENS, profile=FAST) for name in names]
+        pipeline.build(policy), [Backend(name, "m", kv_tokens=2 * TOKENS, profile=FAST) for name in names]
     )
     for number, name in enumerate(names):
         known = WORK.blocks[: (number + 1) * len(WORK.blocks) // REPLICAS]

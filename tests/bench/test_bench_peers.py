@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.lab.player import PlayedAnswer
-from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.workload import Prompt
 from tests.baton import BatonClock
 from tests.bench import bench_peers
 from tests.bench.bench_peers import Engine, Row, measured, medians, options, play, summary, traffic

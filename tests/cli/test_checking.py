@@ -22,7 +22,7 @@ from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.config.service import Service
 from anvil_mux.host import cuda_checkpoint
 from anvil_mux.scheduler.costs import Cost, Footprint
-from anvil_mux.serve.state_files import Known, LearnedFile
+from anvil_mux.serve.files import Known, LearnedFile
 from anvil_mux.state import state_folder
 from tests.cli.demo import PROJECT, ROOT, compose, mux, url
 

@@ -12,7 +12,7 @@ from anvil_mux.cli.main import main
 from anvil_mux.host import check, gpus
 from anvil_mux.host.gpus import Gpus
 from tests.cli.demo import compose
-from tests.host.test_gpu import Nvml
+from tests.host.test_gpus import Nvml
 from tests.host.trees import plant
 
 GIB = 1 << 30

@@ -16,15 +16,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-import anvil_mux.serve.state_files
+import anvil_mux.serve.files
 from anvil_mux import __version__
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
-from anvil_mux.serve.configuration import open_address
+from anvil_mux.serve.files import locked, open_address
 from anvil_mux.serve.invocation import CannotServe, short
-from anvil_mux.serve.state_files import locked
 from tests.cli.demo import (
     PROJECT,
     ROOT,
@@ -123,7 +122,7 @@ def test_a_project_is_served_once(mux: Running) -> None:
 LEAVES_A_COMMAND = """
 import os, signal, subprocess, sys
 from anvil_mux.config.config import Config
-from anvil_mux.serve.state_files import locked
+from anvil_mux.serve.files import locked
 with locked(Config(backends=(), project=sys.argv[1])) as lock:
     subprocess.Popen(["sh", "-c", 'cat "$0"; touch "$0".read', sys.argv[2]], pass_fds=[lock])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -151,7 +150,7 @@ def test_a_start_does_not_wait_for_such_a_command_for_ever(
     gate = state / "gate"
     os.mkfifo(gate)
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
-    monkeypatch.setattr(anvil_mux.serve.state_files, "COMMANDS_SECONDS", 0.0)
+    monkeypatch.setattr(anvil_mux.serve.files, "COMMANDS_SECONDS", 0.0)
     killed = [sys.executable, "-c", LEAVES_A_COMMAND, PROJECT, str(gate)]
     assert subprocess.run(killed, cwd=ROOT, timeout=TIMEOUT).returncode == -signal.SIGKILL
     refused = pytest.raises(CannotServe, match="commands of an anvil-mux that was killed")

@@ -17,7 +17,7 @@ from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.reading import FOLDER, page_of
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
-from anvil_mux.serve.configuration import open_address
+from anvil_mux.serve.files import open_address
 from tests.config.test_problems import ROOT, anchors
 
 QUIET = "image: x, profiles: [llm], ports: ['127.0.0.1::80'], gpus: [{count: 1}]"

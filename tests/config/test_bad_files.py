@@ -46,7 +46,7 @@ SETTINGS_OF_A_SERVICE = r"""
 """
 SETTINGS_OF_THE_WHOLE = """
     drain_timout: 1 -> drain_timout: unknown key; did you mean drain_timeout?
-    zzz: 1 -> zzz: unknown key; known: listen, runtime,
+    zzz: 1 -> zzz: unknown key; known: listen, pages_port, runtime,
     ttl: 3 -> ttl: is a setting of a service: it goes below services
     hosts: [mux.example] -> hosts: is now called allowed_hosts: write x-anvil: {allowed_hosts: ...}
     upstream_timeout: 0s -> upstream_timeout: must be more than 0, not '0s'
@@ -81,6 +81,7 @@ SETTINGS_OF_THE_WHOLE = """
     gpus: {0: {}} -> gpus.0: the key must be text: write "0":
     tls_cert: x -> tls_cert: needs tls_key beside it
     tls_key: x -> tls_key: needs tls_cert beside it
+    pages_port: 9292 -> pages_port: is the port of listen as well: pages of engines need another
     cors: '*' -> cors: must name web sites such as https://app.example
     cors: app.example -> cors: must name web sites such as https://app.example
     cors: https://app.example/ -> cors: must name web sites such as https://app.example

@@ -118,12 +118,13 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            routing: lmetric,
            host_memory: 64GiB, preload: yes, hooks: {url: "http://x"},
            allowed_hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert,
-           tls_key: /key, when_paused: wait, capture: 50, home_after: 8,
+           tls_key: /key, when_paused: wait, capture: 50, home_after: 8, pages_port: 81,
            yield: {when_others_hold: 4GiB}, any_of: {any: [a]}, read_ahead: no}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
     assert (found.host, found.port, found.runtime, found.project) == ("0.0.0.0", 80, "process", "p")
+    assert found.pages_port == 81
     assert (found.policy, found.policy_settings, found.eviction) == ("debounce", {"quiet": 2.0}, "lru")
     assert (found.drain_timeout, found.queue_timeout, found.max_wait, found.max_queue) == (0, 60, 2, 3)
     assert (found.max_connections, found.upstream_timeout, found.loading_grace) == (4, 5, 6)

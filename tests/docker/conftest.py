@@ -36,7 +36,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from anvil_mux.host.docker_endpoint import Connection, Endpoint
+from anvil_mux.host.docker_api import Connection, Endpoint
 
 HERE = Path(__file__).resolve().parent
 REAL = HERE.parent / "real"

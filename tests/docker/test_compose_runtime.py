@@ -23,7 +23,7 @@ from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.docker_api import ContainerEngine as Docker
-from anvil_mux.host.docker_endpoint import Endpoint
+from anvil_mux.host.docker_api import Endpoint
 from anvil_mux.host.engines import await_ready
 from anvil_mux.host.levels import Swapper
 from tests.docker.conftest import OwnEngine, Stack

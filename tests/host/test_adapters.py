@@ -49,7 +49,7 @@ def test_an_adapter_that_cannot_be_loaded_is_a_load_that_failed(scene: Scene) ->
 
 def test_an_engine_that_is_adopted_is_told_of_what_it_lacks(scene: Scene, tmp_path: Path) -> None:
     engine = scene.resident(replace(ADAPTED, loras=ADAPTED.loras[:1]))
-    adopter = Adopter(scene.house, Notes(tmp_path), probe=scene.house.ledger.probe)
+    adopter = Adopter(scene.swapper, Notes(tmp_path))
     assert adopter.look(ADAPTED, engine.url) == Awake(engine.url)
     assert list(engine.adapters) == ["sql", "law"]
     found = adopter.look(replace(A, loras=(("x", "/nowhere"),)), engine.url)

@@ -16,7 +16,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import local
+from anvil_mux.host import levels
 from anvil_mux.host.cuda_checkpoint import Checkpointer, Rights, is_frozen
 from anvil_mux.host.cuda_driver import Driver
 from anvil_mux.host.gpus import Gpus
@@ -309,7 +309,7 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop.open()
-    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    monkeypatch.setattr(levels, "Checkpointer", lambda **_: shop.checkpointer)
     program = AnvilMux(shop.config, Options(access_log="off"), Opened())
     program.start()
     ready = requests.get(f"{program.parts.url}/readyz", timeout=GUARD)
@@ -334,7 +334,7 @@ def test_what_a_checkpoint_lacks_is_told_by_who_serves(
     shop.open()
     here = Rights(user=os.geteuid() + 1, group=os.getegid(), traces=False, scope=0, sees_host=True)
     monkeypatch.setattr(Rights, "here", lambda: here)
-    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    monkeypatch.setattr(levels, "Checkpointer", lambda **_: shop.checkpointer)
     program = AnvilMux(shop.config, Options(access_log="off"), Opened())
     program.start()
     program.adopt()
@@ -360,7 +360,7 @@ def test_what_a_checkpoint_lacks_is_told_by_who_serves(
 
 def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> AnvilMux:
     """What a new anvil-mux does with what it finds."""
-    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    monkeypatch.setattr(levels, "Checkpointer", lambda **_: shop.checkpointer)
     program = AnvilMux(shop.config, Options(access_log="off"), Opened())
     program.adopt()
     program.start()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.service import Service
-from anvil_mux.host.docker_api import Container, base_url, differing_parts, how_it_ended, read_container
+from anvil_mux.host.containers import base_url, differing_parts
+from anvil_mux.host.docker_api import Container, read_container
+from anvil_mux.host.project import how_it_ended
 
 INSPECTED = {
     "Id": "0f95e31e3d91",

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from anvil_mux.errors import BackendError
-from anvil_mux.host.docker_api import Conflict, ContainerEngine, DockerRefused, Missing, Stream, read_death
-from anvil_mux.host.docker_endpoint import Endpoint, Unreachable
+from anvil_mux.host.docker_api import (
+    Conflict,
+    ContainerEngine,
+    DockerRefused,
+    Endpoint,
+    Missing,
+    Stream,
+    Unreachable,
+    read_death,
+)
 from tests.host.docker_stand_in import AWAY, Docker
 from tests.protocol.test_completions import Copied
 

@@ -15,17 +15,24 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.host import docker_endpoint
-from anvil_mux.host.docker_api import ContainerEngine
-from anvil_mux.host.docker_endpoint import Connection, Endpoint, Tls, Unreachable, find_endpoint, ssh_command
+from anvil_mux.host import docker_api
+from anvil_mux.host.docker_api import (
+    Connection,
+    ContainerEngine,
+    Endpoint,
+    Tls,
+    Unreachable,
+    find_endpoint,
+    ssh_command,
+)
 from tests.host.docker_stand_in import PATIENCE, Docker
 
 
 @pytest.fixture(autouse=True)
 def no_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """None of the sockets that this machine may have is looked at."""
-    monkeypatch.setattr(docker_endpoint, "DOCKER_SOCKET", str(tmp_path / "default.sock"))
-    monkeypatch.setattr(docker_endpoint, "PODMAN_SOCKET", str(tmp_path / "podman.sock"))
+    monkeypatch.setattr(docker_api, "DOCKER_SOCKET", str(tmp_path / "default.sock"))
+    monkeypatch.setattr(docker_api, "PODMAN_SOCKET", str(tmp_path / "podman.sock"))
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def make_context(config: Path, name: str, *, tls: bool = False, **about: object)
 
 
 def test_the_default_is_dockers_own_socket(home: Path):
-    assert find_endpoint(environ(home)) == Endpoint(f"unix://{docker_endpoint.DOCKER_SOCKET}")
+    assert find_endpoint(environ(home)) == Endpoint(f"unix://{docker_api.DOCKER_SOCKET}")
 
 
 def test_docker_host_is_asked_first(home: Path):
@@ -77,7 +84,7 @@ def test_the_context_that_is_in_use_is_followed(home: Path):
     (home / ".docker" / "config.json").write_text('{"currentContext": "rootless"}')
     assert find_endpoint(environ(home)) == Endpoint("unix:///run/user/1/docker.sock")
     assert find_endpoint(environ(home, DOCKER_CONTEXT="other")) == Endpoint("ssh://me@gpu")
-    default = Endpoint(f"unix://{docker_endpoint.DOCKER_SOCKET}")
+    default = Endpoint(f"unix://{docker_api.DOCKER_SOCKET}")
     assert find_endpoint(environ(home, DOCKER_CONTEXT="default")) == default
 
 
@@ -103,8 +110,8 @@ def test_podman_is_found_where_docker_is_not(home: Path):
     assert find_endpoint(environ(home)) == Endpoint(f"unix://{rootless}", found_by_us=True)
     named = environ(home, CONTAINER_HOST="unix:///elsewhere")
     assert find_endpoint(named) == Endpoint("unix:///elsewhere", found_by_us=True)
-    Path(docker_endpoint.DOCKER_SOCKET).touch()
-    assert find_endpoint(named) == Endpoint(f"unix://{docker_endpoint.DOCKER_SOCKET}")
+    Path(docker_api.DOCKER_SOCKET).touch()
+    assert find_endpoint(named) == Endpoint(f"unix://{docker_api.DOCKER_SOCKET}")
 
 
 # Reaching it

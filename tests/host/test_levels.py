@@ -183,7 +183,7 @@ def test_a_frozen_service_that_is_found_at_the_start_stays_so_whatever_it_holds(
     backend = replace(A, evict_to=("freeze", "stop"))
     url = scene.resident(backend).url
     scene.swapper.evict(backend, "freeze")
-    found = Adopter(scene.house, Notes(tmp_path), probe=scene.house.ledger.probe).look(backend, url)
+    found = Adopter(scene.swapper, Notes(tmp_path)).look(backend, url)
     assert found == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
 
 
@@ -219,7 +219,7 @@ def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_f
     swapper.evict(sglang, "sleep")
     swapper.demote(sglang, "sleep", "stop")
     url = swapper.load(sglang).url
-    assert Adopter(scene.house, notes).look(sglang, url) == Awake(url)
+    assert Adopter(swapper, notes).look(sglang, url) == Awake(url)
 
 
 def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_again() -> None:
@@ -497,7 +497,7 @@ def test_weights_are_read_anew_where_an_engine_may_have_dropped_them(
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
     engines.sleep(backend, engine.url, 1)
-    found = Adopter(scene.house, Notes(tmp_path)).look(backend, engine.url)
+    found = Adopter(scene.swapper, Notes(tmp_path)).look(backend, engine.url)
     assert isinstance(found, Evicted)
     assert found.level == level
 

@@ -12,7 +12,7 @@ from anvil_mux.command import Done
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import project
-from anvil_mux.host.docker_endpoint import Endpoint
+from anvil_mux.host.docker_api import Endpoint
 from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, Docker, replica
 from tests.host.test_processes import gone
 

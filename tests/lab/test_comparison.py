@@ -6,12 +6,10 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import ConfigError
-from anvil_mux.lab import script
-from anvil_mux.lab.comparison import Comparison, compare, served_names
 from anvil_mux.lab.engines import EnginePace, SeenEngines, SwapTimes
-from anvil_mux.lab.player import PlayedAnswer
+from anvil_mux.lab.player import PlayedAnswer, of_workload
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.lab.watching import ToldLog
+from anvil_mux.lab.watching import Comparison, ToldLog, compare, served_names
 from anvil_mux.lab.workload import ModelNames, Workload
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.slot import Load
@@ -22,7 +20,7 @@ CONFIG = Config(
 WORKLOAD = Workload(
     "w", {"a": 1.0, "b": 1.0}, (Arrival(0.0, "b", 1.0), Arrival(0.5, "a", 2.0)), resident=("a",)
 )
-SCRIPT = script.of_workload(WORKLOAD.renamed(ModelNames({"a": "first"})), {"first": 10.0, "b": 10.0})
+SCRIPT = of_workload(WORKLOAD.renamed(ModelNames({"a": "first"})), {"first": 10.0, "b": 10.0})
 PACES = {"first": EnginePace(0.1, 10.0), "b": EnginePace(0.1, 10.0)}
 BEGINS = {
     "backends": {"a-1": {"model": "a", "state": "ready"}},

@@ -17,8 +17,7 @@ from anvil_mux.lab import contest, engines, report
 from anvil_mux.lab.contest import Attainment, InFlightRouter, Objectives, Scenario, draw, run
 from anvil_mux.lab.engines import SimulatedEngine
 from anvil_mux.lab.fleet import REFUSED, PromptOutcome, simulate
-from anvil_mux.lab.prompts import Prompt
-from anvil_mux.lab.workload import BadWorkload
+from anvil_mux.lab.workload import BadWorkload, Prompt
 
 
 def fields(trace: str, sessions: int = 0, seeds: int = 1) -> list[Scenario]:

@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux.lab.engines import SimulatedEngine
 from anvil_mux.lab.fleet import Blocks, PromptOutcome, PromptTooLarge, simulate
-from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.workload import Prompt
 
 PLAIN = SimulatedEngine(
     ingress_seconds=0.0,

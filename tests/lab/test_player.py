@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.lab import prompts, script, workload
-from anvil_mux.lab.player import PlayedAnswer, Player
-from anvil_mux.lab.prompts import Prompt
-from anvil_mux.lab.script import Script
+from anvil_mux.lab import workload
+from anvil_mux.lab.player import PlayedAnswer, Player, Script, of_trace, of_workload
 from anvil_mux.lab.simulate import Arrival
-from anvil_mux.lab.workload import ModelNames, Workload
+from anvil_mux.lab.workload import ModelNames, Prompt, Workload
 from tests.baton import BatonClock
 
 NAMES = ModelNames({})
@@ -56,7 +54,7 @@ def play(made: Script, seconds: Callable[[Prompt], float], most: int = 512) -> l
 
 
 def of(made: Workload, **settings: Any) -> Script:
-    return script.of_workload(made, dict.fromkeys(made.load_seconds, 10.0), **settings)
+    return of_workload(made, dict.fromkeys(made.load_seconds, 10.0), **settings)
 
 
 def test_an_open_loop_sends_at_its_moments_however_long_answers_take() -> None:
@@ -123,10 +121,10 @@ def test_a_session_of_a_trace_keeps_its_moments_but_waits_for_its_answers(tmp_pa
         '{"at": 5, "in": 40, "out": 3, "blocks": "1-4"}\n'
         '{"at": 6, "in": 40, "out": 3}\n'
     )
-    trace = prompts.read(file)
+    trace = workload.read_trace(file)
     joined = tuple(each._replace(session="s") for each in trace.alone)
     trace = replace(trace, alone=(), sessions=(joined,))
-    made = script.of_trace(trace, "m", speed=2.0, scale=0.5)
+    made = of_trace(trace, "m", speed=2.0, scale=0.5)
     assert [(each.tokens, each.output) for each in made.first] == [(20, 2)]
     first, second = play(made, lambda _: 10.0)
     assert second.sent == pytest.approx(first.ended)

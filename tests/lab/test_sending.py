@@ -10,7 +10,7 @@ import pytest
 
 from anvil_mux.errors import MuxError
 from anvil_mux.lab.player import CHAT, PlayedAnswer, PlayedServer
-from anvil_mux.lab.prompts import Prompt
+from anvil_mux.lab.workload import Prompt
 from tests.fake_engine import SSE_HEAD, Asked, FakeEngine, chunk
 
 ASKED = Prompt(1.0, 8, 3, session="s-1", model="m")

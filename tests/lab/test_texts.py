@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from anvil_mux.lab.prompts import Prompt
-from anvil_mux.lab.script import PromptWriter
+from anvil_mux.lab.player import PromptWriter
+from anvil_mux.lab.workload import Prompt
 
 ASKED = Prompt(0.0, 100, 1, model="m")
 

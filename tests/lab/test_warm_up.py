@@ -10,8 +10,8 @@ import pytest
 from anvil_mux.errors import MuxError
 from anvil_mux.lab.engines import EnginePace
 from anvil_mux.lab.player import PlayedAnswer
-from anvil_mux.lab.prompts import Prompt
 from anvil_mux.lab.replay import UsualAnswer, warm_up
+from anvil_mux.lab.workload import Prompt
 from tests.lab.test_player import answered
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anvil_mux.config.config import Config
-from anvil_mux.multiplexer.facts import KNOWN_SECONDS, REFUSED_SECONDS
+from anvil_mux.multiplexer.driver import KNOWN_SECONDS, REFUSED_SECONDS
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.slot import Crash
 from tests.multiplexer.stage import SEEDS, A, B, Stage

@@ -132,7 +132,6 @@ OWN = {
     "cluster/frames.py",
     "demo/engine.py",
     "host/docker_api.py",
-    "host/docker_endpoint.py",
     "host/cuda_driver.py",
     "host/runs.py",
     "host/starter.py",
@@ -143,7 +142,7 @@ OWN = {
     "proxy/rewriting.py",
     "serve/polling.py",
     "serve/remote.py",
-    "serve/state_files.py",
+    "serve/files.py",
     "telemetry/eventlog.py",
     "telemetry/usage.py",
 }

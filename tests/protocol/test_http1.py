@@ -503,6 +503,7 @@ def test_what_a_client_is_sent():
     [
         *(b"Set-Cookie: a=1", b"set-cookie2: a=1", b"Clear-Site-Data: *", b"Alt-Svc: h3=':443'"),
         *(b"Strict-Transport-Security: max-age=9", b"NEL: {}", b"Report-To: {}", b"Expect-CT: max-age=9"),
+        b"Service-Worker-Allowed: /",
     ],
 )
 def test_no_engine_speaks_for_the_address_that_is_ours(field):

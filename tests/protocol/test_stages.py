@@ -15,7 +15,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 from anvil_mux.protocol.completions import REMOTE_DECODE
-from anvil_mux.routing.in_flight import InFlightTracker, Member
+from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
 from tests.fake_engine import SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
@@ -292,7 +292,10 @@ def test_what_speaks_for_each_replica_is_told_of_both_stages(rig: Rig) -> None:
 
 
 def test_who_is_to_write_an_answer_has_it_counted_before_its_prompt_is_computed() -> None:
-    in_flight = InFlightTracker(build("load_balance"), [Member("d", "decode"), Member("e", "decode")])
+    in_flight = InFlightTracker(
+        build("load_balance"),
+        [Backend("d", "m", infer_type="decode"), Backend("e", "m", infer_type="decode")],
+    )
     work = Work(tokens=4000, infer_type="decode")
     chosen = [in_flight.choose(key, work, ["d", "e"]) for key in range(4)]
     assert [choice and choice.backend for choice in chosen] == ["d", "e", "d", "e"]
@@ -304,7 +307,10 @@ def test_who_is_to_write_an_answer_has_it_counted_before_its_prompt_is_computed(
 
 
 def test_the_input_is_work_for_the_one_that_computes_it_only() -> None:
-    in_flight = InFlightTracker(build("least_prefill_work"), [Member("p", "prefill"), Member("d", "decode")])
+    in_flight = InFlightTracker(
+        build("least_prefill_work"),
+        [Backend("p", "m", infer_type="prefill"), Backend("d", "m", infer_type="decode")],
+    )
     work = Work(tokens=4000)
     in_flight.choose("first", work._replace(infer_type="prefill"), ["p"])
     in_flight.choose("second", work._replace(infer_type="decode"), ["d"])

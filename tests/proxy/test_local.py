@@ -7,10 +7,10 @@ import pytest
 from tests.fake_engine import Rig
 
 RIGHTS = {
-    "none": "/api/hello /health /livez /readyz",
+    "none": "/api/hello /health /livez /readyz /ui /ui/",
     "any key": (
-        "/api/ps /api/show /api/tags /api/v0/models /api/version /models /models/sse /v1/models /v1/models/"
-        " /v1/models/NAME/load"
+        "/api/ps /api/show /api/tags /api/v0/models /api/version /logs/stream /models /models/sse"
+        " /running /unload /v1/models /v1/models/ /v1/models/NAME/load"
     ),
     "state": "/ /events /healthz /metrics /requests/running /usage /why",
     "admin": (

@@ -119,7 +119,7 @@ def test_connections_over_the_limit_are_told_so(make_rig: Callable[..., Rig]) ->
 
 def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     starves, tries, looked = threading.Event(), threading.Semaphore(0), threading.Semaphore(0)
-    listener, earlier = rig.server.listener, rig.client()
+    [listener], earlier = rig.server.listeners.values(), rig.client()
     assert earlier.get(b"/livez").status == 200
 
     def starved() -> object:
@@ -133,7 +133,7 @@ def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pyt
 
     monkeypatch.setattr(server, "STARVED_SECONDS", 60.0)
     starving = SimpleNamespace(accept=starved, fileno=listener.fileno, close=listener.close)
-    monkeypatch.setattr(rig.server, "listener", starving)
+    monkeypatch.setitem(rig.server.listeners, listener.fileno(), starving)
     monkeypatch.setattr(rig.server, "_sweep", swept)
     starves.set()
     connection = rig.client()
@@ -294,9 +294,9 @@ def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
 def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, admit = threading.Event(), rig.server.admit
 
-    def stuck(request: socket.socket, address: str) -> None:
+    def stuck(request: socket.socket, address: str, *, at_pages: bool) -> None:
         gate.wait(GUARD)
-        admit(request, address)
+        admit(request, address, at_pages=at_pages)
 
     monkeypatch.setattr(server, "PULSE_SECONDS", 1.5)
     monkeypatch.setattr(rig.server, "admit", stuck)
@@ -343,12 +343,12 @@ def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig: Rig, monkeypatch: 
     monkeypatch.setattr(server, "SWEEP_SECONDS", 0.02)
     admit, wrong = rig.server.admit, []
 
-    def mistaken(request: socket.socket, address: str) -> None:
+    def mistaken(request: socket.socket, address: str, *, at_pages: bool) -> None:
         if not wrong:
             wrong.append(address)
             request.close()
             raise RuntimeError("a mistake")
-        admit(request, address)
+        admit(request, address, at_pages=at_pages)
 
     monkeypatch.setattr(rig.server, "admit", mistaken)
     try:

@@ -19,7 +19,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.hosts import trust
 from anvil_mux.proxy import sockets
-from anvil_mux.serve.configuration import tls_context
+from anvil_mux.serve.files import tls_context
 from tests.cli.demo import compose, state
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import begin, seen

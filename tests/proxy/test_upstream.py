@@ -256,14 +256,14 @@ def test_an_unknown_model_has_no_websocket(rig: Rig) -> None:
 
 @pytest.fixture
 def open_rig(make_rig: Callable[..., Rig]) -> Rig:
-    vllm = [replace(backend, engine="vllm", upstream=("/docs", "/sdapi/", "/sleep")) for backend in BACKENDS]
-    return make_rig(backends=tuple(vllm))
+    return make_rig(backends=tuple(VLLM))
 
 
 BACKENDS = (
     Backend("a", "a", gpus=("0",), aliases=("alias",)),
     Backend("b", "org/b", gpus=("0",), served_model="b-inside"),
 )
+VLLM = [replace(backend, engine="vllm", upstream=("/docs", "/sdapi/", "/sleep")) for backend in BACKENDS]
 
 
 @pytest.mark.parametrize("prefix", [b"/upstream/org/b", b"/upstream/org%2Fb"])
@@ -333,12 +333,15 @@ def test_the_body_of_a_get_is_announced_to_the_engine_and_no_request_hides_in_it
         (b"GET", b"/"),
     ],
 )
-def test_what_is_not_listed_of_an_engine_is_not_there(open_rig: Rig, method: bytes, path: bytes) -> None:
-    answer = open_rig.client().get(b"/upstream/a" + path, method)
+def test_what_is_not_listed_of_an_engine_is_not_there_where_there_are_keys(
+    make_rig: Callable[..., Rig], method: bytes, path: bytes
+) -> None:
+    rig = make_rig(backends=tuple(VLLM), keys=keys.load(None, {API_KEYS: KEYS}))
+    answer = rig.client().get(b"/upstream/a" + path, method, b"x-api-key: %b\r\n" % ADMIN.encode())
     assert answer.status == 404
     assert answer.code == "not_found"
-    assert open_rig.engine.asked.empty()
-    assert not open_rig.events.of("queued")
+    assert rig.engine.asked.empty()
+    assert not rig.events.of("queued")
 
 
 @pytest.mark.parametrize(
@@ -371,6 +374,7 @@ def test_a_path_below_upstream_that_names_no_model_is_not_there(open_rig: Rig, p
 
 def test_the_longest_model_is_meant() -> None:
     assert list(api.upstream("/upstream/a/b/docs")) == [("a/b", "/docs"), ("a", "/b/docs")]
+    assert list(api.upstream("/upstream/a/b/")) == [("a/b", "/"), ("a", "/b/")]
     assert list(api.upstream("/upstream/a")) == []
     assert list(api.upstream("/other/a/docs")) == []
 

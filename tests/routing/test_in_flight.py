@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from anvil_mux.config.config import Backend
 from anvil_mux.routing import pipeline
-from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member
+from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker
 from anvil_mux.routing.routing import Replica, Work, kv_cache_usage_ratio_projected
 
 NAMES = ("a", "b", "c")
@@ -21,7 +22,7 @@ SHORT = Work(100)
 
 
 def in_flight(policy: str = "least_prefill_work", **settings: int) -> InFlightTracker:
-    return InFlightTracker(pipeline.build(policy), [Member(name, **settings) for name in NAMES])  # type: ignore[arg-type]
+    return InFlightTracker(pipeline.build(policy), [Backend(name, "m", **settings) for name in NAMES])  # type: ignore[arg-type]
 
 
 def chosen(made: InFlightTracker, key: object, work: Work = LONG, among: tuple[str, ...] = NAMES) -> str:
@@ -280,8 +281,8 @@ def test_a_cache_that_holds_more_than_could_be_remembered_is_thought_larger() ->
 
 
 def test_what_one_replica_teaches_holds_for_all_that_say_nothing_of_their_cache() -> None:
-    members = [Member("a"), Member("b"), Member("c", kv_tokens=8192)]
-    made = InFlightTracker(pipeline.build("least_prefill_work"), members)
+    backends = [Backend("a", "m"), Backend("b", "m"), Backend("c", "m", kv_tokens=8192)]
+    made = InFlightTracker(pipeline.build("least_prefill_work"), backends)
     room(made)
     told(made, lambda hit: hit + 50_000)
     assert (room(made, "b") // 1000, room(made, "c")) == (180, 8192)
@@ -317,8 +318,8 @@ def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
 
 
 def full(policy: str = "num_requests", **settings: int) -> InFlightTracker:
-    members = [Member(name, **settings) for name in NAMES]  # type: ignore[arg-type]
-    return InFlightTracker(pipeline.build(policy), members, full=True)
+    backends = [Backend(name, "m", **settings) for name in NAMES]  # type: ignore[arg-type]
+    return InFlightTracker(pipeline.build(policy), backends, full=True)
 
 
 def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
@@ -406,7 +407,7 @@ def test_what_is_in_flight_goes_on_when_the_members_are_others() -> None:
     for key, name in enumerate(("a", "a", "b")):
         chosen(made, key, among=(name,))
     made.first_byte(0)
-    after = went_on_with(made, Member("d"))
+    after = went_on_with(made, Backend("d", "m"))
     went_on, new = after.view(LONG, ("a", "d"))
     assert (went_on.num_requests, went_on.num_waiting_requests, went_on.hit_tokens) == (2, 1, 2048)
     assert (new.num_requests, new.hit_tokens) == (0, 0)
@@ -422,7 +423,7 @@ def test_what_is_in_flight_goes_on_when_the_members_are_others() -> None:
 def test_what_waits_at_a_replica_weighs_on_it_still() -> None:
     made = in_flight()
     chosen(made, 1, SHORT, among=("a",))
-    after = went_on_with(made, Member("a", kv_tokens=4096), Member("d"))
+    after = went_on_with(made, Backend("a", "m", kv_tokens=4096), Backend("d", "m"))
     assert after.view(SHORT, ("a",))[0].prefill_tokens == 100
     assert chosen(after, 2, SHORT, among=("a", "d")) == "d"
     for key in range(3, 9):

@@ -43,7 +43,7 @@ def removed(policy: object, kind: str, *replicas: Replica) -> dict[str, str]:
 def steps(policy: str, kind: str) -> tuple[set[str], list[str]]:
     """The filters of a stage, and the metrics of its selector."""
     made = pipeline.build(policy).pipeline(kind)
-    filters = {each.name for each in (*made.filters, *made.sweeps)}
+    filters = {each.name for each in made.filters} | {"failover" for _ in made.failover}
     by = made.selector.pick.keywords["by"]  # type: ignore[attr-defined]
     return filters, [metric.name for metric in by]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from anvil_mux.config.config import Backend
 from anvil_mux.config.profile import Profile
 from anvil_mux.routing import pipeline
-from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member
+from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker
 from anvil_mux.routing.routing import Work
 from tests.routing.test_in_flight import LONG, NAMES, SHORT, in_flight
 
@@ -15,8 +16,8 @@ from tests.routing.test_in_flight import LONG, NAMES, SHORT, in_flight
 
 def taught(*, streamed: bool = True, **settings: object) -> InFlightTracker:
     """A tracker that has seen a prompt of 1,000 tokens take two seconds, at the replica c."""
-    members = [Member(name, **settings) for name in NAMES]  # type: ignore[arg-type]
-    made = InFlightTracker(pipeline.build("least_prefill_work"), members)
+    backends = [Backend(name, "m", **settings) for name in NAMES]  # type: ignore[arg-type]
+    made = InFlightTracker(pipeline.build("least_prefill_work"), backends)
     made.choose("teacher", Work(1000, stream=streamed), ("c",), now=0.0)
     if streamed:
         made.first_byte("teacher", 2.0)
@@ -95,7 +96,7 @@ def test_the_prefill_of_a_request_in_two_stages_counts_until_it_answers() -> Non
 
 
 def test_what_is_taken_for_computed_is_sent_anew_all_the_same_if_its_engine_is_silent() -> None:
-    made = InFlightTracker(pipeline.build("load_balance"), [Member(name) for name in "ab"], full=True)
+    made = InFlightTracker(pipeline.build("load_balance"), [Backend(name, "m") for name in "ab"], full=True)
     for name in "ab":
         made.observe(name, EngineLoad(0, 0), 0.0)
     made.choose("teacher", Work(1000, stream=True), ("b",), now=0.0)
@@ -118,7 +119,7 @@ def predicting(*, on: bool = True, profile: Profile | None = RATE) -> InFlightTr
     written = {"like": "least_prefill_work", "predict_prefill": on}
     policy, problems = pipeline.compile("mine", written)
     assert problems == []
-    return InFlightTracker(policy, [Member(name, profile=profile) for name in NAMES])
+    return InFlightTracker(policy, [Backend(name, "m", profile=profile) for name in NAMES])
 
 
 def charged(made: InFlightTracker, *moments: float) -> list[int]:

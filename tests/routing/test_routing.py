@@ -592,7 +592,7 @@ def test_a_policy_says_which_settings_of_a_service_it_needs() -> None:
     assert made(GOOD | {"filters": [usage]}).needs("prefill") == {"kv_tokens"}
 
 
-@pytest.mark.parametrize("registry", [routing.METRICS, routing.FILTERS, routing.SWEEPS, routing.SELECTORS])
+@pytest.mark.parametrize("registry", [routing.METRICS, routing.FILTERS, routing.SELECTORS])
 def test_every_step_says_what_it_does_in_one_sentence(registry: dict[str, Callable[..., object]]) -> None:
     for name, step in registry.items():
         assert step.__doc__, name

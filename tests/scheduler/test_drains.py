@@ -22,7 +22,7 @@ from anvil_mux.scheduler.slot import Ticket, Wait
 from anvil_mux.telemetry import eventlog
 from tests.lab.facts import HostDrained, Reload, Unloading
 from tests.scheduler.driver import A, B, C, Driver, backend
-from tests.scheduler.test_wait_estimate import ask
+from tests.scheduler.test_waits import ask
 
 IMAGE, CHAT = backend("image", drain_timeout=inf), backend("chat")
 LONG = 1200.0

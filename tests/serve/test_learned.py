@@ -9,7 +9,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.host.seam import CardRead
 from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.scheduler.costs import Cost, Footprint
-from anvil_mux.serve.state_files import Known, LearnedFile, as_text, recalled
+from anvil_mux.serve.files import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.watches import HostWatches
 from tests.cli.demo import compose
 from tests.running import seen, serving

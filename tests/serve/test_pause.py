@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.proxy.operations import KeptPause
-from anvil_mux.serve.state_files import PauseFile
+from anvil_mux.serve.files import PauseFile
 from tests.cli.demo import compose, state
 from tests.running import Running, seen, serving
 

@@ -27,8 +27,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.service import Service
 from anvil_mux.errors import ConfigError, Draining
 from anvil_mux.host import local
-from anvil_mux.host.docker_api import ContainerEngine
-from anvil_mux.host.docker_endpoint import Unreachable
+from anvil_mux.host.docker_api import ContainerEngine, Unreachable
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.lab.checker import check
 from anvil_mux.proxy.operations import Reloads

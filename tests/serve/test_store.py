@@ -17,7 +17,7 @@ import yaml
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member, Report
+from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Report
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
 from anvil_mux.serve import polling
@@ -211,7 +211,7 @@ def test_without_its_package_a_redis_cannot_be_used(monkeypatch: pytest.MonkeyPa
 
 
 def in_flight(*, full: bool = False) -> InFlightTracker:
-    return InFlightTracker(build("least_prefill_work"), [Member("a"), Member("b")], full=full)
+    return InFlightTracker(build("least_prefill_work"), [Backend("a", "m"), Backend("b", "m")], full=full)
 
 
 def test_what_others_have_counts_like_our_own_until_they_are_gone() -> None:

@@ -1,4 +1,4 @@
-"""One sentence about what a request would wait for: histories of the GPU group in, words out."""
+"""What a request would wait for: histories of the GPU group in, words out; and how far a load is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
 from anvil_mux.scheduler.state import expected_load
-from anvil_mux.scheduler.waits import LogProgress, WaitEstimate, progress, span, wait_estimate
+from anvil_mux.scheduler.waits import LogProgress, Progress, WaitEstimate, progress, span, wait_estimate
 from tests.explorer.trial import Trial
 from tests.explorer.worlds import WORLDS
 from tests.scheduler.driver import DEBOUNCE, TEN, A, B, C, Driver, backend
@@ -250,3 +250,27 @@ def test_the_policy_is_shown_the_request_as_if_it_had_come_and_no_queue_has_it()
         ([("b", 1, 1.0), ("c", 1, 1.5)], {"a": 0, "b": 1, "c": 0}),
         ([("b", 1, 1.0)], {"a": 0, "b": 1, "c": 0}),
     ]
+
+
+def test_a_load_takes_as_long_as_loads_took() -> None:
+    far = progress(8.0, 20.0, None)
+    assert far == Progress(0.4, 12.0, "")
+    assert far.words == "40%, 12 s left"
+
+
+def test_what_the_log_says_makes_it_longer_but_not_shorter() -> None:
+    assert progress(8.0, 20.0, LogProgress("reading weights", 0.1, 72.0)) == Progress(
+        0.1, 72.0, "reading weights"
+    )
+    assert progress(8.0, 20.0, LogProgress("reading weights", 0.9, 1.0)).seconds_left == 12.0
+
+
+def test_of_a_first_load_only_the_log_is_known() -> None:
+    far = progress(8.0, None, LogProgress("reading weights", 0.56, 11.0))
+    assert far.words == "56%, 11 s left, reading weights"
+    assert progress(8.0, None, None).words == ""
+
+
+def test_a_load_that_takes_longer_than_ever_is_nearly_done_for_all_anybody_knows() -> None:
+    assert progress(30.0, 20.0, LogProgress("warming up")).words == "99%, warming up"
+    assert progress(1e9, 20.0, LogProgress("warming up", None, 1.0)).fraction == 0.99

@@ -1,10 +1,12 @@
-"""The files of a project's state folder: the lock, and what was learned and asked for, for the next start.
+"""The files of one anvil-mux: the keys and certificates that its configuration names, the watch over the
+files that it comes from, and those of its project's state folder, which it keeps for the next start.
 
-The lock is held for as long as the program lives: two on one project would evict each other's engines. The
-file ``learned`` has the costs of swaps, the memory of backends and the cards of models; what was learned of a
-host of the cluster is kept on that host as well, for an anvil-mux that takes it over. The file ``pause`` is
-there while anvil-mux is paused: a pause outlives it. Both are replaced as a whole, so that a program that is
-killed leaves the old one. They hold JSON, but lack the suffix, which is that of the records of processes.
+In the state folder a lock is held for as long as the program lives: two on one project would evict each
+other's engines. The file ``learned`` has the costs of swaps, the memory of backends and the cards of models;
+what was learned of a host of the cluster is kept on that host as well, for an anvil-mux that takes it over.
+The file ``pause`` is there while anvil-mux is paused: a pause outlives it. Both are replaced as a whole, so
+that a program that is killed leaves the old one. They hold JSON, but lack the suffix, which is that of the
+records of processes.
 
 The address, by which commands find the program, is announced in the same folder: see remote.py.
 """
@@ -15,26 +17,164 @@ import fcntl
 import json
 import math
 import os
+import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TextIO
 
+from anvil_mux import state
+from anvil_mux.clock import Worker
 from anvil_mux.cluster import frames
 from anvil_mux.cluster.frames import Unreadable
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import SETTINGS, Config
+from anvil_mux.config.keys import Keyring
+from anvil_mux.config.keys import load as load_keys
+from anvil_mux.config.kinds import Diagnostic
+from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import CardRead
 from anvil_mux.proxy.operations import KeptPause
+from anvil_mux.proxy.sockets import build_context
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
 from anvil_mux.state import once, state_folder, write_whole
 
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the files."""
 COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
 VERSION = 2
 """The version of what the file ``learned`` holds."""
+
+
+# Keys and certificates
+
+
+def checked(config: Config, *, insecure: bool) -> tuple[Keyring, ssl.SSLContext | None]:
+    """ConfigError if keys or certificates cannot be used, or if too little is asked of other processes."""
+    keys, tls = secrets(config)
+    if (why := open_address(config, keys)) and not insecure:
+        raise ConfigError([why])
+    return keys, tls
+
+
+def secrets(config: Config) -> tuple[Keyring, ssl.SSLContext | None]:
+    """Read the keys and certificates in other files; ConfigError names all that is wrong with them."""
+    problems: list[str] = []
+    keys, tls = Keyring(), None
+    try:
+        file = Path(config.key_file) if config.key_file else None
+        keys = load_keys(file, os.environ).sharing(config.max_queue)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        tls = tls_context(config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return keys, tls
+
+
+def open_address(config: Config, keys: Keyring) -> str:
+    """Why it should not be listened there, "" if nothing is against it."""
+    try:
+        loopback = config.host == "localhost" or ip_address(config.host).is_loopback
+    except ValueError:
+        loopback = False
+    if loopback or keys:
+        return ""
+    text = (
+        f"listen: {config.host} can be reached by others, and there are no API keys: everybody there "
+        "could use and swap your models. Give keys (key_file, or ANVIL_API_KEYS), listen on 127.0.0.1, "
+        "or say --insecure if that is meant."
+    )
+    origin = config.origins.get("listen", "")
+    said = f"{origin}: {text}" if ":" in origin else text
+    return Diagnostic(text, said=said, write="key_file: keys.txt", key=("x-anvil", "listen"))
+
+
+def tls_context(config: Config) -> ssl.SSLContext | None:
+    """The certificate that the configuration names, if any; ConfigError if it does not serve."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    try:
+        return build_context(config.tls_cert, config.tls_key)
+    except OSError as error:
+        files = f"{config.tls_cert} and {config.tls_key}"
+        text = f"tls_cert: {files} cannot be used: {error.strerror or error}"
+        raise ConfigError([Diagnostic(text, key=("x-anvil", "tls_cert"))]) from None
+
+
+# The files that a configuration comes from
+
+
+def files_of(config: Config) -> list[str]:
+    """The files that the configuration was read from, as far as they are known here."""
+    named = [file for file in _named_files(config).values() if file]
+    return [*config.files, os.path.join(os.path.dirname(config.files[0]), ".env"), *named]
+
+
+def _named_files(config: Config) -> dict[str, str | None]:
+    """Setting -> the file that it names, if it is set."""
+    return {key: getattr(config, key) for key, setting in SETTINGS.items() if setting.is_file}
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Key of a setting -> a digest of the file that it names, by which a change of the file is known."""
+    digests = {}
+    for key, file in _named_files(config).items():
+        with suppress(OSError):  # told by whoever needs it
+            digests[key] = sha256(state.read_bytes(file)).hexdigest() if file else ""
+    return digests
+
+
+Stamp = tuple[int, int, int] | None
+
+
+class WatchedFiles:
+    """Whether any of the files has changed, and been left alone for as long as it took to look again.
+
+    Used by one thread. ``files``: those of the moment; one that is new among them is no change. The worker
+    calls ``changed`` after each change.
+    """
+
+    def __init__(self, files: Callable[[], Iterable[str]], changed: Callable[[], object]) -> None:
+        self._files = files
+        self._changed = changed
+        self._known = self._last = self._stamps()
+        self.worker = Worker("watch-files", self._look, first=LOOK_SECONDS)
+
+    def _look(self) -> float:
+        if self.has_news():
+            self._changed()
+        return LOOK_SECONDS
+
+    def has_news(self) -> bool:
+        """Return True once for each change."""
+        before, self._last = self._last, self._stamps()
+        self._known = {**self._last, **self._known}
+        changed = any(self._known[file] != stamp for file, stamp in self._last.items())
+        if not changed or self._last != before:
+            return False
+        self._known = self._last
+        return True
+
+    def _stamps(self) -> dict[str, Stamp]:
+        return {file: _stamp(file) for file in self._files()}
+
+
+def _stamp(file: str) -> Stamp:
+    """Return what changes with the file; None where there is no such file."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 # The lock

@@ -1,0 +1,255 @@
+"""Engines' own pages below /upstream/: where they are shown, to whom, and what they cannot read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from anvil_mux.command import API_KEYS
+from anvil_mux.config import keys
+from anvil_mux.config.config import Backend
+from tests.chromium import PROGRAM, Chromium
+from tests.fake_engine import ASK_A, JSON_OK, Answer, Asked, Rig
+from tests.proxy.test_upstream import SWITCHED, WISH
+
+Make = Callable[..., Rig]
+ROOT, ALICE, BOB = "key-of-the-admin", "key-of-alice", "key-of-bob"
+KEYS = f"{ROOT} admin; {ALICE} models=a; {BOB} models=org/b"
+A = Backend("a", "a", gpus=("0",), aliases=("alias",), engine="llamacpp")
+B = Backend("b", "org/b", gpus=("0",), served_model="b-inside", engine="vllm")
+OPENED = b"Accept: text/html,*/*\r\nSec-Fetch-Site: none\r\n"
+PAGE = b"<!doctype html><title>engine</title>"
+
+
+def show(key: str) -> bytes:
+    return b"x-api-key: %b\r\n" % key.encode()
+
+
+def html(body: bytes, *fields: bytes) -> bytes:
+    lines = b"".join(b"%b\r\n" % each for each in (b"Content-Type: text/html", *fields))
+    return b"HTTP/1.1 200 OK\r\n%bContent-Length: %d\r\n\r\n%b" % (lines, len(body), body)
+
+
+@pytest.fixture
+def open_rig(make_rig: Make) -> Rig:
+    """Without keys, so that nothing is to be read at its address."""
+    rig = make_rig(backends=(A, B))
+    rig.engine.answer = rig.other.answer = lambda _: html(PAGE)
+    return rig
+
+
+@pytest.fixture
+def keyed(make_rig: Make) -> Rig:
+    rig = make_rig(backends=(A, B), keys=keys.load(None, {API_KEYS: KEYS}), has_pages=True)
+    rig.engine.answer = rig.other.answer = lambda _: html(PAGE)
+    return rig
+
+
+def load(rig: Rig, extra: bytes = b"") -> None:
+    assert rig.client().ask(ASK_A, path=b"/models/load?wait=true", extra=extra).status == 200
+
+
+# Where there are no keys
+
+
+@pytest.mark.parametrize("name", [b"a", b"alias", b"org/b", b"org%2Fb"])
+def test_who_opens_a_page_has_its_model_loaded(open_rig: Rig, name: bytes) -> None:
+    answer = open_rig.client().get(b"/upstream/%b/" % name, extra=OPENED)
+    assert (answer.status, answer.body) == (200, PAGE)
+
+
+@pytest.mark.parametrize(
+    "extra", [b"", b"Accept: text/html\r\n", b"Accept: text/html\r\nSec-Fetch-Site: same-site\r\n"]
+)
+def test_no_other_get_loads_one(open_rig: Rig, extra: bytes) -> None:
+    answer = open_rig.client().get(b"/upstream/a/", extra=extra)
+    assert (answer.status, answer.code) == (409, "bad_request")
+    assert not open_rig.events.of("queued")
+
+
+def test_another_site_has_none_loaded(open_rig: Rig) -> None:
+    assert (
+        open_rig.client()
+        .get(b"/upstream/a/", extra=b"Accept: text/html\r\nSec-Fetch-Site: cross-site\r\n")
+        .status
+        == 409
+    )
+
+
+@pytest.mark.parametrize("name", [b"a", b"org/b"])
+def test_a_page_is_found_without_its_last_slash(open_rig: Rig, name: bytes) -> None:
+    answer = open_rig.client().get(b"/upstream/" + name, extra=OPENED)
+    assert (answer.status, answer.header(b"location")) == (307, b"/upstream/%b/" % name)
+
+
+@pytest.mark.parametrize("path", [b"/_app/bundle.js", b"/props?model=x", b"/sw.js", b"/a/b/c.png"])
+def test_a_page_reads_what_its_engine_has(open_rig: Rig, path: bytes) -> None:
+    asked: list[bytes] = []
+
+    def answer(request: Asked) -> bytes:
+        asked.append(request.head)
+        return html(b"x", b"Content-Encoding: gzip", b"Service-Worker-Allowed: /")
+
+    load(open_rig)
+    open_rig.engine.answer = answer
+    got = open_rig.client().get(b"/upstream/a" + path, extra=b"Accept-Encoding: gzip\r\n")
+    assert (got.status, got.header(b"content-encoding")) == (200, b"gzip")
+    assert got.header(b"service-worker-allowed") is None, "it would have the whole address"
+    assert asked[0].startswith(b"GET %b HTTP/1.1\r\n" % path)
+    assert b"accept-encoding: gzip" in asked[0].lower()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        (b"POST", b"/upstream/a/tools"),
+        (b"POST", b"/upstream/a/slots/0"),
+        (b"GET", b"/upstream/a/slots/0"),
+        (b"DELETE", b"/upstream/a/v1/models"),
+        (b"GET", b"/upstream/a/../b/"),
+        (b"GET", b"/upstream/a//x"),
+        (b"GET", b"/upstream/org/b/is_sleeping"),
+    ],
+)
+def test_a_page_steers_no_engine_and_does_what_is_listed(open_rig: Rig, method: bytes, path: bytes) -> None:
+    load(open_rig)
+    answer = open_rig.client().get(path, method)
+    assert answer.status == 404
+    assert open_rig.engine.asked.empty()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [(b"POST", b"/v1/streams/lookup"), (b"DELETE", b"/v1/stream?conv_id=1")]
+)
+def test_llama_servers_page_finds_and_ends_its_streams(open_rig: Rig, method: bytes, path: bytes) -> None:
+    load(open_rig)
+    extra = b"" if method == b"DELETE" else b"Content-Length: 0\r\n"
+    assert open_rig.client().get(b"/upstream/a" + path, method, extra).status == 200
+
+
+def test_a_page_opens_a_websocket(open_rig: Rig) -> None:
+    load(open_rig)
+    open_rig.engine.answer = None
+    client = open_rig.client()
+    client.send(b"GET /upstream/a/ws?id=1 HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % WISH)
+    asked = open_rig.engine.next()
+    assert asked.head.startswith(b"GET /ws?id=1 HTTP/1.1\r\n")
+    asked.send(SWITCHED)
+    assert client.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 101 ")
+
+
+def test_a_server_elsewhere_has_no_page_here(make_rig: Make) -> None:
+    rig = make_rig(backends=(Backend("c", "c", url="https://there.example/v1", engine="openai"),))
+    assert rig.client().get(b"/upstream/c/", extra=OPENED).status == 404
+
+
+# Where there are keys
+
+
+def at_pages(rig: Rig, key: str, path: bytes, extra: bytes = OPENED) -> Answer:
+    return rig.client_at_pages().get(path, extra=extra + (show(key) if key else b""))
+
+
+def test_pages_have_a_port_of_their_own_and_who_opens_one_is_sent_there(keyed: Rig) -> None:
+    answer = keyed.client().get(b"/upstream/a/", extra=OPENED)
+    there = b"http://127.0.0.1:%d/upstream/a/" % keyed.config.pages_port
+    assert (answer.status, answer.header(b"location")) == (307, there)
+    load(keyed, show(ROOT))
+    answer = keyed.client().get(b"/upstream/a/", extra=show(ROOT))
+    assert (answer.status, answer.code) == (404, "not_found")
+    assert b"pages_port" in answer.body
+
+
+def test_a_key_that_may_use_the_model_sees_its_page(keyed: Rig) -> None:
+    assert at_pages(keyed, "", b"/upstream/a/").status == 401
+    assert at_pages(keyed, BOB, b"/upstream/a/").code == "model_not_found"
+    assert at_pages(keyed, BOB, b"/upstream/a").code == "model_not_found"
+    for key in (ALICE, ROOT):
+        assert at_pages(keyed, key, b"/upstream/a/").body == PAGE
+
+
+def test_llama_servers_page_names_its_file(keyed: Rig) -> None:
+    assert at_pages(keyed, ALICE, b"/upstream/a/").status == 200
+    assert at_pages(keyed, ALICE, b"/upstream/a/props?model=%2Fm%2Fa.gguf").status == 200
+    assert at_pages(keyed, BOB, b"/upstream/org/b/").status == 200
+    assert at_pages(keyed, BOB, b"/upstream/org/b/props?model=other").code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [b"/", b"/healthz", b"/v1/models", b"/models/sse", b"/events", b"/requests", b"/ui", b"/upstream/"],
+)
+def test_the_port_has_nothing_else(keyed: Rig, path: bytes) -> None:
+    answer = at_pages(keyed, ROOT, path)
+    assert (answer.status, answer.code) == (404, "not_found")
+
+
+@pytest.mark.parametrize("path", [b"/models/unload", b"/pause", b"/v1/chat/completions", b"/reload"])
+def test_nothing_is_done_at_that_port(keyed: Rig, path: bytes) -> None:
+    assert keyed.client_at_pages().ask(ASK_A, path=path, extra=show(ROOT)).status == 404
+
+
+def test_an_engine_gets_no_key_of_a_page(keyed: Rig) -> None:
+    heads: list[bytes] = []
+
+    def answer(request: Asked) -> bytes:
+        heads.append(request.head)
+        return JSON_OK
+
+    keyed.engine.answer = answer
+    assert at_pages(keyed, ALICE, b"/upstream/a/").status == 200
+    assert ALICE.encode() not in heads[0]
+
+
+# Routes of llama-swap
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (b"/running", b"GET /models"),
+        (b"/unload", b"/models/unload"),
+        (b"/logs/stream", b"GET /logs?model=NAME"),
+    ],
+)
+def test_a_route_of_llama_swap_names_ours(rig: Rig, path: bytes, place: bytes) -> None:
+    answer = rig.client().get(path)
+    assert (answer.status, answer.code) == (404, "not_found")
+    assert place in answer.body
+
+
+def test_the_page_of_llama_swap_is_ours(rig: Rig) -> None:
+    answer = rig.client().get(b"/ui")
+    assert (answer.status, answer.header(b"location")) == (307, b"/")
+
+
+# In a browser
+
+SCRIPT = b"""<!doctype html><title>engine</title><script>
+const kept = JSON.stringify([Object.values(sessionStorage), Object.values(localStorage), document.cookie]);
+const reach = path => fetch(path).then(r => r.status, () => "refused");
+const home = location.protocol + "//" + location.hostname + ":%d";
+Promise.all([reach("./props"), reach(home + "/healthz"), reach("/healthz")]).then(
+  found => { document.title = JSON.stringify([kept, found]); });
+</script>"""
+
+
+@pytest.mark.page
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)")
+def test_the_page_of_an_engine_reads_no_key_that_the_status_page_keeps(keyed: Rig, browser: Chromium) -> None:
+    port, pages = keyed.address[1], keyed.config.pages_port
+    keyed.engine.answer = lambda _: html(SCRIPT % port)
+    browser.open(f"http://127.0.0.1:{port}/")
+    browser.wait("document.readyState === 'complete' && document.activeElement.id === 'key'")
+    browser.type(ROOT)
+    browser.press("Enter", 13)
+    browser.wait("Object.values(sessionStorage).length > 0")
+    browser.open(f"http://x:{ALICE}@127.0.0.1:{pages}/upstream/a/")  # from now on it knows this key there
+    browser.wait("document.title")
+    browser.open(f"http://127.0.0.1:{port}/upstream/a/")
+    browser.wait(f"location.port === '{pages}' && document.title.startsWith('[')")
+    kept, found = json.loads(browser.ask("document.title"))
+    assert (json.loads(kept), found) == ([[], [], ""], [200, "refused", 404])
+    browser.leave()
