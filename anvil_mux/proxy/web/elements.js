@@ -41,8 +41,9 @@ function list(parent, items, key_of, begin, change) {
   const focused = parent.contains(document.activeElement) ? document.activeElement : null;
   const place = [...parent.children].findIndex(child => child.contains(focused));
   const keys = items.map((item, index) => String(key_of(item, index)));
+  const kept = new Set(keys);
   const old = new Map([...parent.children].map(child => [child.dataset.key, child]));
-  for (const [key, child] of old) if (!keys.includes(key)) child.remove();
+  for (const [key, child] of old) if (!kept.has(key)) child.remove();
   items.forEach((item, index) => {
     let child = old.get(keys[index]);
     if (!child) {
