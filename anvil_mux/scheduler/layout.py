@@ -164,6 +164,14 @@ class Layout:
         """Whether a backend that goes to another host has left the one that it was on: ``regroup``."""
         return any(self.of_backend[name].slots[name].is_left for name in self._moving)
 
+    def is_wanted(self, host: str) -> bool:
+        """Whether a queue stands on a host."""
+        return any(
+            model.queue.tickets and model.queues_in(group.name)
+            for group in self.on_host(host)
+            for model in group.models.values()
+        )
+
     def on_host(self, host: str) -> list[GpuGroup]:
         """The groups of a host, by name."""
         return self._on_host.get(host, [])
@@ -188,6 +196,8 @@ class Layout:
                 self.hosts[host] = HostRecord(host, pause=self.pause)
                 self.memories[host] = HostMemory(None, self._common.footprints)
             self.memories[host].budget = config.memory_of(host)
+            wake = config.wakes.get(host)
+            self.hosts[host].wake_timeout = wake.timeout if wake else None
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         for group in self.groups:
             for slot in group.slots.values():

@@ -87,7 +87,7 @@ class Parts:
         self.pin = partial(run_on, cpus)
         """Moves the calling thread to where requests are served."""
         local = LocalHost(HostConfig.of(config), opened.lock)
-        self.config = complete(config, local)
+        self.config = complete(config, local, in_cluster=opened.cluster is not None)
         """The configuration that is in effect."""
         self._warn(self.config, config)
         self.missing_rights: list[str] = []
@@ -255,7 +255,8 @@ class Parts:
         One at a time, in the thread that asks.
         """
         self.adoption.is_over.wait()  # else engines of before would be taken for those of the new description
-        read, before = complete(config, self.hosts.local), self.config
+        in_cluster = self.hosts.cluster is not None
+        read, before = complete(config, self.hosts.local, in_cluster=in_cluster), self.config
         config, change = within(before, read), compare(before, read)
         keys, tls = checked(config, insecure=self.options.insecure)
         self.hosts.take(config)

@@ -94,8 +94,13 @@ def tls_context(config: Config) -> ssl.SSLContext | None:
 # What this machine says
 
 
-def complete(config: Config, host: LocalHost) -> Config:
-    """Complete the configuration by what the machine says, and by the files that are read here."""
+def complete(config: Config, host: LocalHost, *, in_cluster: bool) -> Config:
+    """Complete the configuration by what the machine says, and by the files that are read here.
+
+    Not ``in_cluster``: no other host can be reached, so it is in vain to wake one.
+    """
+    if not in_cluster:
+        config = replace(config, wakes={})
     config = bounded(replace(config, said=_digests(config)), host.own_memory())
     memory = host.inventory().memory
     if config.host_memory is not None or memory is None:
