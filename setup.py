@@ -12,7 +12,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
-ABOUT = runpy.run_path(str(Path(__file__).resolve().parent / "anvil_mux" / "commit.py"))
+ABOUT = runpy.run_path(str(Path(__file__).resolve().parent / "anvil_mux" / "__init__.py"))
 
 
 def note(folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.commit import WRITTEN, commit
+from anvil_mux import WRITTEN, commit
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,7 +62,7 @@ def test_a_source_archive_notes_its_commit_and_hands_it_to_its_wheel(tmp_path: P
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "--quiet", str(ROOT), str(clone))
     # As it is here, so that what is tried is not the last commit's.
-    for name in ("setup.py", "setup.cfg", "anvil_mux/commit.py"):
+    for name in ("setup.py", "setup.cfg", "anvil_mux/__init__.py"):
         (clone / name).write_bytes((ROOT / name).read_bytes())
     env = {**os.environ, "PYTHONPATH": ""}
     command = [sys.executable, "setup.py", "-q", "sdist", "--formats", "gztar", "--dist-dir", str(tmp_path)]

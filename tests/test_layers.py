@@ -17,7 +17,6 @@ ORDER = (
     "clock",
     "state",
     "command",
-    "commit",
     "demo",
     "protocol",
     "config",

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anvil_mux import __version__
+from anvil_mux import __version__, commit
 from anvil_mux.cli import checking, importing, measuring, operating, screen, studying
 from anvil_mux.cli.arguments import (
     add_address,
@@ -370,8 +370,6 @@ def _takes_model(parser: argparse.ArgumentParser) -> bool:
 
 
 def _version(given: argparse.Namespace) -> int:
-    from anvil_mux.commit import commit
-
     made_of = commit()
     found = {"version": __version__, "commit": made_of or None, "python": sys.version.split()[0]}
     shown = f"anvil-mux {__version__}" + (f" ({made_of})" if made_of else "")

@@ -50,8 +50,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from anvil_mux import commit
 from anvil_mux.clock import Clock
-from anvil_mux.commit import commit
 from anvil_mux.lab.figures import quantile
 from anvil_mux.lab.player import PlayedAnswer, PlayedServer, Player, Prepare, failure, of_workload
 from anvil_mux.lab.simulate import Arrival

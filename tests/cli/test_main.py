@@ -33,7 +33,7 @@ def test_version_says_the_version_and_the_commit(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anvil_mux.commit.commit", lambda: known)
+    monkeypatch.setattr("anvil_mux.cli.main.commit", lambda: known)
     for word in ("version", "--version"):
         assert main([word]) == 0
         assert capsys.readouterr().out == f"anvil-mux {__version__}{shown}\n"
