@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Moved, NotFound
+from anvil_mux.host.engines import find_engine
 from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
@@ -100,6 +101,7 @@ class Local:
         """``capture``: how many requests are kept with their bodies. ``reloads``: None if the configuration
         cannot be read again.
         """
+        self._mux = mux
         self._feed = feed
         self.probes = probes = Probes(mux, metrics, checks, sight=sight, reloads=reloads, notes=notes)
         self.captures = captures = Captures(capture)
@@ -154,8 +156,10 @@ class Local:
         self.routes = {row.path: row for row in rows}
 
     def _followed(self) -> dict[str, Any]:
-        """The state as the page follows it."""
-        return {**self.probes.state(brief=True), "capture": self.captures.most}
+        """The state as the page follows it; ``pages``: the models whose engines have a page of their own."""
+        backends = self._mux.overview.configured()
+        pages = {each.model: None for each in backends if find_engine(each.engine).has_page and not each.url}
+        return {**self.probes.state(brief=True), "capture": self.captures.most, "pages": list(pages)}
 
     def drain(self) -> None:
         """Make every answer from now on the last of its connection, since the program ends."""

@@ -225,16 +225,34 @@ function actions_of_model(name, model) {
     return {text, label: `${text} ${name}`, act: () => act(name), term, is_off};
   };
   const ask_why = action("Why", why, "wait estimate");
-  if (is_reader() || model.elsewhere) return [ask_why];
+  const pages = state.pages.includes(name) && may_open(name) ? [engine_page(name)] : [];
+  if (is_reader() || model.elsewhere) return [ask_why, ...pages];
   const pin_it = action(model.pinned ? "Unpin" : "Pin", pin, "pinned");
   const read_log = action("Log", open_log, "log");
   if (model.host_lost) return [ask_why, pin_it, read_log];
   const unload_it = action("Unload", unload, "unload");
   const load_it = action("Load", load, "load", load_begun.has(name));
   const {state: kind, draining} = model;
-  if (kind === "standby") return [load_it, unload_it, pin_it, ask_why, read_log];
+  if (kind === "standby") return [load_it, unload_it, pin_it, ask_why, read_log, ...pages];
   const may_end = ["ready", "loading"].includes(kind) || (draining && draining.seconds_left === null);
-  return [may_end ? unload_it : load_it, pin_it, ask_why, read_log];
+  return [may_end ? unload_it : load_it, pin_it, ask_why, read_log, ...pages];
+}
+
+// The page of a model's engine, which loads the model when it is opened. Where there are keys, such pages
+// need a port of their own.
+function engine_page(name) {
+  const text = "Engine's page";
+  return {
+    text,
+    label: `${text}: ${name}`,
+    href: `upstream/${encodeURIComponent(name)}/`,
+    term: "engine's page",
+  };
+}
+
+function may_open(name) {
+  const mine = state.key;
+  return !mine || (mine.pages && (!mine.models || mine.models.includes(name)));
 }
 
 // Who waits, and for what
