@@ -26,7 +26,6 @@ from threading import Lock
 
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, DiskFull, Overloaded, TooLarge
 from anvil_mux.protocol import http1
-from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.sockets import Stall, timeval
 
 READ = 16384
@@ -102,7 +101,7 @@ class Client:
         address: str,
         *,
         patience: float,
-        last_head: LastHead[http1.Request],
+        last_head: http1.LastHead[http1.Request],
         memory: BodyMemory,
         tls: SSLContext | None,
         at_pages: bool = False,

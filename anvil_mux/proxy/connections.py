@@ -38,7 +38,6 @@ from anvil_mux.config.values import site
 from anvil_mux.host.engines import idle_connections
 from anvil_mux.host.hosts import trust
 from anvil_mux.protocol import http1
-from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.sockets import begun, timeval
 
 Address = tuple[str, int]
@@ -69,7 +68,7 @@ class Upstream:
         self.socket = connection
         self.answered = False
         """Whether it has carried a request."""
-        self.last_head: LastHead[http1.Response] = LastHead()
+        self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
         self.idle_since = 0.0
 
 
