@@ -121,6 +121,22 @@ class Reply:
             headers += [(b"Access-Control-Allow-Origin", context.reader), *READABLE]
         return headers
 
+    def answer_head(
+        self, response: http1.Response, *, length: int | None = None, chunked: bool = False
+    ) -> bytes:
+        """The head of an engine's answer, as the client gets it."""
+        own = self.own_headers
+        if b"date" not in response.fields:
+            own.append(date())
+        return http1.forward_response_head(
+            response, length=length, chunked=chunked, connection=self.connection, extra=own
+        )
+
+    def switched_head(self, response: http1.Response) -> bytes:
+        """The head after which a websocket is open."""
+        extra = [(b"Upgrade", b"websocket"), *self.own_headers]
+        return http1.forward_response_head(response, connection=b"Upgrade", extra=extra)
+
     # Answers
 
     def send(self, data: bytes) -> None:

@@ -25,7 +25,7 @@ import pytest
 
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 from anvil_mux.protocol import http1, naming
-from anvil_mux.proxy.rewriting import rewritten
+from anvil_mux.proxy.engine_request import rewritten
 
 CORPUS = Path(__file__).parent.parent / "corpus"
 ROUNDS = 5000
