@@ -37,9 +37,16 @@ from anvil_mux.host.hosts import why_unreachable
 from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.proxy.client import Spool
-from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect, connect_elsewhere
+from anvil_mux.proxy.connections import (
+    LOOK_SECONDS,
+    Address,
+    Pool,
+    Upstream,
+    connect,
+    connect_elsewhere,
+    has_left,
+)
 from anvil_mux.proxy.pump import AnswerBody, Copied, End, Passed, Pump, PumpedStream, body_of
-from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
 Pieces = Iterable[bytes | bytearray | memoryview]

@@ -24,8 +24,8 @@ from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.client import Client, Spool
+from anvil_mux.proxy.connections import has_left
 from anvil_mux.proxy.question import QuestionBody
-from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import BROKEN, RESTARTED, good_bye
 from anvil_mux.telemetry.accesslog import Served
 

@@ -44,9 +44,9 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import client as limits
 from anvil_mux.proxy.client import BodyMemory, Client
+from anvil_mux.proxy.connections import accepted
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.reply import JSON, date
-from anvil_mux.proxy.sockets import accepted
 
 STACK_BYTES = 512 * 1024
 """The stack of a thread that serves requests; thousands of them must fit."""
