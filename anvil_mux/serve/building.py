@@ -32,8 +32,7 @@ from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.exchange import Relay
-from anvil_mux.proxy.handler import Handler
-from anvil_mux.proxy.local import Local
+from anvil_mux.proxy.handler import Handler, Local
 from anvil_mux.proxy.operations import Reloads
 from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
