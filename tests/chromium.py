@@ -137,6 +137,8 @@ class Chromium:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    return {"result": {}}  # the page was left meanwhile, and says nothing
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
             self._note(answer.get("method", ""), answer.get("params", {}))

@@ -25,8 +25,7 @@ from anvil_mux.host.seam import Evicted, Loaded, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.proxy.exchange import Relay
-from anvil_mux.proxy.handler import Handler
-from anvil_mux.proxy.local import Local
+from anvil_mux.proxy.handler import Handler, Local
 from anvil_mux.proxy.operations import Keep
 from anvil_mux.proxy.server import Server, listen
 from anvil_mux.scheduler.events import Event

@@ -35,7 +35,7 @@ from anvil_mux.config.kinds import (
     setting,
     table_of,
 )
-from anvil_mux.config.machines import HOST_MEMORY, Gpu, gpu_name
+from anvil_mux.config.machines import HOST_MEMORY, Gpu, Wake, gpu_name
 from anvil_mux.config.service import IMAGES, Service
 from anvil_mux.config.values import (
     ANY_OF,
@@ -512,14 +512,16 @@ class Config:
     memory_of_hosts: dict[str, int] = _logged(
         dict,
         machines.MACHINES,
-        "The GPUs and the memory of other hosts, where they should differ from what the hosts report "
-        "(see cluster.md).",
+        "The GPUs and the memory of other hosts, where they should differ from what the hosts report, and "
+        "how a host is woken that sleeps (see cluster.md).",
         key="machines",
-        fills=("memory_of_hosts",),
+        fills=("memory_of_hosts", "wakes"),
         shown="",
         page="cluster.md#in-the-file",
     )
     """Host -> bytes of its memory for all engines there, where it is bounded."""
+    wakes: dict[str, Wake] = field(default_factory=dict)
+    """Host -> how it is woken, of those that may sleep."""
     policy: str = _logged(
         "adaptive",
         CHOSEN,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import IPv4Address
 from typing import Any, NamedTuple
 
 from anvil_mux.config import kinds
 from anvil_mux.config.kinds import MEMORY, NAMES, TEXT, Diagnostic, ValueKind, Wrong, show, unfit
+from anvil_mux.config.values import COMMAND
 
 LOCAL, ANY_HOST = "local", "any"
 """The names that files give to the host that anvil-mux runs on, and to every host."""
@@ -58,12 +60,27 @@ class Machine:
     labels: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """How a host is woken that is not there: by a packet to its network card, or by a command here."""
+
+    mac: str = ""
+    broadcast: str = "255.255.255.255"
+    """The address to which the packet is sent."""
+    run: tuple[str, ...] = ()
+    """The command and its arguments; no shell."""
+    timeout: float = 180.0
+    """Seconds after which it is given up."""
+
+
 class DeclaredMachine(NamedTuple):
     """A host as the file describes it; None: as it describes itself."""
 
     gpus: tuple[Gpu, ...] | None = None
     host_memory: int | None = None
     """Bytes of its memory for all engines there."""
+    wake: Wake | None = None
+    """How it is woken; None: it is not."""
 
 
 # What there is, as the file declares it
@@ -97,7 +114,45 @@ GPUS = kinds.either(
     ).then(lambda gpus: tuple(gpus.values())),
 )
 
-_MACHINE = kinds.record(DeclaredMachine, gpus=GPUS, host_memory=HOST_MEMORY)
+_MAC = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")
+
+
+def _read_mac(value: Any) -> str:
+    if not isinstance(value, str) or not _MAC.fullmatch(value):
+        raise unfit(f"must be six bytes as in aa:bb:cc:dd:ee:ff, not {show(value)}", '"aa:bb:cc:dd:ee:ff"')
+    return value.lower().replace("-", ":")
+
+
+def _read_ip4(value: Any) -> str:
+    try:
+        return str(IPv4Address(value))
+    except ValueError:
+        raise unfit(f"must be an IPv4 address, not {show(value)}", "192.168.1.255") from None
+
+
+_WAKE = kinds.record(
+    Wake,
+    mac=ValueKind("MAC address", _read_mac, TEXT.shape),
+    broadcast=ValueKind("IPv4 address", _read_ip4, TEXT.shape),
+    run=COMMAND,
+    timeout=kinds.positive(kinds.SECONDS),
+)
+
+
+def _read_wake(value: Any) -> Wake:
+    if not isinstance(value, dict) or (value.get("mac") is None) == (value.get("run") is None):
+        text = f"must hold either mac or run, as in {{mac: aa:bb:cc:dd:ee:ff}}, not {show(value)}"
+        raise unfit(text, '{mac: "aa:bb:cc:dd:ee:ff"}')
+    wake: Wake = _WAKE.read(value)
+    return wake
+
+
+_MACHINE = kinds.record(
+    DeclaredMachine,
+    gpus=GPUS,
+    host_memory=HOST_MEMORY,
+    wake=ValueKind("{mac or run, timeout}", _read_wake, _WAKE.shape),
+)
 
 
 def _read_machine(name: str, about: Any) -> DeclaredMachine:
@@ -105,7 +160,7 @@ def _read_machine(name: str, about: Any) -> DeclaredMachine:
         raise ValueError("is anvil-mux's own machine: its gpus and host_memory go to the top level")
     _check_host(name)
     if about is not None and not isinstance(about, dict):
-        text = f"must hold gpus or host_memory, not {show(about)}"
+        text = f"must hold gpus, host_memory or wake, not {show(about)}"
         raise unfit(text, "{host_memory: 64GiB}")
     machine: DeclaredMachine = _MACHINE.read(about or {})
     return machine
@@ -114,9 +169,9 @@ def _read_machine(name: str, about: Any) -> DeclaredMachine:
 MACHINES = kinds.by_name(
     _read_machine,
     kinds.any_of(_MACHINE.shape, kinds.NOTHING),
-    "{host: {gpus, host_memory}}",
+    "{host: {gpus, host_memory, wake}}",
     "{a-host: {host_memory: 64GiB}}",
-)
+).then(lambda machines: (machines, {name: each.wake for name, each in machines.items() if each.wake}))
 
 
 # What a service asks for

@@ -711,11 +711,15 @@ def _read_url(value: Any) -> str:
     return str(value)
 
 
-_COMMAND = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
+COMMAND = ValueKind(
+    "[program, argument, ...]",
+    _read_command,
+    {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+)
 _HOOK = kinds.record(
     Hook,
     on=kinds.some_of(OCCASIONS, {}),
-    run=ValueKind("[program, argument, ...]", _read_command, _COMMAND),
+    run=COMMAND,
     url=ValueKind("http(s)://...", _read_url, kinds.text_shape("^https?://")),
     timeout=kinds.positive(SECONDS),
 )

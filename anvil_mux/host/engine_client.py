@@ -72,6 +72,8 @@ class Engine:
     """Routes that steer the engine itself, never forwarded; a trailing slash means everything below."""
     shown: tuple[str, ...] = ("/health", "/metrics", "/version", "/v1/models")
     """Routes that may be read below /upstream/, besides those of models."""
+    has_page: bool = False
+    """Whether it has a page for people at its root."""
     acts_of_page: tuple[tuple[str, str], ...] = ()
     """The methods and routes by which its own page does more than read, besides those of models."""
 

@@ -288,6 +288,7 @@ ENGINES: dict[str, Engine] = {
         idle_connections=2,  # it has at least two threads more than slots
         control=_routes("/models/load /models/unload /slots/ /lora-adapters"),
         shown=_routes("/health /metrics /v1/models /models"),
+        has_page=True,
         acts_of_page=(("POST", "/v1/streams/lookup"), ("DELETE", "/v1/stream")),
     ),
     "ollama": Engine(

@@ -227,6 +227,13 @@ class Overview:
             return []
         return [(name, coming_load(self._layout.of_model[name], model, self._clock.now()))]
 
+    def hosts_to_wake(self) -> list[str]:
+        """The hosts that are lost and can be woken, and for which requests wait."""
+        with self._lock:
+            now, layout = self._clock.now(), self._layout
+            lost = [each for each in layout.hosts.values() if each.is_lost and each.is_awaited(now)]
+            return [each.name for each in lost if layout.is_wanted(each.name)]
+
     def loading(self) -> list[str]:
         """The backends that are being loaded."""
         with self._lock:

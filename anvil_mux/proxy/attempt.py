@@ -11,9 +11,11 @@ ends the request: its client has left, or the engine has refused it.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 
 from anvil_mux.errors import (
     BackendError,
@@ -24,11 +26,10 @@ from anvil_mux.errors import (
     RefusedByEngine,
 )
 from anvil_mux.multiplexer.multiplexer import Lease
-from anvil_mux.protocol import api, completions, http1, naming
+from anvil_mux.protocol import api, completions, http1
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
-from anvil_mux.proxy import heads
-from anvil_mux.proxy.client import Spool
+from anvil_mux.proxy.engine_request import UPGRADE, json_body, request_body, request_head, translated_head
 from anvil_mux.proxy.exchange import (
     WHOLE,
     BrokenOff,
@@ -43,13 +44,11 @@ from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.question import (
     TRANSLATE,
     Question,
-    QuestionBody,
     StoredResponses,
     answer_id,
     has_answer_id,
 )
 from anvil_mux.proxy.reply import CAPTURED_BYTES, JSON, Reply
-from anvil_mux.proxy.rewriting import rewritten, with_system
 from anvil_mux.scheduler.slot import NO_USAGE, Crash, Ticket
 
 LACKING = (404, 405, 501)
@@ -58,13 +57,6 @@ COPIED_BYTES = 2 * CAPTURED_BYTES
 """Bytes that are copied of a stream that is captured: its framing is among them."""
 MESSAGES = "/v1/messages"
 """The route at which llama-server passes over fields that choose a LoRA adapter."""
-WITHOUT_ADAPTERS = frozenset(
-    (
-        *("/v1/embeddings", "/embedding", "/embed", "/v2/embed", "/encode", "/pooling", "/classify"),
-        *("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/score", "/v1/score"),
-    )
-)
-"""The routes at which it does not let a question choose one."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
 
@@ -131,7 +123,7 @@ class Attempt:
         drops_fields = route.path == MESSAGES and backend.adapts_by_field
         if not (route.translated and (lacks in lacking or drops_fields)):
             try:
-                return self._pass_on(self._body_as_known())
+                return self._pass_on(request_body(question, backend))
             except _Lacking:
                 self.exchange = Exchange(self._relay, self.lease, self.reply.client.socket, self._begins)
         assert isinstance(question.body, (bytes, bytearray))
@@ -159,7 +151,7 @@ class Attempt:
             permit.failed(f"it refuses {key} ({status})")
             raise BackendError(f"{name} refuses {key}.")
         if status == 429 or (status >= 500 and status not in LACKING):
-            pause = heads.pause_asked(response.fields, time.time())
+            pause = _pause_asked(response.fields, time.time())
             permit.failed(f"it answered {status}", pause=pause)
             if self.question.falls_back:
                 raise BackendError(f"{name} answered {status}.")
@@ -180,7 +172,7 @@ class Attempt:
         question, reply, exchange = self.question, self.reply, self.exchange
         method, route = question.context.request.method, question.context.route
         try:
-            response = self._ask(method, heads.request_head(question, self.lease), body)
+            response = self._ask(method, request_head(question, self.lease), body)
             if route.translated and response.status in LACKING:
                 raise _Lacking
             if route.beat == "responses" and response.status == 200:
@@ -188,7 +180,7 @@ class Attempt:
             if exchange.whole and reply.form != "event":
                 self.record.said = data = exchange.data
                 declared = None if response.body == "none" else len(data)
-                head = heads.response_head(reply, response, length=declared)
+                head = reply.answer_head(response, length=declared)
                 self._release(data)
                 reply.pass_on(response.status, head + data, "cut")
                 if reply.capture:
@@ -223,7 +215,7 @@ class Attempt:
         first = exchange.begin(chunked=chunked, copied=COPIED_BYTES if reply.capture else 0)
         reply.answered = bool(first)
         if not goes_on:
-            head = heads.response_head(reply, response, length=length, chunked=chunked)
+            head = reply.answer_head(response, length=length, chunked=chunked)
         if exchange.has_ended:
             self._release(exchange.passed.usage)
         if goes_on:
@@ -278,16 +270,16 @@ class Attempt:
         """The lease lasts as long as the websocket is open."""
         reply = self.reply
         with self.exchange as exchange:
-            head = heads.request_head(self.question, self.lease, heads.UPGRADE)
+            head = request_head(self.question, self.lease, UPGRADE)
             response = self._ask("GET", head, b"", upgrade=True)
             reply.keep, reply.answered = False, True
             if response.status != 101:
                 body = exchange.content(WHOLE)
-                head = heads.response_head(reply, response, length=len(body))
+                head = reply.answer_head(response, length=len(body))
                 self._release(body)
                 reply.pass_on(response.status, head + body, "cut")
                 return
-            reply.pass_on(101, heads.switched_head(reply, response) + exchange.data, "frame")
+            reply.pass_on(101, reply.switched_head(response) + exchange.data, "frame")
             ended, error = exchange.tunnel(reply.client.take_rest(), lambda: reply.context.may_go_on)
             self.record.sent += ended.passed
             if not ended.open:
@@ -309,9 +301,10 @@ class Attempt:
             reply.whole(200, [JSON], answer.whole(b"", time.time()))
             return
         model = question.target.model
-        body = self._rewritten(translation.body(question.known_as(lease.backend)), path)
+        translated = translation.body(question.known_as(lease.backend))
+        body = json_body(question, lease.backend, translated, path)
         with self.exchange as exchange:
-            response = self._ask("POST", heads.translated_head(question, lease, path), body)
+            response = self._ask("POST", translated_head(question, lease, path), body)
             if response.status >= 300:
                 raise _refusal(model, path, response.status, exchange.content(WHOLE))
             try:
@@ -355,13 +348,14 @@ class Attempt:
         assert isinstance(body, (bytes, bytearray))
         document = translation.question if translation else parse(body)
         model = question.target.model
-        own = self._rewritten(translation.body(model) if translation else body, question.path)
+        whole = translation.body(model) if translation else body
+        own = json_body(question, lease.backend, whole, question.path)
         assert isinstance(own, (bytes, bytearray))
         first = completions.for_prefill(
             document if own is body else parse(own), question.known_as(lease.backend)
         )
         with self.exchange as exchange:
-            response = exchange.ask("POST", heads.translated_head(question, lease, question.path), first)
+            response = exchange.ask("POST", translated_head(question, lease, question.path), first)
             content = exchange.content(question.context.access.config.max_body)
         lease.release(whole=True, usage=api.tokens_said(content)[1:])
         if response.status >= 300:
@@ -373,43 +367,6 @@ class Attempt:
         if translation:
             return replace(question, translation=replace(translation, question=document))
         return replace(question, body=written(document))
-
-    # The body that the engine gets
-
-    def _rewritten(self, body: QuestionBody, path: str) -> QuestionBody:
-        """A body of JSON as its service gets it at ``path``, under the preset that the question names."""
-        backend, preset = self.lease.backend, self.question.preset_at(self.lease.backend)
-        if preset and preset.is_adapter and not preset.served_model and path in WITHOUT_ADAPTERS:
-            model = self.question.target.model
-            text = f"the engine of {model} cannot apply the LoRA adapter {preset.name} at {path}"
-            raise BadRequest(text, status=501)
-        if not (preset or backend.is_rewriting) or isinstance(body, Spool):
-            return body
-        if preset is None:
-            return rewritten(body, backend.strip, dict(backend.set), dict(backend.default))
-        if preset.system:
-            body = with_system(body, path, preset.system)
-        changes = preset.over(backend.strip, backend.set, backend.default)
-        return rewritten(body, *changes) if any(changes) else body
-
-    def _body_as_known(self) -> RequestBody:
-        """The client's body as the service is to get it, with the name that it knows its model by."""
-        question = self.question
-        body, named, model_in = question.body, question.named, question.context.route.model_in
-        known_as = question.known_as(self.lease.backend)
-        if model_in in ("json", "path"):
-            body = self._rewritten(body, question.path)
-        if isinstance(body, Spool):
-            if (
-                question.span
-            ):  # also where it is the client's own name: another may have been put there before
-                body.replace(question.span, known_as.encode())
-            return body
-        if named == known_as or model_in == "upstream":
-            return body
-        if model_in == "multipart":
-            return (naming.model_replaced_in_query(body.decode("ascii"), known_as).encode("ascii"),)
-        return naming.model_replaced(body, known_as, question.span) if body else ()
 
 
 def _is_events(response: http1.Response) -> bool:
@@ -437,3 +394,14 @@ def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
         why = error["message"] if error else f"it has no {path}"
         return BadRequest(f"the engine of {model} cannot do this: {why}"[:MAX_QUOTED], status=501)
     return _engine_error(model, status, body)
+
+
+def _pause_asked(fields: Mapping[bytes, bytes], now: float) -> float | None:
+    """The seconds for which a server wants to be left alone, as its answer says; ``now``: Unix time."""
+    text = fields.get(b"retry-after", b"").decode("latin-1").strip()
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+        return float(text)
+    try:
+        return parsedate_to_datetime(text).timestamp() - now
+    except (ValueError, OverflowError):
+        return None

@@ -2,7 +2,7 @@
 
 The socket stays blocking. SO_RCVTIMEO bounds single calls without a system call for each of them; a body must
 keep a minimum rate, so that a client can not hold a thread by dripping bytes. One that takes nothing of what
-it is sent is left (``sockets.Stall``).
+it is sent is left (``connections.Stall``).
 
 A head is read without waiting for it (``receive``: the server knows when there is something to read), but for
 the moment in which a client that was just answered may ask again (``next_request``). What was read beyond it
@@ -26,8 +26,7 @@ from threading import Lock
 
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, DiskFull, Overloaded, TooLarge
 from anvil_mux.protocol import http1
-from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy.sockets import Stall, timeval
+from anvil_mux.proxy.connections import Stall, timeval
 
 READ = 16384
 """Room for a head and a small body; more costs an allocation that is thrown away each time."""
@@ -102,7 +101,7 @@ class Client:
         address: str,
         *,
         patience: float,
-        last_head: LastHead[http1.Request],
+        last_head: http1.LastHead[http1.Request],
         memory: BodyMemory,
         tls: SSLContext | None,
         at_pages: bool = False,

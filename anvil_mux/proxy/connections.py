@@ -1,18 +1,29 @@
-"""Connections to engines: made, kept while they idle, lent to one exchange at a time.
+"""Connections as the kernel has them: those to engines, made and kept, and those of clients, looked at; TLS.
 
-A pooled connection may have been closed while it was idle, or its engine may have answered twice: each is
-looked at before it is used again. One that takes long to be made is waited for like an answer, since a queue
-of connections that is full belongs to an engine that is busy. Those to servers elsewhere are made to each of
-the server's addresses in turn, and encrypted where its URL says so: TLS is verified.
+A connection to an engine is kept while it idles and lent to one exchange at a time. It may have been closed
+meanwhile, or its engine may have answered twice: each is looked at before it is used again. One that takes
+long to be made is waited for like an answer, since a queue of connections that is full belongs to an engine
+that is busy. Those to servers elsewhere are made to each of the server's addresses in turn, and encrypted
+where its URL says so: TLS is verified.
+
+All work is done on plain sockets (the pump reads and writes without blocking, a look at a client is a peek),
+which an encrypted socket cannot do. So a connection with TLS is one end of a pair of local sockets, and a
+thread of its own moves bytes between the other end and the peer: a client, or a server elsewhere. It costs a
+thread and a copy, paid only where TLS is asked for; many clients are better served by a proxy in front.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import select
+import ssl
+import termios
+import threading
 import time
 from collections.abc import Callable, Hashable
-from errno import EALREADY, EINPROGRESS, EINTR
+from contextlib import suppress
 from functools import lru_cache
 from socket import (
     AF_INET,
@@ -20,7 +31,9 @@ from socket import (
     IPPROTO_TCP,
     MSG_DONTWAIT,
     MSG_PEEK,
+    SHUT_WR,
     SO_ERROR,
+    SO_LINGER,
     SO_RCVTIMEO,
     SO_SNDTIMEO,
     SOCK_STREAM,
@@ -30,16 +43,18 @@ from socket import (
     TCP_NODELAY,
     getaddrinfo,
     socket,
+    socketpair,
 )
-from ssl import SSLContext
+from struct import pack, unpack
+from typing import Any, TypeVar
 
+from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import site
+from anvil_mux.errors import ClientGone
 from anvil_mux.host.engines import idle_connections
 from anvil_mux.host.hosts import trust
 from anvil_mux.protocol import http1
-from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy.sockets import begun, timeval
 
 Address = tuple[str, int]
 
@@ -47,7 +62,7 @@ CONNECT_SECONDS = 5.0
 """Seconds until a connection that is not made is begun anew: the kernel asks ever more seldom."""
 ELSEWHERE_SECONDS = 10.0
 """Seconds for which the addresses of a server elsewhere are tried, all together."""
-STILL_CONNECTING = (EINPROGRESS, EALREADY, EINTR)
+STILL_CONNECTING = (errno.EINPROGRESS, errno.EALREADY, errno.EINTR)
 LOOK_SECONDS = 0.25
 """How often a thread that waits for an engine looks at its client and its lease."""
 IDLE_SECONDS = 4.0
@@ -58,19 +73,45 @@ ESTABLISHED, NOTHING_UNREAD = b"\1", bytes(4)
 """The kernel's words for a connection that is open, and for one on which nothing has come."""
 SPARED = 2
 """Idle connections that are left to an engine while requests wait there that they could not carry."""
+READ = 65536
+HANDSHAKE_SECONDS = 10.0
+LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+_T = TypeVar("_T")
 
 
-class Upstream:
-    """A connection to an engine. Used by one thread at a time."""
+# To engines
 
-    __slots__ = ("answered", "idle_since", "last_head", "socket")
 
-    def __init__(self, connection: socket) -> None:
-        self.socket = connection
-        self.answered = False
-        """Whether it has carried a request."""
-        self.last_head: LastHead[http1.Response] = LastHead()
-        self.idle_since = 0.0
+class Pool:
+    """The connections to all engines. Any thread.
+
+    They belong to a run of their engine: whoever listens at its address later is another.
+    """
+
+    def __init__(self) -> None:
+        self._of_run: dict[Hashable, Connections] = {}
+
+    def of(self, run: Hashable, backend: Backend) -> Connections:
+        found = self._of_run.get(run)
+        if found is None:
+            found = self._of_run.setdefault(run, Connections(idle_connections(backend)))
+        return found
+
+    def end(self, run: Hashable) -> None:
+        """The engine is to go: nobody needs a connection to this run any more."""
+        if connections := self._of_run.pop(run, None):
+            connections.end()
+
+    def sweep(self) -> None:
+        """Called now and then, so that a quiet mux holds no connections."""
+        for run, connections in list(self._of_run.items()):
+            if connections.sweep():
+                self.end(run)
+
+    def close(self) -> None:
+        for connections in list(self._of_run.values()):
+            connections.end()
 
 
 class Connections:
@@ -153,35 +194,17 @@ class Connections:
         self.close()
 
 
-class Pool:
-    """The connections to all engines. Any thread.
+class Upstream:
+    """A connection to an engine. Used by one thread at a time."""
 
-    They belong to a run of their engine: whoever listens at its address later is another.
-    """
+    __slots__ = ("answered", "idle_since", "last_head", "socket")
 
-    def __init__(self) -> None:
-        self._of_run: dict[Hashable, Connections] = {}
-
-    def of(self, run: Hashable, backend: Backend) -> Connections:
-        found = self._of_run.get(run)
-        if found is None:
-            found = self._of_run.setdefault(run, Connections(idle_connections(backend)))
-        return found
-
-    def end(self, run: Hashable) -> None:
-        """The engine is to go: nobody needs a connection to this run any more."""
-        if connections := self._of_run.pop(run, None):
-            connections.end()
-
-    def sweep(self) -> None:
-        """Called now and then, so that a quiet mux holds no connections."""
-        for run, connections in list(self._of_run.items()):
-            if connections.sweep():
-                self.end(run)
-
-    def close(self) -> None:
-        for connections in list(self._of_run.values()):
-            connections.end()
+    def __init__(self, connection: socket) -> None:
+        self.socket = connection
+        self.answered = False
+        """Whether it has carried a request."""
+        self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
+        self.idle_since = 0.0
 
 
 def _is_quiet(connection: socket) -> bool:
@@ -205,6 +228,11 @@ def _is_quiet(connection: socket) -> bool:
     except OSError:
         pass
     return False  # its end, or bytes that nobody asked for
+
+
+def timeval(seconds: float) -> bytes:
+    """Pack ``seconds`` as SO_RCVTIMEO and SO_SNDTIMEO take it."""
+    return pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def connect(address: Address, look: Callable[[], object] = lambda: None) -> socket:
@@ -260,7 +288,7 @@ def _looking(connection: socket) -> socket:
     return connection
 
 
-# Servers elsewhere
+# To servers elsewhere
 
 
 def connect_elsewhere(backend: Backend, look: Callable[[], object], patience: float) -> socket:
@@ -299,11 +327,190 @@ def _reached(address: tuple[str, int], look: Callable[[], object]) -> socket:
     raise last
 
 
-def _trust(ca_file: str) -> SSLContext:
+def _trust(ca_file: str) -> ssl.SSLContext:
     """The certificates that servers are trusted by; a file is read again when it has changed."""
     return _read_trust(ca_file, os.stat(ca_file).st_mtime_ns if ca_file else 0)
 
 
 @lru_cache(8)
-def _read_trust(ca_file: str, changed: int) -> SSLContext:
+def _read_trust(ca_file: str, changed: int) -> ssl.SSLContext:
     return trust(ca_file)
+
+
+# To clients
+
+
+def has_left(client: socket) -> bool:
+    """Whether the other end of ``client`` has closed it, whatever it sent before that was not read."""
+    poll = select.poll()
+    poll.register(client, LEFT)
+    return bool(poll.poll(0))
+
+
+class Stall:
+    """How long a client has taken none of the bytes that wait for it: one rule for all who send to clients.
+
+    Begun anew whenever a byte could be sent. What the client takes of the bytes that were sent before counts
+    too: on a slow connection there is room for more long after the first of them was taken. While nothing
+    waits for the client nobody asks, so an engine may be as slow as it is.
+    """
+
+    __slots__ = ("_client", "_left", "_since")
+
+    def __init__(self, client: socket, now: float) -> None:
+        self._client = client
+        self._left = _untaken(client)
+        self._since = now
+
+    def seconds(self, now: float) -> float:
+        left = _untaken(self._client)
+        if left != self._left:
+            self._left, self._since = left, now
+        return now - self._since
+
+
+def _untaken(client: socket) -> int:
+    """The bytes that were sent and have not arrived."""
+    try:
+        return int(unpack("i", fcntl.ioctl(client, termios.TIOCOUTQ, bytes(4)))[0])
+    except OSError:
+        return 0
+
+
+# TLS
+
+
+def build_context(cert: str, key: str) -> ssl.SSLContext:
+    """TLS 1.2 and later, with HTTP/1.1 alone; OSError if the files do not serve."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.minimum_version = ssl.TLSVersion.TLSv1_2
+    tls.load_cert_chain(cert, key)
+    tls.set_alpn_protocols(["http/1.1"])
+    return tls
+
+
+def accepted(connection: socket, context: ssl.SSLContext, patience: float) -> socket:
+    """The plain end of a client's connection; ClientGone if it does not begin TLS.
+
+    Closing it ends the connection, which is handed over.
+    """
+    connection.settimeout(HANDSHAKE_SECONDS)
+    try:
+        return Plain(context.wrap_socket(connection, server_side=True), patience).socket
+    except OSError as error:
+        raise ClientGone(f"The client did not begin TLS: {error}.") from None
+
+
+def begun(connection: socket, context: ssl.SSLContext, name: str, patience: float) -> socket:
+    """The plain end of a connection to a server of that name, which proves it; OSError if it does not.
+
+    Closing it ends the connection, which is handed over. Reading it ends by a reset where TLS was not ended:
+    anybody on the way can end the connection without that.
+    """
+    connection.settimeout(HANDSHAKE_SECONDS)
+    secure = context.wrap_socket(connection, server_hostname=name, suppress_ragged_eofs=False)
+    return Plain(secure, patience).socket
+
+
+class PlainEnd(socket):
+    """A plain end, whose SO_LINGER is that of the connection to the peer."""
+
+    secure: ssl.SSLSocket
+    is_cut = False
+    """Whether the connection to the peer ended in another way than TLS ends: reading it is no clean end."""
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data = super().recv(size, flags)
+        if not data and self.is_cut:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return data
+
+    def setsockopt(self, level: int, name: int, *value: Any) -> None:
+        if name != SO_LINGER:
+            super().setsockopt(level, name, *value)
+            return
+        with suppress(OSError):  # the peer is gone
+            self.secure.setsockopt(level, name, *value)
+
+
+class Plain:
+    """The plain end of an encrypted connection; closing it closes both.
+
+    To a peer the end of TLS (close_notify) is a whole answer's, so there is none where the connection is to
+    end by a reset.
+
+    ``patience``: seconds after which a peer that takes nothing is left; more than whoever sends to the
+    plain end gives it, since that knows what was sent.
+    """
+
+    def __init__(self, secure: ssl.SSLSocket, patience: float) -> None:
+        self._patience = patience
+        self._secure = secure
+        plain, self._inner = socketpair()
+        self.socket = PlainEnd(fileno=plain.detach())
+        self.socket.secure = secure
+        self._secure.setblocking(False)
+        self._inner.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="tls", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            for end in (self.socket, self._inner, secure):
+                end.close()
+            raise OSError(str(error)) from None
+
+    def _run(self) -> None:
+        with self._inner, self._secure:
+            try:
+                self._move()
+                if not self._secure.getsockopt(SOL_SOCKET, SO_LINGER):
+                    self._secure.unwrap()
+            except OSError:  # also what ssl raises
+                self.socket.is_cut = True  # before its other end is closed
+
+    def _move(self) -> None:
+        """Move bytes until the plain end is closed; OSError when the peer is gone."""
+        secure, inner = self._secure, self._inner
+        up = down = b""
+        ended = False
+        while True:
+            moved, secure_wants, inner_wants = False, 0, 0
+            if not up and not ended:
+                came, secure_wants = _attempt(lambda: secure.recv(READ), select.POLLIN)
+                moved, ended, up = came is not None, came == b"", came or b""
+                if ended:
+                    inner.shutdown(SHUT_WR)
+            if up:
+                sent, inner_wants = _attempt(lambda: inner.send(up), select.POLLOUT)  # noqa: B023
+                moved, up = moved or bool(sent), up[sent or 0 :]
+            if not down:
+                came, wants = _attempt(lambda: inner.recv(READ), select.POLLIN)
+                if came == b"":
+                    return
+                moved, down, inner_wants = moved or bool(came), came or b"", inner_wants | wants
+            if down:
+                sent, wants = _attempt(lambda: secure.send(down), select.POLLOUT)  # noqa: B023
+                moved, down, secure_wants = moved or bool(sent), down[sent or 0 :], secure_wants | wants
+            if not moved:
+                self._wait(secure_wants, inner_wants, stalled=bool(down))
+
+    def _wait(self, secure_wants: int, inner_wants: int, *, stalled: bool) -> None:
+        """Wait for either end. ``stalled``: the peer has not taken what it was sent."""
+        poll = select.poll()
+        for end, wants in ((self._secure, secure_wants), (self._inner, inner_wants)):
+            if wants:
+                poll.register(end, wants)
+        if not poll.poll(min(self._patience * 1000, LONGEST_POLL)) and stalled:
+            raise TimeoutError
+
+
+def _attempt(act: Callable[[], _T], blocked: int) -> tuple[_T | None, int]:
+    """Return what ``act`` gave; or None, and the event to wait for."""
+    try:
+        return act(), 0
+    except ssl.SSLWantReadError:
+        return None, select.POLLIN
+    except ssl.SSLWantWriteError:
+        return None, select.POLLOUT
+    except BlockingIOError:
+        return None, blocked

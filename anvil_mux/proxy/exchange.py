@@ -36,11 +36,17 @@ from anvil_mux.errors import (
 from anvil_mux.host.hosts import why_unreachable
 from anvil_mux.multiplexer.multiplexer import Lease
 from anvil_mux.protocol import http1
-from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.client import Spool
-from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect, connect_elsewhere
+from anvil_mux.proxy.connections import (
+    LOOK_SECONDS,
+    Address,
+    Pool,
+    Upstream,
+    connect,
+    connect_elsewhere,
+    has_left,
+)
 from anvil_mux.proxy.pump import AnswerBody, Copied, End, Passed, Pump, PumpedStream, body_of
-from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
 Pieces = Iterable[bytes | bytearray | memoryview]
@@ -343,7 +349,7 @@ class Exchange:
     # The answer
 
     def _read_head(
-        self, last_head: LastHead[http1.Response], method: str, data: bytes, upgrade: bool
+        self, last_head: http1.LastHead[http1.Response], method: str, data: bytes, upgrade: bool
     ) -> http1.Response:
         while True:
             while (end := http1.response_head_end(data)) is None:

@@ -183,7 +183,8 @@ def _rights(context: RequestContext) -> Picture:
     if key is None:
         return {}
     models = None if key.models is None else context.access.usable(key)
-    return {"key": {"name": key.name, "admin": key.admin, "models": models}}
+    pages = context.access.config.pages_port is not None
+    return {"key": {"name": key.name, "admin": key.admin, "models": models, "pages": pages}}
 
 
 def _message(kind: str, data: Picture) -> bytes:

@@ -37,7 +37,7 @@ from socket import MSG_DONTWAIT, socket
 from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BackendError
 from anvil_mux.protocol import http1
-from anvil_mux.proxy.sockets import Stall
+from anvil_mux.proxy.connections import Stall
 
 READ = 16384
 """Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""

@@ -4,6 +4,11 @@
 body. Neither is ever altered. Where the model's name stands is the route's to say
 (``api.Route.model_in``).
 
+A name that stands for several models (``any_of``) may choose among them by what a request contains: images,
+audio, tools, length (``Contents``). A request is read for them only if the name's rules have conditions. Then
+its body is read once more, by the parser and within the limits of all bodies; what a client of Ollama asks is
+there already, in OpenAI's words.
+
 Engines keep their answers to /v1/responses, each for itself, so that a client can go on from one
 (``previous_response_id``), fetch it again or delete it. So a request that refers to an answer is for the
 backend that gave it, which ``StoredResponses`` remembers. An engine that was evicted since has lost the
@@ -14,14 +19,15 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
-from anvil_mux.config.values import Preset, Rule, names_in
+from anvil_mux.config.values import Preset, Rule, When, names_in
 from anvil_mux.errors import BadRequest, Forbidden, Moved, MuxError, NotFound, UnknownModel
 from anvil_mux.host.engines import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -29,7 +35,7 @@ from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy.access import Access, FallbackChain, Named, RequestContext, is_opened
 from anvil_mux.proxy.client import Client, Spool
-from anvil_mux.proxy.contents import Contents, chosen_by, first_fit, in_form, in_json
+from anvil_mux.routing import prefix
 
 SESSIONS = "/v1/realtime/"
 """How the paths begin at which a session is described, which may name a model within."""
@@ -41,6 +47,17 @@ TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
 MOST_ANSWERS = 10_000
 """The most answers that are remembered, the newest."""
+
+IMAGES = frozenset(
+    ("image", "image_url", "input_image", "computer_screenshot", "video", "video_url", "multimodal_data")
+)
+"""The types, or keys, of parts that a model must be able to see."""
+AUDIO = frozenset(("audio", "audio_url", "input_audio"))
+"""The types, or keys, of parts that it must be able to hear."""
+_NO_TEXT = IMAGES | AUDIO | {"base64", "file_data"}
+"""The types, or keys, of what is no text, however long."""
+_CONVERSATION = ("system", "messages", "input", "prompt")
+"""The fields of bodies, of all APIs, in which such parts may stand."""
 
 _ANSWER_ID = re.compile(rb'(?<!\\)"id" ?: ?"(resp_[A-Za-z0-9_-]{1,250})"')
 _PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(resp_[A-Za-z0-9_-]{1,250})"')
@@ -268,17 +285,6 @@ def _never_swaps(request: http1.Request) -> bool:
     if value not in (b"never", b"allowed"):
         raise BadRequest("X-Anvil-Swap must be never or allowed", param="X-Anvil-Swap")
     return value == b"never"
-
-
-def _contents(question: Question) -> Contents:
-    route, body = question.context.route, question.body
-    if question.translation:
-        return in_json(question.translation.question)
-    if route.model_in == "multipart":
-        return in_form(route)
-    if isinstance(body, Spool) or route.model_in not in ("json", "path"):
-        return Contents()
-    return in_json(parse(body))
 
 
 def resolve(context: RequestContext, named: str | None) -> str:
@@ -517,6 +523,112 @@ def _no_upstream(context: RequestContext) -> UnknownModel | NotFound:
             unknown = None
             break
     return unknown or NotFound(f"{context.request.path} names no model and path: /upstream/MODEL/PATH.")
+
+
+# Its contents
+
+
+class Contents(NamedTuple):
+    """The contents of one request; its fields are what the conditions of rules are about.
+
+    APIs differ in where a part of a message stands and in what it is called. So any object in a conversation,
+    or in what a tool gave back, counts by its ``type`` and by its keys.
+    """
+
+    images: bool = False
+    audio: bool = False
+    tools: bool = False
+    tokens: int = 0
+    """The tokens of its prompt, about."""
+
+
+def _contents(question: Question) -> Contents:
+    route, body = question.context.route, question.body
+    if question.translation:
+        return json_contents(question.translation.question)
+    if route.model_in == "multipart":
+        return form_contents(route)
+    if isinstance(body, Spool) or route.model_in not in ("json", "path"):
+        return Contents()
+    return json_contents(parse(body))
+
+
+def json_contents(body: Mapping[str, Any]) -> Contents:
+    """The contents of a JSON body."""
+    kinds = frozenset(kind for part in _parts(body) for kind in _kinds(part))
+    return Contents(
+        images=not IMAGES.isdisjoint(kinds),
+        audio=not AUDIO.isdisjoint(kinds),
+        tools=bool(body.get("tools") or body.get("functions")),
+        tokens=_tokens(body),
+    )
+
+
+def form_contents(route: api.Route) -> Contents:
+    """The contents of a form, by where it is sent: its file is an image to change, or sound to write down."""
+    return Contents(images="/images/" in route.path, audio="/audio/" in route.path)
+
+
+def chosen_by(rules: Sequence[Rule], contents: Contents) -> Rule:
+    """The rule that chooses for a request; BadRequest if none does."""
+    rule = first_fit(rules, contents)
+    if rule is None:
+        needed = "; or ".join(rule.conditions for rule in rules)
+        raise BadRequest(f"no model of this name takes such a request: it would need {needed}", param="model")
+    return rule
+
+
+def first_fit(rules: Sequence[Rule], contents: Contents) -> Rule | None:
+    """The first rule whose conditions all hold."""
+    return next((rule for rule in rules if _hold(rule.when, contents)), None)
+
+
+def _hold(when: When, contents: Contents) -> bool:
+    return all(
+        contents.tokens > wanted if name == "tokens_over" else getattr(contents, name) == wanted
+        for name, wanted in when
+    )
+
+
+def _parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The objects in a conversation: messages, the parts of their content, and of what tools gave back."""
+    left: list[Any] = [body.get(field) for field in _CONVERSATION]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        elif isinstance(each, dict):
+            yield each
+            left += each.get("content"), each.get("output")
+
+
+def _tokens(body: Mapping[str, Any]) -> int:
+    """The tokens of a prompt, about: nobody knows without the tokenizer of the model that is still to be
+    chosen.
+
+    Its bytes are taken for tokens as routing does at first, and each value has one more for what stands
+    around it. Images, audio and files have no more than that.
+    """
+    size, values = 0, 0
+    left: list[Any] = [body[part] for part in prefix.PARTS if part in body]
+    while left:
+        each = left.pop()
+        values += 1
+        if isinstance(each, str):
+            size += len(each.encode("utf-8", "surrogatepass"))
+        elif isinstance(each, list):
+            left += each
+        elif isinstance(each, dict) and _NO_TEXT.isdisjoint(_kinds(each)):
+            size += sum(map(len, each))
+            left += each.values()
+    return round(size / prefix.BYTES_PER_TOKEN) + values
+
+
+def _kinds(part: Mapping[str, Any]) -> Iterator[str]:
+    """The words that say what a part is: some clients leave out its type, where a key says as much."""
+    yield from [key for key, value in part.items() if value]
+    if isinstance(kind := part.get("type"), str):
+        yield kind
 
 
 # Answers that engines keep

@@ -24,8 +24,8 @@ from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.client import Client, Spool
+from anvil_mux.proxy.connections import has_left
 from anvil_mux.proxy.question import QuestionBody
-from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import BROKEN, RESTARTED, good_bye
 from anvil_mux.telemetry.accesslog import Served
 
@@ -120,6 +120,22 @@ class Reply:
         if context.reader:
             headers += [(b"Access-Control-Allow-Origin", context.reader), *READABLE]
         return headers
+
+    def answer_head(
+        self, response: http1.Response, *, length: int | None = None, chunked: bool = False
+    ) -> bytes:
+        """The head of an engine's answer, as the client gets it."""
+        own = self.own_headers
+        if b"date" not in response.fields:
+            own.append(date())
+        return http1.forward_response_head(
+            response, length=length, chunked=chunked, connection=self.connection, extra=own
+        )
+
+    def switched_head(self, response: http1.Response) -> bytes:
+        """The head after which a websocket is open."""
+        extra = [(b"Upgrade", b"websocket"), *self.own_headers]
+        return http1.forward_response_head(response, connection=b"Upgrade", extra=extra)
 
     # Answers
 

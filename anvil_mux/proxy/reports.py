@@ -27,9 +27,8 @@ from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard, together
 from anvil_mux.protocol.completions import finite, parse
 from anvil_mux.proxy.access import RequestContext
-from anvil_mux.proxy.contents import Contents, chosen_by, first_fit
 from anvil_mux.proxy.operations import OF_ONE, Reloads
-from anvil_mux.proxy.question import read_json
+from anvil_mux.proxy.question import Contents, chosen_by, first_fit, read_json
 from anvil_mux.proxy.reply import JSON, TEXT, Capture, Reply
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.status import ModelState

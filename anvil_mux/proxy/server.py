@@ -42,12 +42,11 @@ from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, Overloaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
-from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy import client as limits
 from anvil_mux.proxy.client import BodyMemory, Client
+from anvil_mux.proxy.connections import accepted
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.reply import JSON, date
-from anvil_mux.proxy.sockets import accepted
 
 STACK_BYTES = 512 * 1024
 """The stack of a thread that serves requests; thousands of them must fit."""
@@ -127,7 +126,7 @@ class Server:
         """Connections within a request. Many threads change such sets, in single atomic operations."""
         self._mux = mux
         self._threads = Threads()
-        self._last_head: LastHead[http1.Request] = LastHead()
+        self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
         """The one of the connection that ended last."""
         self._epoll = select.epoll()
         self._idle: dict[int, Client] = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from socket import MSG_DONTWAIT, socket
 from typing import Literal
 
-from anvil_mux.proxy.sockets import LEFT, Stall
+from anvil_mux.proxy.connections import LEFT, Stall
 
 READ = 65536
 LOOK_SECONDS = 0.25

@@ -342,7 +342,7 @@ def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     slots = [
         slot
         for slot in state.own(model)
-        if slot.host.is_awaited
+        if slot.host.is_awaited(now)
         and not slot.host.is_away
         and (slot.state != "evicting" or _leaves_for_somebody(state, slot))
     ]
@@ -351,6 +351,8 @@ def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     if all_obstacles(state, slots, now) is not None:
         return math.inf
     before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
+    if state.host.is_lost:
+        before += state.host.wake_timeout or 0.0
     return before + swap_seconds(state, model, now)
 
 
@@ -379,7 +381,7 @@ def _leaves_for_somebody(state: GroupState, slot: Slot) -> bool:
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long it will take to have ``model`` here, drain included, as far as is known."""
-    slots = [slot for slot in state.own(model) if slot.host.is_awaited]
+    slots = [slot for slot in state.own(model) if slot.host.is_awaited(now)]
     loadable = [] if model.ready else [slot for slot in slots if slot.is_loadable(now)]
     if found := choose(state, loadable, state.busy_gpus(), now, frozenset()):
         target, leaving = found
@@ -587,8 +589,8 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     away: dict[HostRecord, None] = {}
     for each in state.groups_of(model):
         own = each.own(model)
-        able = [slot for slot in own if slot.host.is_awaited]
-        away.update({slot.host: None for slot in own if not slot.host.is_awaited})
+        able = [slot for slot in own if slot.host.is_awaited(now)]
+        away.update({slot.host: None for slot in own if not slot.host.is_awaited(now)})
         if not able:
             continue
         error = all_obstacles(each, able, now)
@@ -607,7 +609,10 @@ def unavailable(model: str, hosts: Sequence[HostRecord], now: float) -> MuxError
 
 def _why_away(host: HostRecord, now: float) -> str:
     name = host.name or LOCAL
-    return f"{name} has been lost for {now - host.since:.0f} s" if host.is_lost else f"{name} is drained"
+    if not host.is_lost:
+        return f"{name} is drained"
+    unwoken = f", and did not wake: {host.wake_error}" if host.wake_error else ""
+    return f"{name} has been lost for {now - host.since:.0f} s{unwoken}"
 
 
 def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxError | None:
@@ -662,7 +667,7 @@ def lack_of_memory(state: GroupState, model: Model, busy: set[str], now: float) 
     may_go = ("ready", "draining", "evicting")
     others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
     first: MuxError | None = None
-    for slot in [slot for slot in state.own(model) if slot.host.is_awaited and slot.state != "stuck"]:
+    for slot in [slot for slot in state.own(model) if slot.host.is_awaited(now) and slot.state != "stuck"]:
         if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
             return None  # its turn comes
         error = _lack_of(state, slot, others, now)

@@ -123,6 +123,14 @@ class Layout(Common):
         """Whether a backend that goes to another host has left the one that it was on: ``regroup``."""
         return any(self.of_backend[name].slots[name].is_left for name in self.moving)
 
+    def is_wanted(self, host: str) -> bool:
+        """Whether a queue stands on a host."""
+        return any(
+            model.queue.tickets and model.queues_in(group.name)
+            for group in self.on_host(host)
+            for model in group.models.values()
+        )
+
     def on_host(self, host: str) -> list[GpuGroup]:
         """The groups of a host, by name."""
         return self._on_host.get(host, [])
@@ -147,6 +155,8 @@ class Layout(Common):
                 self.hosts[host] = HostRecord(host, pause=self.pause)
                 self.memories[host] = HostMemory(None, self.footprints)
             self.memories[host].budget = config.memory_of(host)
+            wake = config.wakes.get(host)
+            self.hosts[host].wake_timeout = wake.timeout if wake else None
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         for group in self.groups:
             for slot in group.slots.values():

@@ -49,6 +49,8 @@ from anvil_mux.scheduler.slot import (
 )
 from anvil_mux.scheduler.state import could_spill, with_room
 
+UNWOKEN_SECONDS = 60.0
+"""How long nobody wakes a host that did not wake."""
 AFTER_MISTAKE_SECONDS = 1.0
 """When a GPU group is asked again in which something went wrong."""
 
@@ -321,10 +323,23 @@ class Scheduler:
         groups = self.layout.on_host(host)
         held = [(group, group.host_freed(now)) for group in groups]
         record.is_lost, record.is_gone = False, False
+        record.no_wake_until, record.wake_error = -FOREVER, ""
         self._host_is("host_back", host, now)
         for group, slots in held:
             self._forget_steps([slot.name for slot in slots])
             group.host_back(now, found, slots)
+        return self._settle(groups, now)
+
+    def host_unwoken(self, host: str, now: float, why: str) -> Effects:
+        """A lost host did not wake: the requests that wait for it fail, and nobody wakes it for a while."""
+        record = self.layout.hosts.get(host)
+        if record is None or not record.is_lost:
+            return NOTHING
+        record.no_wake_until, record.wake_error = now + UNWOKEN_SECONDS, why
+        groups = self.layout.on_host(host)
+        for group in groups:
+            group.changed()
+            group.fail_refused(now)
         return self._settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:

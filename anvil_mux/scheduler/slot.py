@@ -159,6 +159,11 @@ class HostRecord:
     """Whether it cannot be steered for now: nothing is begun there, and what runs goes on."""
     is_drained: bool = False
     """Whether it was drained by hand: nothing stays or is loaded there."""
+    wake_timeout: float | None = None
+    """Seconds that it may take to wake if it is lost; None: nobody can wake it."""
+    no_wake_until: float = -math.inf
+    """When it may be woken again, after that has failed."""
+    wake_error: str = ""
     pause: Pause = field(default_factory=Pause)
     """The pause of all hosts."""
 
@@ -172,10 +177,15 @@ class HostRecord:
         """Whether anything may be loaded there."""
         return not (self.is_lost or self.is_drained or self.pause.is_on)
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether requests may wait for a load there: it takes loads, or will when the pause is over."""
-        return not (self.is_lost or self.is_drained or self.pause.refuses)
+    def is_awaited(self, now: float) -> bool:
+        """Whether requests may wait for a load there: it takes loads, or will when the pause is over or it is
+        awake.
+        """
+        return not (self.is_drained or self.pause.refuses) and (not self.is_lost or self.may_wake(now))
+
+    def may_wake(self, now: float) -> bool:
+        """Whether it can be woken if it is lost, as far as is known."""
+        return self.wake_timeout is not None and now >= self.no_wake_until
 
     @property
     def is_cut_off(self) -> bool:

@@ -87,6 +87,9 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
         return WaitEstimate(model.name, "refused", None, None, found.refusal.message)
     if state.host.pause.is_on:
         return _paused(state.host.pause, model.name, now)
+    if state.host.is_lost:
+        asleep = f"its host {state.host.name} is not there, and is woken for it"
+        return _waits(model.name, f"{asleep}; that may take {span(state.host.wake_timeout or 0.0)}")
     if found.target and found.state:
         if found.decision:
             return _planned(found.state, model.name, found, now)

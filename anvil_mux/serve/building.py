@@ -32,8 +32,7 @@ from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.exchange import Relay
-from anvil_mux.proxy.handler import Handler
-from anvil_mux.proxy.local import Local
+from anvil_mux.proxy.handler import Handler, Local
 from anvil_mux.proxy.operations import Reloads
 from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
@@ -91,7 +90,7 @@ class Parts:
         self.pin = partial(run_on, cpus)
         """Moves the calling thread to where requests are served."""
         local = LocalHost(HostConfig.of(config), opened.lock)
-        self.config = complete(config, local)
+        self.config = complete(config, local, in_cluster=opened.cluster is not None)
         """The configuration that is in effect."""
         self._warn(self.config, config)
         self.missing_rights: list[str] = []
@@ -258,7 +257,8 @@ class Parts:
         One at a time, in the thread that asks.
         """
         self.adoption.is_over.wait()  # else engines of before would be taken for those of the new description
-        read, before = complete(config, self.hosts.local), self.config
+        in_cluster = self.hosts.cluster is not None
+        read, before = complete(config, self.hosts.local, in_cluster=in_cluster), self.config
         config, change = within(before, read), compare(before, read)
         keys, tls = checked(config, insecure=self.options.insecure)
         self.hosts.take(config)
@@ -353,8 +353,13 @@ class Parts:
 # What this machine says
 
 
-def complete(config: Config, host: LocalHost) -> Config:
-    """Complete the configuration by what the machine says, and by the files that are read here."""
+def complete(config: Config, host: LocalHost, *, in_cluster: bool) -> Config:
+    """Complete the configuration by what the machine says, and by the files that are read here.
+
+    Not ``in_cluster``: no other host can be reached, so it is in vain to wake one.
+    """
+    if not in_cluster:
+        config = replace(config, wakes={})
     config = bounded(replace(config, said=digests(config)), host.own_memory())
     memory = host.inventory().memory
     if config.host_memory is not None or memory is None:

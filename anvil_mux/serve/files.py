@@ -37,8 +37,8 @@ from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import CardRead
+from anvil_mux.proxy.connections import build_context
 from anvil_mux.proxy.operations import KeptPause
-from anvil_mux.proxy.sockets import build_context
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
 from anvil_mux.state import once, state_folder, write_whole

@@ -21,6 +21,7 @@ from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.cluster.frames import Node
 from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.machines import Wake
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host.hosts import AnyHost, Hosts
 from anvil_mux.host.local import LocalHost
@@ -67,6 +68,11 @@ class ConfiguredHosts(Hosts):
     def nodes(self) -> Mapping[str, Node]:
         """The hosts that are in the cluster, and may be used."""
         return self.cluster.nodes if self.cluster else {}
+
+    @property
+    def wakes(self) -> Mapping[str, Wake]:
+        """How hosts are woken that may sleep."""
+        return self._config.wakes
 
     def _add(self, config: Config) -> None:
         """Have the hosts that are named, and those that are there."""

@@ -52,6 +52,7 @@ from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.waits import LogProgress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, take_stock
+from anvil_mux.serve.waking import Waker, broadcast
 
 NEWS_SECONDS = 30.0
 """How long the own host is asked to wait for news."""
@@ -110,6 +111,7 @@ class HostWatches:
         """The watches of hosts of the cluster that were ever there."""
         if self._cluster:
             self.by_host = {name: watch(self._cluster.host(name), is_lost=False) for name in hosts.nodes}
+        self._waker = Waker(mux, clock, say, broadcast)
         self._own_worker = Worker("news", self._news.read)
         self._membership = Worker("cluster", self._look, first=LOOK_SECONDS)
 
@@ -149,8 +151,9 @@ class HostWatches:
     # Which hosts there are
 
     def _look(self) -> float:
-        """Look which hosts there are."""
+        """Look which hosts there are, and wake those for which requests wait."""
         assert self._cluster
+        self._waker.look(self._hosts.wakes)
         try:
             is_changed = self._cluster.refresh()
         except AgentSilent as error:
@@ -231,6 +234,8 @@ class HostWatches:
 
     def _state(self, name: str, problem: str) -> dict[str, str]:
         """Return the state of a host of the cluster, and why it is not here."""
+        if self._waker.is_waking(name):
+            return {"state": "waking", "why": "requests wait for it"}
         if watch := self.by_host.get(name):
             return {"state": watch.state, "why": watch.why or problem}
         return {"state": "unusable", "why": problem} if problem else {"state": "absent"}

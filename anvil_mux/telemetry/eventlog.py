@@ -35,7 +35,7 @@ from anvil_mux import __version__
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import INHERITED, SERVICE_SETTINGS, SETTINGS, Backend, Config, inherited
 from anvil_mux.config.kinds import ENDLESS, SECONDS_OR_NONE, fields_of
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.machines import Gpu, Wake
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.events import DEATHS, FOUND, KINDS, Event, parse, to_json
 from anvil_mux.scheduler.slot import LOADING, SOON_SECONDS, STATES, cool_down
@@ -76,7 +76,9 @@ class LoggedRun(NamedTuple):
 
 # The header
 
-_OF_CONFIG = [name for name in fields_of(SETTINGS, lambda setting: setting.logged) if name != "gpus"]
+_OF_CONFIG = [
+    name for name in fields_of(SETTINGS, lambda setting: setting.logged) if name not in ("gpus", "wakes")
+]
 _OF_BACKEND = ("name", *fields_of(SERVICE_SETTINGS, lambda setting: setting.logged))
 """Not the service, whose environment may hold keys."""
 _MAYBE_ENDLESS = fields_of(SERVICE_SETTINGS, lambda setting: setting.kind is SECONDS_OR_NONE)
@@ -91,7 +93,8 @@ def header(config: Config, began: float) -> dict[str, Any]:
     backends = [_changed(backend, _OF_BACKEND) for backend in config.backends]
     settings = {key: getattr(config, key) for key in _OF_CONFIG}
     run = {"kind": HEAD, "anvil_mux": __version__, "began": began}
-    return {**run, **settings, "gpus": gpus, "backends": backends}
+    wakes = {host: wake.timeout for host, wake in config.wakes.items()}  # a command may hold keys
+    return {**run, **settings, "wakes": wakes, "gpus": gpus, "backends": backends}
 
 
 def _changed(thing: Backend | Gpu, among: Sequence[str]) -> dict[str, Any]:
@@ -113,6 +116,7 @@ def config_of(header: Mapping[str, Any]) -> Config:
     return Config(
         backends=tuple([_from_fields(Backend, about) for about in header["backends"]]),
         gpus=tuple([_from_fields(Gpu, about) for about in header.get("gpus", ())]),
+        wakes={host: Wake(timeout=seconds) for host, seconds in header.get("wakes", {}).items()},
         **{key: header[key] for key in _OF_CONFIG if key in header},
     )
 

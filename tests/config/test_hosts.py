@@ -10,7 +10,7 @@ import pytest
 
 from anvil_mux.config import change
 from anvil_mux.config.config import SERVICE_NAME, Config
-from anvil_mux.config.machines import Gpu, Machine
+from anvil_mux.config.machines import Gpu, Machine, Wake
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 
@@ -254,8 +254,17 @@ def test_an_engine_elsewhere_needs_a_port_that_is_known(tmp_path: Path) -> None:
         ("{any: {}}", "machines.any: any means every host"),
         ("{b: {gpu: 1}}", "machines.b.gpu: unknown key; did you mean gpus?"),
         ("{b: {gpus: {'0': {vram: x}}}}", "machines.b.gpus.0.vram: must be a size"),
-        ("{b: 3}", "machines.b: must hold gpus or host_memory, not 3"),
-        ("[b]", "machines: must hold {host: {gpus, host_memory}}"),
+        ("{b: 3}", "machines.b: must hold gpus, host_memory or wake, not 3"),
+        ("[b]", "machines: must hold {host: {gpus, host_memory, wake}}"),
+        ("{b: {wake: {}}}", "machines.b.wake: must hold either mac or run, as in {mac: aa:bb:cc:dd:ee:ff}"),
+        ("{b: {wake: {mac: 'a', run: [b]}}}", "machines.b.wake: must hold either mac or run"),
+        ("{b: {wake: {mac: aa:bb}}}", "machines.b.wake.mac: must be six bytes as in aa:bb:cc:dd:ee:ff"),
+        ("{b: {wake: {run: wol}}}", "machines.b.wake.run: must be a list of words"),
+        ("{b: {wake: {run: [a], timeout: 0}}}", "machines.b.wake.timeout: must be more than 0"),
+        (
+            "{b: {wake: {mac: 'aa:bb:cc:dd:ee:ff', broadcast: here}}}",
+            "machines.b.wake.broadcast: must be an IPv4 address",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_machine_is_told_with_its_key(
@@ -445,3 +454,9 @@ def test_how_many_are_loaded_changes_under_their_leases(tmp_path: Path) -> None:
     found = change.compare(before, after)
     assert (found.changed, found.kept) == ((), ("m", "m.a", "m.b"))
     assert found.settings == ("m.most", "m.a.most", "m.b.most")
+
+
+def test_a_host_says_how_it_is_woken(tmp_path: Path) -> None:
+    wake = "{b: {wake: {mac: AA-BB-CC-DD-EE-FF, timeout: 2m}}, c: {wake: {run: [plug, on]}}, d: {}}"
+    found = one(tmp_path, "", top=f"machines: {wake}")
+    assert found.wakes == {"b": Wake(mac="aa:bb:cc:dd:ee:ff", timeout=120.0), "c": Wake(run=("plug", "on"))}

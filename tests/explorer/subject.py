@@ -131,6 +131,7 @@ _FACTS: dict[str, Callable[[Subject, Sequence[str], int, float], Effects]] = {
     "away": lambda s, what, number, now: s.core.host_away(what[0], now, away=True),
     "heard": lambda s, what, number, now: s.core.host_away(what[0], now, away=False),
     "lost": lambda s, what, number, now: s.core.host_lost(what[0], now),
+    "unwoken": lambda s, what, number, now: s.core.host_unwoken(what[0], now, "it does not wake"),
     "gone": lambda s, what, number, now: s.core.host_gone(what[0], now),
     "found": lambda s, what, number, now: _back(s, what, now),
     "missing": lambda s, what, number, now: _back(s, what, now),

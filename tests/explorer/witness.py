@@ -237,6 +237,8 @@ class Witness:
             yield ("missing", host)
             if "gone" in may and host not in flags["gone"]:
                 yield ("gone", host)
+            if "unwoken" in may:
+                yield ("unwoken", host)
             return
         if "lost" in may:
             yield ("lost", host)

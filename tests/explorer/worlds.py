@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, cast
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.machines import Gpu, Wake
 from anvil_mux.scheduler.policies import POLICIES, Decision, Snapshot, Stay, SwapTo
 
 Fact = tuple[str, ...]
@@ -278,6 +278,17 @@ def _worlds() -> Iterator[SmallWorld]:
         ),
         _up("m0", "y"),
         frozenset(("abandon", "late")) | HOSTS,
+    )
+    yield SmallWorld(
+        "asleep",
+        _config(
+            _on("h1", "m0", "0", model="m"),
+            _on("h2", "m1", "0", model="m"),
+            _on("h1", "x", "0"),
+            wakes={"h1": Wake(timeout=30.0)},
+        ),
+        _up("x"),
+        frozenset(("abandon", "lost", "gone", "unwoken", "wish")),
     )
     yield SmallWorld(
         "lost in a load",

@@ -14,7 +14,7 @@ import pytest
 import anvil_mux
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol import completions, foreign, naming
-from anvil_mux.proxy.rewriting import rewritten
+from anvil_mux.proxy.engine_request import rewritten
 from anvil_mux.proxy.server import STACK_BYTES
 from anvil_mux.routing import prefix
 
@@ -139,7 +139,7 @@ OWN = {
     "lab/workload.py",
     "protocol/foreign.py",
     "protocol/naming.py",
-    "proxy/rewriting.py",
+    "proxy/engine_request.py",
     "serve/polling.py",
     "serve/remote.py",
     "serve/files.py",

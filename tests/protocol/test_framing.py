@@ -10,7 +10,6 @@ import pytest
 
 from anvil_mux.errors import BadRequest, MuxError
 from anvil_mux.protocol import http1
-from anvil_mux.protocol.lasthead import LastHead
 
 HOST = b"Host: a\r\n"
 
@@ -37,7 +36,7 @@ def test_the_last_head_of_a_connection_is_read_like_a_fresh_one(first, read):
     good, bad = [b"5", b"77", b"05", b"1" * 15], [b"", b"1" * 16, b"-1", b"+5", b"5 ", b"5, 5", b"\xb2"]
     again = 0
     for _ in range(300):
-        last = LastHead()
+        last = http1.LastHead()
         lines, at = [b"Host: h", *rng.choices(others, [9, 1, 1, 1], k=2)], rng.randrange(4)
         for _ in range(20):
             lines[0] = rng.choices([b"Host: h", b"Host: i"], [9, 1])[0]
@@ -58,7 +57,7 @@ def test_the_last_head_of_a_connection_is_read_like_a_fresh_one(first, read):
 
 def test_a_remembered_head_is_not_shared_between_connections():
     head = b"POST /shared HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
-    first, second = LastHead[http1.Request](), LastHead[http1.Request]()
+    first, second = http1.LastHead[http1.Request](), http1.LastHead[http1.Request]()
     for last in (first, second):
         last.remember(head % 1, http1.parse_request(head % 1))
     kept = first.again(head % 2)
@@ -68,7 +67,7 @@ def test_a_remembered_head_is_not_shared_between_connections():
 
 
 def test_the_head_of_an_answer_to_head_is_not_taken_for_that_of_another():
-    head, last = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", LastHead[http1.Response]()
+    head, last = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", http1.LastHead[http1.Response]()
     last.remember(head, http1.parse_response(head, "HEAD"))
     assert last.again(head) is None
 

@@ -25,8 +25,7 @@ import pytest
 
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 from anvil_mux.protocol import http1, naming
-from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy.rewriting import rewritten
+from anvil_mux.proxy.engine_request import rewritten
 
 CORPUS = Path(__file__).parent.parent / "corpus"
 ROUNDS = 5000
@@ -178,7 +177,7 @@ def check_request(data: bytes, draw: random.Random) -> None:
         return
     request = http1.parse_request(head)
     assert (request.length is None) or not request.chunked
-    last: LastHead[http1.Request] = LastHead()
+    last: http1.LastHead[http1.Request] = http1.LastHead()
     last.remember(head, request)
     assert last.again(head) in (None, request)  # what is remembered is the same
     theirs = read_by_h11(head.lstrip(b"\r\n"))
@@ -207,7 +206,7 @@ def check_response(data: bytes, draw: random.Random) -> None:
         if head is None:
             continue
         read = parse(head)
-        last: LastHead[http1.Response] = LastHead()
+        last: http1.LastHead[http1.Response] = http1.LastHead()
         last.remember(head, read)
         assert last.again(head) in (None, read)
         sent = http1.forward_response_head(read, chunked=True)

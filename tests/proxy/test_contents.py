@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.config.values import Rule
 from anvil_mux.protocol import api, ollama
-from anvil_mux.proxy.contents import Contents, first_fit, in_form, in_json
+from anvil_mux.proxy.question import Contents, first_fit, form_contents, json_contents
 
 BASE64 = "A" * 40_000
 
@@ -69,7 +69,7 @@ def said(contents: Contents) -> str:
     ],
 )
 def test_what_a_body_holds(body: dict[str, Any], expected: str) -> None:
-    assert said(in_json(body)) == expected
+    assert said(json_contents(body)) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_a_body_holds(body: dict[str, Any], expected: str) -> None:
     ],
 )
 def test_what_a_body_of_ollamas_holds(path: str, body: dict[str, Any], expected: str) -> None:
-    assert said(in_json(ollama.TRANSLATE[path]({"model": "auto", **body}).question)) == expected
+    assert said(json_contents(ollama.TRANSLATE[path]({"model": "auto", **body}).question)) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,16 @@ def test_what_a_body_of_ollamas_holds(path: str, body: dict[str, Any], expected:
 def test_what_a_form_holds(path: str, expected: str) -> None:
     route = api.match("POST", path)
     assert route
-    assert said(in_form(route)) == expected
+    assert said(form_contents(route)) == expected
 
 
 def test_four_bytes_of_a_prompt_are_a_token() -> None:
-    assert in_json({"prompt": "x" * 40_000, "stop": "y" * 4000}).tokens == 10_001
-    assert in_json({"input": "é" * 2000}).tokens == 1001
-    assert in_json({"input": [[1, 2, 3], [4, 5]]}).tokens == 8
+    assert json_contents({"prompt": "x" * 40_000, "stop": "y" * 4000}).tokens == 10_001
+    assert json_contents({"input": "é" * 2000}).tokens == 1001
+    assert json_contents({"input": [[1, 2, 3], [4, 5]]}).tokens == 8
     tools = [{"name": "f", "description": "x" * 4000}]
-    assert 2000 < in_json(asked("hi", tools=tools, system="y" * 4000)).tokens < 2030
-    assert in_json({"prompt": "\ud800"}).tokens == 2  # half a surrogate pair, which JSON can have
+    assert 2000 < json_contents(asked("hi", tools=tools, system="y" * 4000)).tokens < 2030
+    assert json_contents({"prompt": "\ud800"}).tokens == 2  # half a surrogate pair, which JSON can have
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_four_bytes_of_a_prompt_are_a_token() -> None:
     ],
 )
 def test_what_is_no_text_is_next_to_no_tokens(part: dict[str, Any]) -> None:
-    assert 0 < in_json(asked(part, {"type": "text", "text": "hi"})).tokens < 30
+    assert 0 < json_contents(asked(part, {"type": "text", "text": "hi"})).tokens < 30
 
 
 RULES = (

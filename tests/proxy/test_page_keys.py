@@ -160,13 +160,20 @@ def test_it_may_try_the_models_of_the_key_and_is_counted_as_it(locked: Rig, page
     assert seen(lambda: tried(locked), bool) == ["wall"]
 
 
-def test_a_key_that_is_taken_away_is_asked_for_again(locked: Rig, page: Chromium) -> None:
+def test_a_key_that_is_taken_away_is_asked_for_again_and_nothing_stays(locked: Rig, page: Chromium) -> None:
+    locked.engine.answer = lambda _: JSON_OK
     enter(page, ROOT)
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
+    page.ask("document.getElementById('try-text').value = 'x', null")
+    page.ask("document.getElementById('try-send').click()")
+    page.wait("talk.length === 1")
+    page.ask("open_log('a'), null")
+    page.wait("document.getElementById('log').checkVisibility()")
     take_key_away(locked)
-    press(page, "a", "Why")
-    page.wait(LOCKED)
+    page.wait(LOCKED)  # the log asks again by itself
     assert page.ask(REFUSED).startswith("This key is not known here.")
+    assert page.ask("talk.length + document.getElementById('talk').children.length") == 0
+    assert not page.ask("document.getElementById('log').checkVisibility()")
 
 
 @pytest.mark.parametrize("asks", ["why('a')", "show_usage()"])

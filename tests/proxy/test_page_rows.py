@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.command import API_KEYS
+from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import OtherProcess, Seen
 from tests.chromium import PROGRAM, Chromium
@@ -23,6 +25,9 @@ pytestmark = [
 MENU = "document.getElementById('menu')"
 ITEMS = f"[...{MENU}.children].map(each => each.textContent)"
 FOCUSED = "document.activeElement.ariaLabel"
+HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\na page"
+ROOT, ALICE, BOB = "key-of-the-admin", "key-of-alice", "key-of-bob"
+LINES = f"{ROOT} admin; {ALICE} models=a state; {BOB} models=none state"
 
 
 # One button for each row, and a menu
@@ -100,6 +105,51 @@ def test_a_second_quick_click_does_not_undo_the_first(page: Chromium) -> None:
     for detail in (1, 2):
         page.ask(f"{button('a')}.dispatchEvent(new MouseEvent('click', {{detail: {detail}}}))")
     assert page.ask("acted") == ["unload"]
+
+
+# Pages of engines
+
+LINK = f"{MENU}.querySelector('a')"
+
+
+def open_menu(page: Chromium, model: str) -> None:
+    page.ask(f"close_menu(), {more(model)}.click()")
+
+
+def test_the_menu_has_a_link_to_the_page_of_an_engine_that_has_one(opened: Opened) -> None:
+    talks = Backend("a", "org/a b", ("0",), engine="llamacpp")
+    elsewhere = Backend("c", "c", url="https://cloud.example/v1", engine="llamacpp")
+    rig, page = opened("a", backends=(talks, Backend("b", "b", ("0",), engine="vllm"), elsewhere))
+    rig.engine.answer = lambda _: HTML
+    page.wait(f"{state_of('org/a b')} === 'ready'")
+    open_menu(page, "b")
+    assert page.ask(f"{LINK}") is None
+    assert not page.ask(f"{more('c')}.checkVisibility()")
+    open_menu(page, "org/a b")
+    assert ("menuitem", "Engine's page: org/a b") in page.tree()
+    assert page.ask(f"[{LINK}.target, {LINK}.getAttribute('href')]") == ["_blank", "upstream/org%2Fa%20b/"]
+    assert page.ask(f"fetch({LINK}.href).then(answer => answer.text())") == "a page"
+    page.press("End", 35)
+    assert page.ask(f"document.activeElement === {LINK}")
+
+
+@pytest.mark.parametrize(("key", "shown"), [(ROOT, True), (ALICE, True), (BOB, False)])
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_where_there_are_keys_it_needs_a_port_and_a_key_for_the_model(
+    make_rig: Callable[..., Rig], browser: Chromium, key: str, shown: bool, has_pages: bool
+) -> None:
+    talks = Backend("a", "a", ("0",), engine="llamacpp")
+    rig = make_rig(backends=(talks,), keys=keys.load(None, {API_KEYS: LINES}), has_pages=has_pages)
+    browser.leave()
+    browser.open("http://{}:{}/".format(*rig.address))
+    browser.wait("document.readyState === 'complete' && document.activeElement.id === 'key'")
+    browser.type(key)
+    browser.press("Enter", 13)
+    browser.wait("!!state")
+    others = browser.ask("actions_of_model('a', state.models.a).slice(1).map(each => each.text)")
+    assert ("Engine's page" in others) is (shown and has_pages)
+    browser.ask("sessionStorage.clear()")
+    browser.problems.clear()  # it notes the answer of 401
 
 
 # The focus

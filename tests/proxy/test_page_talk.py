@@ -10,6 +10,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import AnyOf, Rule
+from anvil_mux.errors import LoadError
 from anvil_mux.telemetry.accesslog import Served
 from tests.chromium import PROGRAM, Chromium
 from tests.fake_engine import SSE_HEAD, Asked, Rig, chunk
@@ -49,6 +50,10 @@ def begin_stream(asked: Asked, *words: str) -> None:
 
 def stream(asked: Asked, *words: str) -> None:
     begin_stream(asked, *words)
+    end_stream(asked)
+
+
+def end_stream(asked: Asked) -> None:
     usage = {"choices": [], "usage": {"completion_tokens": 12}}
     asked.send(chunk(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(usage).encode()), b"0\r\n\r\n")
 
@@ -117,6 +122,21 @@ def test_while_an_answer_waits_and_afterwards_it_is_told_for_what(opened: Opened
     page.wait(f"/waited .+ for a → org.b .swapped in 2.0 s .1.0 s of it loading../.test({NOTE})")
 
 
+def test_what_it_waited_for_is_told_also_if_that_is_known_before_its_end(opened: Opened) -> None:
+    rig, page = opened("a")
+    say(page, "Hello")
+    asked = rig.engine.next()
+    begin_stream(asked, "Good ")
+    page.wait(f"{ANSWER} === 'Good '")
+    about = {"model": "a", "backend": "a", "status": 200, "waited": 2.0}
+    rig.feed.ended(Served(page.ask("speaking.id"), "127.0.0.1", "POST", "/v1/chat/completions", **about))
+    rig.feed.ring()
+    page.wait("requests.length === 1")
+    end_stream(asked)
+    is_over(page, 1)
+    assert page.ask(NOTE).endswith("; waited 2.0 s for its turn")
+
+
 def test_an_answer_can_be_stopped_and_what_came_of_it_is_kept(opened: Opened) -> None:
     rig, page = opened("a")
     say(page, "Hello")
@@ -152,8 +172,14 @@ def test_what_is_wrong_with_a_try_is_said_and_its_question_can_be_sent_again(ope
     is_over(page, 1)
     assert page.ask(NOTE).startswith("anvil-mux is paused")
     assert page.ask(f"{TEXT}.value") == "x"
+    rig.mux.facts.resumed()
+    rig.mechanism.failure = LoadError("out of memory", log=["its last", "words"])
+    page.ask(f"{TEXT}.value = '', null")
+    say(page, "y", "org/b")
+    is_over(page, 2)
+    assert page.ask(NOTE).endswith("out of memory")
     assert page.ask("messages_of(talk)") == []
-    page.problems.clear()  # Chromium itself notes the 503
+    page.problems.clear()  # Chromium itself notes both answers of 503
 
 
 # The log of an engine

@@ -12,7 +12,7 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BadRequest
-from anvil_mux.proxy.rewriting import rewritten
+from anvil_mux.proxy.engine_request import rewritten
 from tests.config.files import one, plain, problems
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig
 from tests.fake_engine import chunk as framed

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux.protocol import http1
-from anvil_mux.proxy import client, exchange, pump, sockets
+from anvil_mux.proxy import client, connections, exchange, pump
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
 from tests.proxy.test_upstream import SWITCHED, WISH
 
@@ -164,7 +164,7 @@ def test_a_client_that_takes_a_little_now_and_then_is_waited_for() -> None:
                 far_has += near.send(bytes(1 << 20), socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
-        stall = sockets.Stall(near, 0.0)
+        stall = connections.Stall(near, 0.0)
         assert stall.seconds(50.0) == 50.0
         while far_has:
             far_has -= len(far.recv(far_has))

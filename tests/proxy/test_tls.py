@@ -18,7 +18,7 @@ import pytest
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.hosts import trust
-from anvil_mux.proxy import sockets
+from anvil_mux.proxy import connections
 from anvil_mux.serve.files import tls_context
 from tests.cli.demo import compose, state
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
@@ -55,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def rig(make_rig: Callable[..., Rig], files: tuple[str, str]) -> Rig:
-    return make_rig(tls=sockets.build_context(*files))
+    return make_rig(tls=connections.build_context(*files))
 
 
 @pytest.fixture
@@ -161,8 +161,8 @@ def test_a_server_elsewhere_that_does_not_end_tls_has_given_no_whole_answer(
 ) -> None:
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor() as pool:
-        begun = pool.submit(sockets.begun, ours, trust(files[0]), "localhost", GUARD)
-        secure = sockets.build_context(*files).wrap_socket(theirs, server_side=True)
+        begun = pool.submit(connections.begun, ours, trust(files[0]), "localhost", GUARD)
+        secure = connections.build_context(*files).wrap_socket(theirs, server_side=True)
         plain = begun.result(GUARD)
         plain.settimeout(GUARD)
         plain.sendall(b"ask")
@@ -201,7 +201,7 @@ def test_who_does_not_speak_tls_is_let_go_and_others_are_served(
 def test_who_begins_and_says_nothing_is_not_waited_for_long(
     rig: Rig, connect: Callable[[], RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.05)
     begun = rig.client()
     begun.send(b"\x16\x03\x01\x02\x00\x01")
     assert begun.is_closed()
@@ -210,7 +210,7 @@ def test_who_begins_and_says_nothing_is_not_waited_for_long(
 def test_who_has_not_begun_is_a_connection_and_holds_no_thread(
     make_rig: Callable[..., Rig], files: tuple[str, str]
 ) -> None:
-    rig = make_rig(tls=sockets.build_context(*files), max_connections=3)
+    rig = make_rig(tls=connections.build_context(*files), max_connections=3)
     before = threading.enumerate()
     silent = [rig.client() for _ in range(3)]
     assert seen(lambda: len(rig.server.clients), lambda count: count == 3) == 3

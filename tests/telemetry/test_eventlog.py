@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.machines import Gpu, Wake
 from anvil_mux.config.service import Service
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.recording import workload_of
@@ -127,10 +127,12 @@ def test_a_line_holds_only_what_is_not_empty(file: Path) -> None:
 
 def test_the_header_tells_what_is_on_other_hosts() -> None:
     there = Backend("m.h.0", "m", ("0",), host="h", most=1)
-    told = Config((there,), gpus=(Gpu("0", 24, host="h"),), memory_of_hosts={"h": 9})
+    wakes = {"h": Wake(run=("plug", "s3cret"), timeout=30.0)}
+    told = Config((there,), gpus=(Gpu("0", 24, host="h"),), memory_of_hosts={"h": 9}, wakes=wakes)
     read_back = eventlog.config_of(json.loads(json.dumps(eventlog.header(told, 0.0))))
     assert (read_back.backends, read_back.gpus) == (told.backends, told.gpus)
     assert read_back.memory_of("h") == 9
+    assert read_back.wakes == {"h": Wake(timeout=30.0)}
 
 
 def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> None:

@@ -41,8 +41,9 @@ function list(parent, items, key_of, begin, change) {
   const focused = parent.contains(document.activeElement) ? document.activeElement : null;
   const place = [...parent.children].findIndex(child => child.contains(focused));
   const keys = items.map((item, index) => String(key_of(item, index)));
+  const kept = new Set(keys);
   const old = new Map([...parent.children].map(child => [child.dataset.key, child]));
-  for (const [key, child] of old) if (!keys.includes(key)) child.remove();
+  for (const [key, child] of old) if (!kept.has(key)) child.remove();
   items.forEach((item, index) => {
     let child = old.get(keys[index]);
     if (!child) {
@@ -81,7 +82,8 @@ function button(text, act, term) {
   return made;
 }
 
-// Actions of a row: {text, label, act, term, is_off}. The first is its button, the others are in its menu.
+// Actions of a row: {text, label, act, term, is_off}, or with an href in the place of act, which a new tab
+// opens. The first is its button, the others are in its menu.
 
 function action_buttons() {
   const first = button("", event => {
@@ -128,12 +130,15 @@ function toggle_menu(more) {
   $("menu").firstChild.focus({preventScroll: true});
 }
 
-function menu_item({text, label, act, term, is_off}) {
-  const item = button(text, () => {
+function menu_item({text, label, act, term, is_off, href}) {
+  const item = href ? make("a", "", text) : button(text);
+  item.onclick = () => {
     if (is_off) return;
     leave_menu();
-    act();
-  });
+    if (act) act();
+  };
+  set(item, "href", href || null);
+  set(item, "target", href ? "_blank" : null);
   explain(item, term);
   set(item, "role", "menuitem");
   set(item, "tabindex", "-1");

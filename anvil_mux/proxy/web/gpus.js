@@ -1,6 +1,5 @@
 // The GPUs, under their hosts where there are several.
 
-
 function show_gpus() {
   const gpus = Object.entries(state.gpus);
   reveal($("gpus").closest("section"), state.hosts || gpus.length > 0);
@@ -55,9 +54,9 @@ function show_holders(parent, gpu) {
     (holder, model) => {
       set_style(holder.firstChild, "background", colour(model));
       // A model that is not configured any more may still be there.
-    const backends = Object.keys(state.models[model]?.backends || {});
-    const held = backends.map(name => gpu.users[name]).find(bytes => bytes);
-    put(holder.lastChild, held ? gib(held) : "");
+      const backends = Object.keys(state.models[model]?.backends || {});
+      const held = backends.map(name => gpu.users[name]).find(bytes => bytes);
+      put(holder.lastChild, held ? gib(held) : "");
     },
   );
 }
@@ -173,10 +172,8 @@ function begin_host(name) {
 function show_host(made, name, own, may_fold) {
   const [head, cards] = made.children;
   const [, mark, fold, actions, note] = head.children;
-  const {kind, word, about} = standing(
-    name,
-    own.some(([, gpu]) => gpu.residents.length),
-  );
+  const holds = own.some(([, gpu]) => gpu.residents.length);
+  const {kind, word, about} = standing(name, holds);
   const is_open = unfolded.get(name) ?? (!may_fold || kind !== "ready");
   chip(mark, kind, word, HOST_TERMS[kind]);
   put_line(note, [about, is_open ? "" : count_states(own)].filter(text => text).join("; "));
@@ -206,11 +203,8 @@ function standing(name, holds) {
   const drained = host.drained ? ", drained" : "";
   if (host.lost) {
     const word = `lost for ${span(host.lost_seconds + now() - state.now)}${drained}`;
-    return {
-      kind: "bad",
-      word,
-      about: holds ? "what was loaded there may still run" : "nothing was loaded there",
-    };
+    const about = holds ? "what was loaded there may still run" : "nothing was loaded there";
+    return {kind: "bad", word, about};
   }
   if (host.away) {
     const about = "its agent does not answer; requests go on, and nothing is loaded or evicted there";
@@ -228,4 +222,3 @@ function count_states(gpus) {
     .map(([word, count]) => `${count} ${word}`)
     .join(", ");
 }
-

@@ -34,7 +34,7 @@ $("try").onsubmit = async event => {
     await answer_turn(turn, [...messages_of(talk), {role: "user", content: turn.question}]);
   } catch (error) {
     if (error.name === "AbortError") turn.is_stopped = true;
-    else turn.error = error.message;
+    else turn.error = error.message.split("\n")[0]; // below it are lines of the engine's log
   }
   end_turn(turn);
 };
@@ -106,6 +106,7 @@ function end_turn(turn) {
   if (speaking === turn) speaking = null;
   if (!turn.note.isConnected) return; // a new conversation was begun
   talk.push(turn);
+  turn.record = requests.find(each => each.id === turn.id);
   if (turn.error && !$("try-text").value) $("try-text").value = turn.question;
   keep_at_end($("talk"), () => put(turn.note, turn_words(turn)));
   set(turn.note, "class", turn.error ? "error" : "note");
@@ -142,7 +143,7 @@ async function watch_wait(turn) {
 
 const model_behind = name => state.any_of?.[name]?.serves || name;
 
-// The record of its request says how long a turn waited. It may come after the answer.
+// The record of its request says how long a turn waited. It comes before or after the end of the answer.
 function take_records(records) {
   for (const turn of talk) {
     const record = records.find(each => each.id === turn.id);
@@ -169,9 +170,9 @@ function turn_words(turn) {
 // What a turn waited for: the load of its model, and who made room for it; else its turn.
 function wait_words({record, began, first}) {
   if (!record || record.waited < 0.05) return [];
-  const is_its = ({loading, model, at, ended}) =>
+  const made_it_wait = ({loading, model, at, ended}) =>
     loading && model === record.model && at < first && !(ended < began);
-  const swap = swaps().findLast(is_its);
+  const swap = swaps().findLast(made_it_wait); // the first of them: the newest stand first
   const {name, what} = swap ? swap_words(swap) : {};
   return [`waited ${span(record.waited)} for ${swap ? `${name} (${what})` : "its turn"}`];
 }

@@ -60,21 +60,14 @@ function hosts_not_here() {
 // Models: a row of figures each, and below it a row as wide as the table for what needs words
 
 function show_models() {
-  put_line(
-    $("choices"),
-    Object.entries(state.any_of || {})
-      .map(([name, {words}]) => `${name}: ${words}`)
-      .join(". "),
-  );
-  const rows = Object.entries(state.models).flatMap(([name, model]) => {
+  const choices = Object.entries(state.any_of || {}).map(([name, {words}]) => `${name}: ${words}`);
+  put_line($("choices"), choices.join(". "));
+  const rows = [];
+  for (const [name, model] of Object.entries(state.models)) {
     const notes = notes_of_model(name, model);
-    return notes.length
-      ? [
-          {name, model},
-          {name, notes},
-        ]
-      : [{name, model}];
-  });
+    rows.push({name, model});
+    if (notes.length) rows.push({name, notes});
+  }
   const key_of = ({name, notes}) => (notes ? name + "\n" : name); // no name has a line end
   list($("models"), rows, key_of, begin_model_row, (made, {name, model, notes}) => {
     if (notes) show_notes(made.firstChild, notes);
@@ -210,9 +203,9 @@ function places_taken(model) {
 
 // GPUs of this machine are told together, those of other hosts as HOST/GPU.
 function gpu_names(ids) {
-  const [own, others] = [false, true].map(is_other =>
-    [...new Set(ids)].filter(id => id.includes("/") === is_other),
-  );
+  const found = [...new Set(ids)];
+  const own = found.filter(id => !id.includes("/"));
+  const others = found.filter(id => id.includes("/"));
   return own.length ? [`GPU ${own.join(", ")}`, ...others] : others;
 }
 
@@ -228,24 +221,38 @@ function anywhere({candidates, backends, backend}) {
 }
 
 function actions_of_model(name, model) {
-  const action = (text, act, term, is_off) => ({
-    text,
-    label: `${text} ${name}`,
-    act: () => act(name),
-    term,
-    is_off,
-  });
+  const action = (text, act, term, is_off = false) => {
+    return {text, label: `${text} ${name}`, act: () => act(name), term, is_off};
+  };
   const ask_why = action("Why", why, "wait estimate");
-  if (is_reader() || model.elsewhere) return [ask_why];
+  const pages = state.pages.includes(name) && may_open(name) ? [engine_page(name)] : [];
+  if (is_reader() || model.elsewhere) return [ask_why, ...pages];
   const pin_it = action(model.pinned ? "Unpin" : "Pin", pin, "pinned");
   const read_log = action("Log", open_log, "log");
   if (model.host_lost) return [ask_why, pin_it, read_log];
   const unload_it = action("Unload", unload, "unload");
   const load_it = action("Load", load, "load", load_begun.has(name));
   const {state: kind, draining} = model;
-  if (kind === "standby") return [load_it, unload_it, pin_it, ask_why, read_log];
+  if (kind === "standby") return [load_it, unload_it, pin_it, ask_why, read_log, ...pages];
   const may_end = ["ready", "loading"].includes(kind) || (draining && draining.seconds_left === null);
-  return [may_end ? unload_it : load_it, pin_it, ask_why, read_log];
+  return [may_end ? unload_it : load_it, pin_it, ask_why, read_log, ...pages];
+}
+
+// The page of a model's engine, which loads the model when it is opened. Where there are keys, such pages
+// need a port of their own.
+function engine_page(name) {
+  const text = "Engine's page";
+  return {
+    text,
+    label: `${text}: ${name}`,
+    href: `upstream/${encodeURIComponent(name)}/`,
+    term: "engine's page",
+  };
+}
+
+function may_open(name) {
+  const mine = state.key;
+  return !mine || (mine.pages && (!mine.models || mine.models.includes(name)));
 }
 
 // Who waits, and for what
