@@ -132,9 +132,9 @@ def test_a_stream_that_waits_for_a_place_is_told_so(make_rig: Callable[..., Rig]
 @pytest.mark.parametrize(
     ("key", "rights"),
     [
-        (ROOT, {"name": "unnamed", "admin": True, "models": None}),
-        (WATCH, {"name": "unnamed", "admin": False, "models": None}),
-        (BOB, {"name": "bob", "admin": False, "models": ["a"]}),
+        (ROOT, {"name": "unnamed", "admin": True, "models": None, "pages": False}),
+        (WATCH, {"name": "unnamed", "admin": False, "models": None, "pages": False}),
+        (BOB, {"name": "bob", "admin": False, "models": ["a"], "pages": False}),
     ],
 )
 def test_who_follows_the_state_is_told_what_the_key_may_do(
