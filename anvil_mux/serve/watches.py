@@ -51,8 +51,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.status import KeptPrompts
 from anvil_mux.scheduler.waits import LogProgress
 from anvil_mux.serve.files import Known, as_text
-from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, take_stock
-from anvil_mux.serve.waking import Waker, broadcast
+from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
 NEWS_SECONDS = 30.0
 """How long the own host is asked to wait for news."""

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux.config.machines import Wake
-from anvil_mux.serve import waking
-from anvil_mux.serve.waking import AGAIN_SECONDS, Waker, broadcast, magic_packet
+from anvil_mux.serve import hosts
+from anvil_mux.serve.hosts import AGAIN_SECONDS, Waker, broadcast, magic_packet
 
 MAC = "aa:bb:cc:dd:ee:ff"
 WAKES = {"h": Wake(mac=MAC, broadcast="10.0.0.255", timeout=40.0)}
@@ -50,7 +50,7 @@ def test_it_is_sent_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as card:
         card.bind(("127.0.0.1", 0))
         card.settimeout(10.0)
-        monkeypatch.setattr(waking, "DISCARD_PORT", card.getsockname()[1])
+        monkeypatch.setattr(hosts, "DISCARD_PORT", card.getsockname()[1])
         broadcast(magic_packet(MAC), "127.0.0.1")
         assert card.recv(4096) == magic_packet(MAC)
 
