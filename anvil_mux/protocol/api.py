@@ -182,7 +182,7 @@ def _upstream(path: str) -> list[tuple[str, str]]:
     if not parts[0]:
         return []
     return [
-        (unquote("/".join(parts[:count])), "".join(f"/{part}" for part in parts[count:]))
+        (unquote("/".join(parts[:count])), "/".join(["", *parts[count:]]))
         for count in range(1, min(len(parts), _MOST_PARTS) + 1)
     ]
 
