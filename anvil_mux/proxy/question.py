@@ -183,7 +183,7 @@ class Questions:
             case "multipart":
                 return _from_form(context, client)
             case "query":
-                if route.upgrades and context.request.fields.get(b"upgrade", b"").lower() != b"websocket":
+                if route.upgrades and not _is_for_websocket(context.request):
                     raise BadRequest(f"{context.request.path} is a websocket", status=426)
                 named = naming.model_in_query(context.request.query)
                 aim = target(context, named)
@@ -234,7 +234,9 @@ class Questions:
                 raise NotFound(text)
             if request.method == "GET" and not (_loads(context) or self._mux.overview.is_ready(model)):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
-            asks_upgrade = request.method == "GET" and request.fields.get(b"upgrade", b"").lower() == b"websocket"
+            asks_upgrade = (
+                request.method == "GET" and request.fields.get(b"upgrade", b"").lower() == b"websocket"
+            )
             upgrades = context.shows_pages and asks_upgrade
             context = replace(context, route=api.Route("openai", "upstream", path=path, upgrades=upgrades))
             body = _read(context, client)
@@ -276,6 +278,10 @@ def _target(context: RequestContext, found: Named, named: str | None = None) -> 
         rules=found.rules,
         chain=access.chain(key, model, names_in(found.rules)),
     )
+
+
+def _is_for_websocket(request: http1.Request) -> bool:
+    return request.fields.get(b"upgrade", b"").lower() == b"websocket"
 
 
 def _never_swaps(request: http1.Request) -> bool:

@@ -270,7 +270,7 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
     )
     parts.server.bodies = SimpleNamespace()
     parts.adoption.is_over.set()
-    monkeypatch.setattr(building, "complete", lambda config, host: config)
+    monkeypatch.setattr(building, "complete", lambda config, host, in_cluster: config)
     monkeypatch.setattr(building, "checked", lambda config, insecure: (None, None))
     if is_lost:
         with pytest.raises(AgentSilent):
