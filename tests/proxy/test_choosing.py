@@ -198,7 +198,7 @@ def test_its_model_may_have_a_fallback(make_rig: Callable[..., Rig]) -> None:
 
 def test_other_names_are_not_read_for_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(question, "in_json", seen.append)
+    monkeypatch.setattr(question, "json_contents", seen.append)
     assert rig.client().ask(b'{"model":"b","tools":[{}]}').status == 200
     assert not seen
 
