@@ -197,7 +197,8 @@ class Questions:
                 raise NotFound(text)
             if request.method == "GET" and not (_loads(context) or self._mux.overview.is_ready(model)):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
-            upgrades = context.shows_pages and b"upgrade" in request.fields
+            wish = request.fields.get(b"upgrade", b"").lower()
+            upgrades = context.shows_pages and request.method == "GET" and wish == b"websocket"
             context = replace(context, route=api.Route("openai", "upstream", path=path, upgrades=upgrades))
             body = _read(context, client)
             if context.key and not (context.key.admin or _knows_one_model(context, model)):
