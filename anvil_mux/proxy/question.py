@@ -234,10 +234,7 @@ class Questions:
                 raise NotFound(text)
             if request.method == "GET" and not (_loads(context) or self._mux.overview.is_ready(model)):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
-            asks_upgrade = (
-                request.method == "GET" and request.fields.get(b"upgrade", b"").lower() == b"websocket"
-            )
-            upgrades = context.shows_pages and asks_upgrade
+            upgrades = context.shows_pages and request.method == "GET" and _is_for_websocket(request)
             context = replace(context, route=api.Route("openai", "upstream", path=path, upgrades=upgrades))
             body = _read(context, client)
             if context.key and not (context.key.admin or _knows_one_model(context, model)):

@@ -31,6 +31,7 @@ TRIES = 400
 """Cases that are played to find the shortest that shows one kind of mistake."""
 
 FOUND = [
+    Case((Line((Ask(way="upstream", fields=("Upgrade: h2c",)),)),)),
     Case((Line((Ask(answer=Answer(packed=True)),)),)),
     Case((Line((Ask(answer=Answer(twice="later")), Ask())),)),
     Case((Line((Ask(answer=Answer(kind="events", framing="close", cut=400)),)),)),
