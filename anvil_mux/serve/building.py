@@ -350,6 +350,16 @@ class Parts:
         return self.hosts.log_tail(found, lines) if found else []
 
 
+def _listening(host: str, port: int, setting: str) -> socket:
+    """A socket that listens at an address; CannotServe, which says by what ``setting`` another is named."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        in_use = f"another program has it; name another with {setting}"
+        advice = in_use if error.errno == errno.EADDRINUSE else "see --host"
+        raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+
+
 # What this machine says
 
 
@@ -379,13 +389,3 @@ def bounded(config: Config, memory: int) -> Config:
         said = f"max_connections is {most} instead of {config.max_connections}"
         warnings = (*warnings, f"{said}: this program may open {files} files (ulimit -n)")
     return replace(config, max_bodies=bodies, max_connections=most, warnings=warnings)
-
-
-def _listening(host: str, port: int, setting: str) -> socket:
-    """A socket that listens at an address; CannotServe, which says by what ``setting`` another is named."""
-    try:
-        return listen(host, port)
-    except OSError as error:
-        in_use = f"another program has it; name another with {setting}"
-        advice = in_use if error.errno == errno.EADDRINUSE else "see --host"
-        raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
