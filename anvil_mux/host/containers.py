@@ -59,6 +59,11 @@ EXISTS = "exists"
 Docker says so in several sentences and in no other way, after it was killed or the machine lost power while
 the container was being started (moby#36145, #50040). Only a container of another id can be started then.
 """
+CLEANED_UP = "netavark: remove"
+"""The words of Podman's refusal to start a container whose last run it is still cleaning up behind.
+
+Both take down its network, and who comes second finds it gone: the next start succeeds.
+"""
 BY_HAND_TIMEOUT = 60.0
 """Seconds that a command of Docker's may take that a person types."""
 STOPS_TIMEOUT = 60.0
@@ -169,7 +174,9 @@ class ContainerRuntime:
         return container
 
     def _start_otherwise(self, id: str, refused: DockerRefused) -> None:
-        """Thaw a container that is only frozen; else raise an error that says what can be done."""
+        """Thaw a container that is only frozen, or start it once more where that helps; else raise an error
+        that says what can be done.
+        """
         container = self._engine.inspect(id)
         if container is None or container.status in HALF_REMOVED or isinstance(refused, Missing):
             raise Gone(refused.message) from refused
@@ -177,6 +184,9 @@ class ContainerRuntime:
             raise Gone(refused.message) from refused
         if container.status == "paused":
             self._engine.unpause(id)
+            return
+        if CLEANED_UP in refused.words:
+            self._engine.start(id)
             return
         local = self._engine.endpoint.path is not None
         if local and any(_is_taken(ip, port) for ip, port in container.wants_ports):

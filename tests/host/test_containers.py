@@ -194,6 +194,19 @@ def test_a_container_is_not_made_anew_for_what_else_exists(docker: Docker, runti
     assert [*docker.containers] == ["c1"]
 
 
+def test_a_container_is_started_once_more_where_podman_still_cleans_up(
+    docker: Docker, runtime: ContainerRuntime
+):
+    docker.add("c1", status="exited")
+    said = "netavark: remove aardvark entries: IO error: No such file or directory (os error 2)"
+    docker.fails["start"] = [(500, said)]
+    assert runtime.start(A)
+    docker.add("c1", status="exited")
+    docker.fails["start"] = [(500, said)] * 2
+    with pytest.raises(BackendError, match="netavark"):
+        runtime.start(A)
+
+
 def test_gpus_that_docker_cannot_give_are_said_plainly(docker: Docker, runtime: ContainerRuntime):
     docker.add("c1", status="exited")
     docker.containers["c1"]["HostConfig"]["DeviceRequests"] = [{"Driver": "nvidia"}]
