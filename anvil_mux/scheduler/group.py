@@ -32,7 +32,7 @@ backend in standby:
 * Preloads are of backends that are configured so, and of stages that a model in use lacks. They evict no
   backend that has had work. Of a model with a ``most`` so many backends are preloaded, where there is room
   first.
-* A hint says that a client will ask for a model soon: see ``_begin_hinted``.
+* A hint says that a client will ask for a model soon: see ``_next_hinted``.
 * A home backend comes back when nothing else was wanted on its GPUs for a while: the residents that must go
   for it have no lease, and were not used for ``home_after``. Once its load has failed, or it was unloaded by
   hand, it waits until a request has loaded it.
@@ -176,7 +176,7 @@ class GpuGroup(GroupFacts):
                 self._evict_idle(now)
                 or self._begin_swap(models, now)
                 or self._cancel_unwanted(models, now)
-                or (not (models or self.swaps) and (self._begin_hinted(now) or self._begin_preload(now)))
+                or (not (models or self.swaps) and self._begin_preload(now))
             ):
                 return self._wait(self._next_moment(models, now), now)
 
@@ -283,8 +283,8 @@ class GpuGroup(GroupFacts):
 
     # Hints
 
-    def _begin_hinted(self, now: float) -> bool:
-        """Begin a load that a client has hinted at, or the evictions that make room for it.
+    def _next_hinted(self, now: float) -> Preload | None:
+        """The next load that a client has hinted at.
 
         Nobody waits for it. So it evicts only who is idle, whom a queue that began with the hint would evict
         by the policy's word, and nobody in standby; nor what was loaded for another hint a moment ago.
@@ -296,15 +296,13 @@ class GpuGroup(GroupFacts):
                 del hints[name]
             elif model.is_spread and nearest(self.groups_of(model), model, now) is not self:
                 continue
-            elif found := plan(self, model, set(), now, self._unhinted(now)):
-                if found.victims and self._may_evict_for(found, since, now):
-                    self._preload(Preload(found.target, found.victims, Cause("make_room", name)), now)
-                    return True
-                if not found.victims and self.memory.has_room(found.target):
+            elif planned := plan(self, model, set(), now, self._unhinted(now)):
+                if planned.victims and self._may_evict_for(planned, since, now):
+                    return Preload(planned.target, planned.victims, Cause("make_room", name))
+                if not planned.victims and self.memory.has_room(planned.target):
                     del hints[name]
-                    self._preload(Preload(found.target, [], Cause("hinted")), now)
-                    return True
-        return False
+                    return Preload(planned.target, [], Cause("hinted"))
+        return None
 
     def _unhinted(self, now: float) -> set[str]:
         """The backends that are not evicted for a hint."""
@@ -317,10 +315,10 @@ class GpuGroup(GroupFacts):
             or not (slot.has_had_work or now >= slot.loaded + HINT_SECONDS)
         }
 
-    def _may_evict_for(self, found: Plan, since: float, now: float) -> bool:
+    def _may_evict_for(self, planned: Plan, since: float, now: float) -> bool:
         """Whether the policy would evict them for a request that had come at the moment ``since``."""
-        name = found.target.model
-        contest = contests(self, {name: found})[0]
+        name = planned.target.model
+        contest = contests(self, {name: planned})[0]
         seen = snapshot(self, now, contest.plans, here=contest.residents)
         queue = seen.queues[0]._replace(oldest=since, newest=since)
         decision = ask(self.policy, seen._replace(queues=(queue,)))
@@ -529,18 +527,15 @@ class GpuGroup(GroupFacts):
 
     def _begin_preload(self, now: float) -> bool:
         """Begin the next load for which no request waits; whether there is any."""
-        found = self._next_preload(now) or self._next_return(now)
-        if found:
-            self._preload(found, now)
-        return found is not None
-
-    def _preload(self, found: Preload, now: float) -> None:
-        """Begin a preload, or the evictions of its victims."""
-        for victim in found.victims:
-            severs = Cause("evicted", found.target.model)
-            self.begin_eviction(victim, now, found.cause, severs=severs)
-        if not found.victims:
-            self.begin(found.target, [], now, found.cause, preload=True)
+        preload = self._next_hinted(now) or self._next_preload(now) or self._next_return(now)
+        if preload is None:
+            return False
+        for victim in preload.victims:
+            severs = Cause("evicted", preload.target.model)
+            self.begin_eviction(victim, now, preload.cause, severs=severs)
+        if not preload.victims:
+            self.begin(preload.target, [], now, preload.cause, preload=True)
+        return True
 
     def _next_preload(self, now: float) -> Preload | None:
         """The next preload; backends for which there is no room any more are passed over.
