@@ -11,7 +11,8 @@ import os
 import re
 import secrets
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,6 @@ pytestmark = [
 
 class Machine:
     """A container whose first process is systemd; ``etc`` and ``cuda`` are folders of its own here."""
-
-    USER = ("env", "HOME=/root", "XDG_RUNTIME_DIR=/run/user/0")
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.name = f"anvil-test-systemd-{secrets.token_hex(4)}"
@@ -108,7 +107,7 @@ class Machine:
 
     def begin_user(self, unit: Path) -> None:
         """Start root's own systemd, and ``unit`` in it as its comment says."""
-        config, program = "/root/.config", "/root/.local/bin"
+        config, program = f"{self.home}/.config", f"{self.home}/.local/bin"
         self.do("mkdir", "-p", f"{config}/systemd/user", f"{config}/anvil-mux", program)
         self.do("cp", f"/src/{unit.relative_to(ROOT)}", f"{config}/systemd/user/anvil-mux.service")
         self.do("cp", "/etc/anvil-mux/compose.yaml", f"{config}/anvil-mux/compose.yaml")
@@ -117,13 +116,28 @@ class Machine:
         # As user@.service does, which needs a login manager.
         self.do("mkdir", "--mode", "700", "-p", "/run/user/0")
         manager = ("--property=Delegate=yes", "--property=Type=notify", "--unit=user-manager")
-        self.do("systemd-run", *manager, *self.USER, SYSTEMD, "--user", "--unit=basic.target")
+        self.do("systemd-run", *manager, *self._as_user(), SYSTEMD, "--user", "--unit=basic.target")
         self.user("daemon-reload")
         self.user("enable", "--now", "anvil-mux")
 
     def user(self, *words: str, code: int | None = 0) -> str:
         """Run ``systemctl --user`` there; what it printed."""
-        return self.do(*self.USER, "systemctl", "--user", *words, code=code)
+        return self.do(*self._as_user(), "systemctl", "--user", *words, code=code)
+
+    @cached_property
+    def home(self) -> str:
+        """The home of the user of ``begin_user``."""
+        return self.do("sh", "-c", "echo ~").strip()
+
+    def _as_user(self) -> tuple[str, ...]:
+        return "env", f"HOME={self.home}", "XDG_RUNTIME_DIR=/run/user/0"
+
+    def crash(self, systemctl: Callable[..., str]) -> None:
+        """Kill anvil-mux; return once systemd has started it again."""
+        main = systemctl("show", "--property", "MainPID", "--value", "anvil-mux").strip()
+        self.do("kill", "-9", main)
+        again = re.compile(rf"Active: active .*Main PID: (?!{main} )", re.S)
+        assert again.search(seen(lambda: systemctl("status", "anvil-mux", code=None), again.search))
 
     def engine(self, model: str) -> int:
         """The process of an engine, 0 if there is none."""
@@ -208,10 +222,7 @@ def test_the_shipped_unit_under_a_real_systemd(machine: Machine) -> None:
     assert machine.engine("model-1") == pid
     steps = ("checkpoint", "restore", "unlock")
     assert machine.cuda.calls()[-4:] == [f"lock {pid} 10000", *(f"{each} {pid}" for each in steps)]
-    before = machine.do("systemctl", "show", "--property", "MainPID", "--value", "anvil-mux").strip()
-    machine.do("kill", "-9", before)
-    again = re.compile(rf"Active: active .*Main PID: (?!{before} )", re.S)
-    assert again.search(seen(lambda: machine.do("systemctl", "status", "anvil-mux", code=None), again.search))
+    machine.crash(partial(machine.do, "systemctl"))
     machine.load("model-1")
     last = machine.engine("model-1")
     machine.do("systemctl", "stop", "anvil-mux")
@@ -225,12 +236,9 @@ def test_the_unit_of_a_user_under_a_real_systemd(machine: Machine) -> None:
     machine.load("model-1")
     first = machine.engine("model-1")
     machine.user("reload", "anvil-mux")
-    main = machine.user("show", "--property", "MainPID", "--value", "anvil-mux").strip()
-    machine.do("kill", "-9", main)
-    again = re.compile(rf"Active: active .*Main PID: (?!{main} )", re.S)
-    assert again.search(seen(lambda: machine.user("status", "anvil-mux", code=None), again.search))
+    machine.crash(machine.user)
     machine.load("model-1")
     machine.user("stop", "anvil-mux")
     assert machine.engine("model-1") == first > 0
-    machine.do("sh", "-c", "echo 'services: {}' > /root/.config/anvil-mux/compose.yaml")
+    machine.do("sh", "-c", f"echo 'services: {{}}' > {machine.home}/.config/anvil-mux/compose.yaml")
     assert "78" in machine.user("start", "anvil-mux", code=1) + machine.user("status", "anvil-mux", code=3)
