@@ -18,7 +18,7 @@ from typing import Any
 
 from anvil_mux import state
 from anvil_mux.config import abilities, compose, interpolate, service
-from anvil_mux.config.compose import ComposedFiles, Content, Place
+from anvil_mux.config.compose import Content, GeneratedFiles, Place
 from anvil_mux.config.config import (
     LABEL,
     SERVICE_NAME,
@@ -70,7 +70,7 @@ class BackendReader:
         """Whether services are local processes."""
         self.plain = content.plain
         """Whether the files were read without the Compose program."""
-        self.composed = ComposedFiles(content, folder)
+        self.composed = GeneratedFiles(content, folder)
         self.ports: dict[str, set[int]] = {}
         """Backend -> the ports of its host that it takes."""
         self.services: dict[str, str] = {}
@@ -443,7 +443,7 @@ class _ServiceReader:
             elif not as_written:
                 place = self._place(candidate, template.port)
                 if place not in anew:  # of one kind on all hosts
-                    anew[place] = self._described_anew(place, candidate)
+                    anew[place] = self._placed_service(place, candidate)
                 made, needed = anew[place]
                 backend = replace(backend, service=needed)
                 self._compose(backend, made)
@@ -481,10 +481,10 @@ class _ServiceReader:
         files, elsewhere = self._places.files(candidate), bool(candidate.host)
         return Place(candidate.gpus, port, candidate.alone, elsewhere=elsewhere, files=files)
 
-    def _described_anew(self, place: Place, candidate: HostChoice) -> tuple[Description, Service]:
+    def _placed_service(self, place: Place, candidate: HostChoice) -> tuple[Description, Service]:
         """The description for a place, and what the runtimes need of it."""
         described = self._described
-        made = compose.described_anew(described, place, variables=self._variables, image=self._image)
+        made = compose.placed_service(described, place, variables=self._variables, image=self._image)
         needed = self._service({**made, "image": described.get("image")}, made["environment"])
         # Beside the service of the files, which keeps its name, there is one of another name.
         own = "" if candidate.host or not candidate.alone else f"{self._name}.{as_name(candidate.gpus)}"

@@ -428,7 +428,7 @@ class Place:
     """The device file of each of the GPUs; "" where it has none, or that is not known."""
 
 
-def described_anew(
+def placed_service(
     described: RawService, place: Place, *, variables: Mapping[str, str], image: str
 ) -> dict[str, Any]:
     """The service for one place; the address at which its port is published is left open: ``at``.
@@ -546,7 +546,7 @@ def _ports(described: RawService, place: Place) -> Iterator[Any]:
 # The file that it is written to
 
 
-class ComposedFiles:
+class GeneratedFiles:
     """The compose files of services that are described anew, by host.
 
     ``content``: what the files say; ``folder``: where paths begin that Compose has not made absolute.

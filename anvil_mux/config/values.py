@@ -236,8 +236,8 @@ class AnyOf(NamedTuple):
     @property
     def words(self) -> str:
         """The models and their conditions, as people read them."""
-        said = words_of(self.rules) if self.has_conditions else f"any of {', '.join(self.models)}"
-        return said if self.swaps else f"{said}, swap: never"
+        words = words_of(self.rules) if self.has_conditions else f"any of {', '.join(self.models)}"
+        return words if self.swaps else f"{words}, swap: never"
 
     def renamed(self, names: Mapping[str, str]) -> AnyOf:
         """The same with other names for some of its models, each once in a rule."""

@@ -481,7 +481,7 @@ def model_card(backend: Backend, url: str) -> ModelCard:
     service = backend.service
     words = {*dict(service.environment), *(word.partition("=")[0] for word in service.command)}
     with _within(LOOK_TIMEOUT, backend, url) as client:
-        found = ModelCard(
+        card = ModelCard(
             capabilities={name: True for word, name in client.engine.enabled_by if word in words}
         )
         for question in client.engine.describes:
@@ -490,8 +490,8 @@ def model_card(backend: Backend, url: str) -> ModelCard:
             with suppress(requests.RequestException, ValueError):
                 status, answer = client.ask(method, path, asked, most=CARD_BYTES)
                 if status < 300:
-                    found = found.over(cards.read(foreign.read(answer), client.model))
-    return found
+                    card = card.over(cards.read(foreign.read(answer), client.model))
+    return card
 
 
 def await_notice(backend: Backend, url: str) -> None:

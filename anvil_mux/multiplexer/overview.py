@@ -342,8 +342,8 @@ class Overview:
 
     def _card(self, backend: Backend) -> ModelCard:
         read = self._driver.cards.get(backend.name)
-        said = read.card if read and read.described == backend.description else NOTHING_KNOWN
-        return backend.own_card.over(said) if backend.context or backend.capabilities else said
+        card = read.card if read and read.described == backend.description else NOTHING_KNOWN
+        return backend.own_card.over(card) if backend.context or backend.capabilities else card
 
     def last_words(self, backend: str) -> tuple[str, ...]:
         """The last lines of a backend's engine before it failed; () once it is loaded again."""

@@ -89,13 +89,13 @@ def together(cards: Iterable[ModelCard]) -> ModelCard:
     )
 
 
-def read(found: object, model: str) -> ModelCard:
+def read(answer: object, model: str) -> ModelCard:
     """Read an answer of an engine about its model: a list of models, or the description of one."""
-    match found:
+    match answer:
         case {"data": list(entries)} | {"models": list(entries)}:
             return _of_entry(_entry(entries, model))
         case dict():
-            return _of_entry(found)
+            return _of_entry(answer)
     return NOTHING_KNOWN
 
 

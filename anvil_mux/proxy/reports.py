@@ -135,13 +135,13 @@ class Probes:
 
     def _any_of(self) -> dict[str, dict[str, object]]:
         """The names that stand for several models, and the one that would serve a plain request now."""
-        told: dict[str, dict[str, object]] = {}
+        names: dict[str, dict[str, object]] = {}
         for name, each in self._mux.overview.any_of().items():
             rule = first_fit(each.rules, Contents())
             serves = self._mux.overview.choose(rule.models) if rule else None
             words = each.words if each.has_conditions else f"{each.words}; now {serves}"
-            told[name] = {**each.to_json(), "words": words, "serves": serves}
-        return told
+            names[name] = {**each.to_json(), "words": words, "serves": serves}
+        return names
 
     def _external_states(self) -> dict[str, dict[str, object]]:
         """Model -> the part of its state that the scheduler does not know; see ``healthz.external_state``."""
@@ -202,9 +202,9 @@ class Lists:
         reply.fresh(JSON, api.lmstudio_list(states | self._states(reply.context)))
 
     def ollama_tags(self, reply: Reply) -> None:
-        found = {each.name: each.card for each in self._offered(reply.context)}
-        found |= {name: card for name, (_, card) in self._states(reply.context).items()}
-        reply.fresh(JSON, ollama.tags(found, self._started))
+        model_cards = {each.name: each.card for each in self._offered(reply.context)}
+        model_cards |= {name: card for name, (_, card) in self._states(reply.context).items()}
+        reply.fresh(JSON, ollama.tags(model_cards, self._started))
 
     def ollama_running(self, reply: Reply) -> None:
         usable = [each for each in self._offered(reply.context) if not each.preset]
@@ -373,10 +373,10 @@ class Diagnosis:
 
 def _contents(query: Mapping[str, Sequence[str]], tokens: int) -> Contents:
     """The contents of the request that the query is about: ``with=images,tools``."""
-    said = set(",".join(query.get("with", ())).split(",")) - {""}
-    if unknown := said - {"images", "audio", "tools"}:
+    parts = set(",".join(query.get("with", ())).split(",")) - {""}
+    if unknown := parts - {"images", "audio", "tools"}:
         raise BadRequest(f"`with` names images, audio or tools, not {unknown.pop()}", param="with")
-    return Contents(images="images" in said, audio="audio" in said, tools="tools" in said, tokens=tokens)
+    return Contents(images="images" in parts, audio="audio" in parts, tools="tools" in parts, tokens=tokens)
 
 
 def _named(context: RequestContext) -> tuple[str, dict[str, list[str]]]:

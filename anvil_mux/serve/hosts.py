@@ -280,7 +280,7 @@ Send = Callable[[bytes, str], object]
 
 
 class Waker:
-    """Wakes hosts. ``look`` is for one thread; commands run in threads of their own."""
+    """The waking of hosts. ``turn`` is for one thread; commands run in threads of their own."""
 
     def __init__(self, mux: Multiplexer, clock: Clock, say: Callable[[str], object], send: Send) -> None:
         self._mux = mux
@@ -296,7 +296,7 @@ class Waker:
     def is_waking(self, host: str) -> bool:
         return host in self._since
 
-    def look(self, wakes: Mapping[str, Wake]) -> None:
+    def turn(self, wakes: Mapping[str, Wake]) -> None:
         """Wake the hosts for which requests wait, and give up those that have had their time."""
         now = self._clock.now()
         awaited = self._mux.overview.hosts_to_wake() if wakes else ()

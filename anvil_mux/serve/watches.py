@@ -152,7 +152,7 @@ class HostWatches:
     def _look(self) -> float:
         """Look which hosts there are, and wake those for which requests wait."""
         assert self._cluster
-        self._waker.look(self._hosts.wakes)
+        self._waker.turn(self._hosts.wakes)
         try:
             is_changed = self._cluster.refresh()
         except AgentSilent as error:

@@ -70,15 +70,15 @@ def test_an_engine_that_does_not_say_it_or_too_much_of_it_harms_nothing(
 
 
 def test_one_that_says_nothing_is_no_news_and_the_next_is_asked_all_the_same() -> None:
-    told: list[CardRead] = []
-    reader = CardReader(told.append)
+    read_cards: list[CardRead] = []
+    reader = CardReader(read_cards.append)
     reader.worker.start()
     with engine() as mute, engine(**{"GET_/v1/models": (200, LIST)}) as stub:
         reader.order(backend("vllm"), mute.url)
         reader.order(backend("vllm"), stub.url)
-        seen(lambda: told, bool)
+        seen(lambda: read_cards, bool)
     reader.worker.close()
-    assert told == [CardRead("m", "d", ModelCard(4096))]
+    assert read_cards == [CardRead("m", "d", ModelCard(4096))]
 
 
 def test_a_load_and_an_adoption_are_each_followed_by_one_reading(

@@ -22,14 +22,14 @@ class House:
         self.now, self.wanted, self.fails = 0.0, ["h"], fails
         self.sent: list[tuple[float, str]] = []
         self.unwoken: list[tuple[str, str]] = []
-        self.told: list[str] = []
+        self.printed: list[str] = []
         clock = SimpleNamespace(now=lambda: self.now, spawn=lambda task, name: task())
         mux = SimpleNamespace(
             overview=SimpleNamespace(hosts_to_wake=lambda: self.wanted),
             scheduler=SimpleNamespace(host_unwoken=None),
             tell=lambda fact, host, why: self.unwoken.append((host, why)),
         )
-        self.waker = Waker(mux, clock, self.told.append, self._send)  # type: ignore[arg-type]
+        self.waker = Waker(mux, clock, self.printed.append, self._send)  # type: ignore[arg-type]
 
     def _send(self, packet: bytes, address: str) -> None:
         if self.fails:
@@ -39,7 +39,7 @@ class House:
 
     def look(self, at: float, wakes: dict[str, Wake] = WAKES) -> None:
         self.now = at
-        self.waker.look(wakes)
+        self.waker.turn(wakes)
 
 
 def test_the_packet_is_that_for_which_network_cards_listen() -> None:
@@ -64,7 +64,7 @@ def test_a_host_is_woken_when_requests_wait_and_again_now_and_then() -> None:
         (AGAIN_SECONDS, "10.0.0.255"),
         (2 * AGAIN_SECONDS, "10.0.0.255"),
     ]
-    assert house.told == ["host h is woken: requests wait for it"]
+    assert house.printed == ["host h is woken: requests wait for it"]
     assert house.waker.is_waking("h")
 
 
@@ -86,7 +86,7 @@ def test_one_that_is_not_there_in_time_is_given_up() -> None:
     house.look(0.0)
     house.look(40.0)
     assert house.unwoken == [("h", "it is not there 40 s after it was woken")]
-    assert house.told[-1] == "host h does not wake: it is not there 40 s after it was woken"
+    assert house.printed[-1] == "host h does not wake: it is not there 40 s after it was woken"
 
 
 def test_what_cannot_be_sent_is_said() -> None:
