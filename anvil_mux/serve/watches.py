@@ -49,7 +49,7 @@ from anvil_mux.host.seam import (
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
@@ -445,7 +445,7 @@ class NewsReader:
             case GpusSeen(sight):
                 self._take_sight(sight)
             case LoadStage(backend, stage, fraction, seconds_left):
-                self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
+                self._mux.overview.report(backend, Progress(stage, fraction, seconds_left))
             case PromptsKept(backend, prompts, tokens, size):
                 self._mux.overview.note_prompts(backend, KeptPrompts(prompts, tokens, size))
             case CardRead():
