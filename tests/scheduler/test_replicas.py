@@ -24,7 +24,6 @@ from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient
 from tests.running import serving
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "bin" / "demo-engine"
-
 ASK = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 STREAM = b'{"model":"m","stream":true}'
 LONG = json.dumps({"model": "m", "messages": [{"role": "user", "content": "so it goes " * 2000}]}).encode()
