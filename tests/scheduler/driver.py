@@ -69,6 +69,11 @@ class Driver:
         assert self.steps(at) == []
         return self
 
+    def swaps(self, victim, gone_at, target, loaded_at):
+        """The eviction of one backend ends, with which the load of another begins, and that ends too."""
+        assert self.evicted(victim, gone_at) == [f"load {target}"]
+        self.core.loaded(target, loaded_at)
+
     def states(self):
         return {name: slot.state for name, slot in self.core.slots.items()}
 

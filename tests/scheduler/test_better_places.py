@@ -135,8 +135,7 @@ def outranked(*more, high=("0",), **settings):
     ).with_resident("a")
     lease = driver.request("a", 1.0)
     low = driver.request("low", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(2.0), driver.state("a")) == ([], "draining")
     return driver, lease, low
 
 
@@ -150,12 +149,10 @@ def test_a_request_of_higher_priority_takes_over_the_drain_for_a_lower_one():
     ]
     assert driver.until == 32.0, "the drain began at 2"
     assert driver.release(lease, 6.0) == ["evict a"]
-    assert driver.evicted("a", 7.0) == ["load high"]
-    driver.core.loaded("high", 8.0)
+    driver.swaps("a", 7.0, "high", 8.0)
     assert high.backend == "high"
     assert driver.release(high, 9.0) == ["evict high"]
-    assert driver.evicted("high", 10.0) == ["load low"]
-    driver.core.loaded("low", 11.0)
+    driver.swaps("high", 10.0, "low", 11.0)
     assert low.backend == "low"
     driver.core.release(low, 12.0)
     driver.sound()
@@ -209,8 +206,7 @@ def test_what_it_needs_more_goes_as_well_and_what_it_does_not_need_stays():
         driver.core.release(lease, 6.0)
     assert driver.steps(6.0) == ["evict a", "evict c"]
     driver.core.evicted("a", 7.0)
-    assert driver.evicted("c", 7.0) == ["load high"]
-    driver.core.loaded("high", 8.0)
+    driver.swaps("c", 7.0, "high", 8.0)
     assert high.backend == "high"
 
 

@@ -171,8 +171,7 @@ def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
 def test_who_waits_while_its_gpu_is_being_freed_is_told_that_the_model_was_unloaded_too():
     driver = Driver(A, B, drain_timeout=30.0).with_resident("a")
     lease, waiting = driver.request("a", 1.0), driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(2.0), driver.state("a")) == ([], "draining")
     assert driver.core.unload("b", 3.0)
     assert (ends(driver, waiting), driver.state("a"), driver.steps(3.0)) == (["cancelled"], "ready", [])
     driver.core.release(lease, 4.0)

@@ -128,8 +128,7 @@ def test_a_mistake_of_a_policy_holds_the_swap_back_is_reported_once_and_harms_no
     assert report.cause.kind == "policy_failed"
     assert problem in report.cause.detail
     assert driver.steps(61.0) == ["evict a"]
-    assert driver.evicted("a", 62.0) == ["load b"]
-    driver.core.loaded("b", 63.0)
+    driver.swaps("a", 62.0, "b", 63.0)
     assert waiting.backend == "b"
 
 
@@ -160,8 +159,7 @@ def test_a_mistake_of_an_eviction_is_reported_once_and_the_usual_one_chooses(evi
     driver.request("c", 4.0)
     (step,) = driver.steps(4.0)
     assert step == "evict b", "it was never asked for"
-    assert driver.evicted("b", 5.0) == ["load c"]
-    driver.core.loaded("c", 6.0)
+    driver.swaps("b", 5.0, "c", 6.0)
     assert driver.asked("d", 7.0) == ["evict a"]
     (report,) = [event for event in driver.log if event.kind == "plugin_failed"]
     assert report.cause.kind == "eviction_failed"
@@ -234,21 +232,17 @@ def test_the_policy_is_asked_again_at_the_moment_it_named_even_if_nobody_waits()
     driver = Driver(A, B, policy=IdleOut()).with_resident("a", at=1.0)
     assert driver.until == 6.0
     lease = driver.request("a", 5.0)
-    assert driver.steps(6.0) == []
-    assert driver.until == 11.0
+    assert (driver.steps(6.0), driver.until) == ([], 11.0)
     driver.core.release(lease, 7.0)
-    assert driver.steps(11.0) == []
-    assert driver.until == 12.0
+    assert (driver.steps(11.0), driver.until) == ([], 12.0)
     assert driver.steps(12.0) == ["evict a"]
-    assert driver.evicted("a", 13.0) == []
-    assert driver.until == inf
+    assert (driver.evicted("a", 13.0), driver.until) == ([], inf)
 
 
 def test_a_policy_cannot_put_out_a_pinned_model():
     driver = Driver(backend("a", pin=True), backend("b", "1"), backend("t", "0", "1"), policy=IdleOut())
     driver.core.adopt("a", 0.0)
-    assert driver.steps(100.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.steps(100.0), driver.state("a")) == ([], "ready")
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "in the file"])
@@ -262,8 +256,7 @@ def test_a_pinned_model_is_kept_until_it_is_unpinned(by_hand):
     driver.core.pin("a", 101.0, False)
     waits = driver.request("b", 102.0)
     assert driver.steps(102.0) == ["evict a"]
-    assert driver.evicted("a", 103.0) == ["load b"]
-    driver.core.loaded("b", 104.0)
+    driver.swaps("a", 103.0, "b", 104.0)
     assert waits.backend == "b"
     assert driver.tell("pinned", "unpinned") == [*(["pinned a"] if by_hand else []), "unpinned a"]
     driver.sound()
@@ -292,15 +285,13 @@ def test_who_waits_for_the_gpu_of_a_model_that_is_pinned_is_refused_at_once_and_
     driver = Driver(A, B).with_resident("a")
     driver.request("a", 1.0)
     waits = driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(2.0), driver.state("a")) == ([], "draining")
     late = driver.request("a", 2.5)
     driver.core.pin("a", 3.0, True)
     assert isinstance(waits.error, DoesNotFit)
     assert waits in driver.core.state.woken
     assert late.backend == "a"
-    assert driver.steps(100.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.steps(100.0), driver.state("a")) == ([], "ready")
     driver.sound()
 
 
@@ -326,8 +317,7 @@ def test_a_pinned_model_that_rests_makes_room_by_its_memory():
     driver.core.evicted("a", 2.0, {"0": 3}, "sleep")
     waits = driver.request("b", 3.0)
     assert driver.steps(3.0) == ["demote a"]
-    assert driver.evicted("a", 4.0) == ["load b"]
-    driver.core.loaded("b", 5.0)
+    driver.swaps("a", 4.0, "b", 5.0)
     assert waits.backend == "b"
     driver.sound()
 
@@ -361,8 +351,7 @@ def test_a_held_swap_is_announced_for_each_line_and_when_the_moment_has_passed_a
         assert driver.steps(moment) == []
     assert driver.asked("b", 2.5) == []
     assert driver.announced_at == 3.0  # what was announced is corrected then
-    assert driver.steps(3.0) == []
-    assert driver.until == 4.5
+    assert (driver.steps(3.0), driver.until) == ([], 4.5)
     assert driver.steps(4.5) == ["evict a"]
     assert [(e.at, e.seconds) for e in driver.log if e.kind == "deferred"] == [(2.0, 1.0), (3.0, 1.5)]
 

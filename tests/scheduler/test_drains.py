@@ -165,10 +165,8 @@ def test_it_is_reprieved_when_nobody_waits_any_more():
     driver = Driver(IMAGE, CHAT).with_resident("image")
     running = driver.request("image", 1.0)
     waiting = driver.request("chat", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.state("image") == "draining"
-    assert driver.give_up(waiting, 400.0) == []
-    assert driver.state("image") == "ready"
+    assert (driver.steps(2.0), driver.state("image")) == ([], "draining")
+    assert (driver.give_up(waiting, 400.0), driver.state("image")) == ([], "ready")
     driver.core.release(running, 500.0)
     driver.sound()
 

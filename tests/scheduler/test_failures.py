@@ -299,8 +299,7 @@ def test_a_load_that_can_never_fit_is_refused_and_disturbs_nobody():
     refused = driver.request("b", 2.0)
     assert isinstance(refused.error, DoesNotFit)
     assert refused.error.status == 422
-    assert driver.steps(2.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.steps(2.0), driver.state("a")) == ([], "ready")
     assert list(driver.core.slots["a"].holders) == [lease]
     driver.sound()
 

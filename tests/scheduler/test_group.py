@@ -50,8 +50,7 @@ def test_a_load_request_waits_like_a_request_but_holds_nothing():
 def test_a_drain_that_takes_too_long_severs_what_is_left():
     driver = Driver(A, B, drain_timeout=30.0).with_resident("a")
     ended, laggard = driver.request("a", 1.0), driver.request("a", 1.0)
-    assert driver.asked("b", 2.0) == []
-    assert driver.until == 32.0
+    assert (driver.asked("b", 2.0), driver.until) == ([], 32.0)
     driver.core.release(ended, 10.0)
     assert driver.steps(31.9) == []
     step = driver.core.next_step(32.0)
@@ -148,8 +147,7 @@ def test_forty_alternating_requests_cost_two_loads():
         assert ticket.backend == "a"
         driver.core.release(ticket, 4.0)
     assert driver.steps(4.0) == ["evict a"]
-    assert driver.evicted("a", 5.0) == ["load b"]
-    driver.core.loaded("b", 6.0)
+    driver.swaps("a", 5.0, "b", 6.0)
     assert all(ticket.backend for ticket in tickets)
     assert len(driver.tell("loading")) == 2
     driver.sound()
@@ -162,8 +160,7 @@ def test_a_held_swap_whose_waiters_left_is_not_begun_and_the_resident_serves_on_
     driver, waiting = held_back()
     assert driver.request("a", 1.5).backend == "a"
     driver.core.give_up(waiting, 2.0)
-    assert driver.steps(3.0) == []
-    assert driver.until == inf
+    assert (driver.steps(3.0), driver.until) == ([], inf)
     assert driver.tell("draining", "gone") == ["gone b"]
     driver.sound()
 
@@ -174,8 +171,7 @@ def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():
     waiting = driver.request("b", 2.0)
     driver.steps(2.0)
     late = driver.request("a", 3.0)
-    assert driver.give_up(waiting, 4.0, WaitedTooLong("too long")) == []
-    assert driver.state("a") == "ready"
+    assert (driver.give_up(waiting, 4.0, WaitedTooLong("too long")), driver.state("a")) == ([], "ready")
     assert late.backend == "a"
     assert set(driver.core.slots["a"].holders) == {lease, late}
     assert driver.core.state.woken[-1] is late
@@ -200,8 +196,7 @@ def test_models_with_declared_memory_are_resident_together_as_long_as_they_fit()
     driver.with_resident("a", 0.0).with_resident("b", 1.0)
     assert driver.states() == {"a": "ready", "b": "ready", "c": "stopped"}
     assert driver.asked("c", 2.0) == ["evict a"]  # used longest ago
-    assert driver.evicted("a", 3.0) == ["load c"]
-    driver.core.loaded("c", 4.0)
+    driver.swaps("a", 3.0, "c", 4.0)
     driver.sound()
 
 
@@ -244,8 +239,7 @@ def test_two_gpus_of_a_group_swap_side_by_side():
     driver.request("b", 1.0)
     assert driver.asked("d", 1.0) == ["evict a", "evict c"]
     assert driver.request("d", 1.5).settled is False
-    assert driver.evicted("c", 2.0) == ["load d"]
-    driver.core.loaded("d", 3.0)
+    driver.swaps("c", 2.0, "d", 3.0)
     assert driver.request("d", 3.5).backend == "d"
     assert driver.state("a") == "evicting"
 
@@ -258,8 +252,7 @@ def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
     assert driver.asked("t", 2.0) == []  # GPU 0 is in a swap
     assert driver.asked("c", 13.0) == []  # GPU 1 is kept for t
     assert driver.evicted("a", 14.0) == ["load b"]
-    assert driver.loaded("b", 15.0) == []
-    assert driver.state("b") == "draining"
+    assert (driver.loaded("b", 15.0), driver.state("b")) == ([], "draining")
     assert driver.drains()["b"] == ("t", 45.0)
 
 
@@ -296,8 +289,7 @@ def test_nothing_is_begun_before_it_is_known_what_runs_already():
     for name in "ab":
         driver.core.expected(name)
     first, other = driver.request("a", 1.0), driver.request("b", 1.0)
-    assert driver.steps(1.0) == []
-    assert driver.until == inf
+    assert (driver.steps(1.0), driver.until) == ([], inf)
     assert driver.core.adopt("a", 2.0)
     assert driver.core.state.woken == [first]
     assert first.backend == "a"
@@ -306,8 +298,7 @@ def test_nothing_is_begun_before_it_is_known_what_runs_already():
     assert driver.steps(100.0) == []  # b may hold the GPU too: it is still being looked at, or stopped
     assert driver.state("a") == "ready"
     driver.core.looked_at("b")
-    assert driver.steps(101.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(101.0), driver.state("a")) == ([], "draining")
     assert other.backend is None
 
 

@@ -92,8 +92,7 @@ def test_a_queue_goes_before_it_and_takes_the_gpu_from_its_load():
     driver = used()
     waiting = driver.request("b", 2.0)
     assert hinted(driver, "c", 2.0) == ["evict a"]
-    assert driver.evicted("a", 3.0) == ["load b"]
-    driver.core.loaded("b", 4.0)
+    driver.swaps("a", 3.0, "b", 4.0)
     assert driver.release(waiting, 5.0) == ["evict b"]
     assert driver.evicted("b", 6.0) == ["load c"]
     asked = driver.request("a", 7.0)

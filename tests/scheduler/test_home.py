@@ -115,8 +115,7 @@ def test_a_load_that_failed_is_not_tried_again_by_itself():
 def test_one_that_ended_by_itself_comes_back_too():
     driver = Driver(HOME, GUEST).with_resident("home")
     driver.core.release(driver.request("home", 1.0), 2.0)
-    assert driver.died("home", 500.0, "killed") == []
-    assert driver.until == 800.0
+    assert (driver.died("home", 500.0, "killed"), driver.until) == ([], 800.0)
     assert driver.steps(800.0) == ["load home"]
 
 
@@ -127,8 +126,7 @@ def test_it_comes_back_from_standby_and_stops_nobody_there():
     assert driver.evicted("home", 2.0, level="sleep") == ["load guest"]
     driver.core.loaded("guest", 5.0)
     [ticket] = driver.core.slots["guest"].holders
-    assert driver.release(ticket, 6.0) == []
-    assert driver.until == 306.0
+    assert (driver.release(ticket, 6.0), driver.until) == ([], 306.0)
     assert driver.steps(306.0) == ["evict guest"]
     assert driver.evicted("guest", 307.0) == ["load home"]
 
@@ -161,8 +159,7 @@ def test_the_end_of_a_lease_sets_the_clock():
     driver = Driver(HOME, GUEST).with_resident("guest")
     ticket = driver.request("guest", 100.0)
     assert driver.core.release(ticket, 110.0) is True
-    assert driver.steps(110.0) == []
-    assert driver.until == 410.0
+    assert (driver.steps(110.0), driver.until) == ([], 410.0)
     assert Driver(GUEST).with_resident("guest").core.release(ticket, 110.0) is False
 
 

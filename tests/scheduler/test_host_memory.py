@@ -231,8 +231,7 @@ def test_who_sleeps_in_more_memory_than_there_is_is_stopped_and_started_anew():
     asleep(driver, "a", 1.0, host_bytes=40)
     ticket = driver.request("a", 1.0)
     assert driver.steps(1.0) == ["demote a"]
-    assert driver.evicted("a", 2.0) == ["load a"]
-    driver.core.loaded("a", 3.0)
+    driver.swaps("a", 2.0, "a", 3.0)
     assert ticket.backend == "a"
 
 
@@ -371,8 +370,7 @@ def test_memory_that_is_the_gpus_and_the_hosts_counts_once():
     driver = unified(a, b).with_resident("a")
     assert driver.core.slots["a"].ram == 70
     assert driver.asked("b", 1.0) == ["evict a"]  # 70 and 45 are more than 108
-    assert driver.evicted("a", 2.0) == ["load b"]
-    driver.core.loaded("b", 3.0)
+    driver.swaps("a", 2.0, "b", 3.0)
     driver.sound()
 
 

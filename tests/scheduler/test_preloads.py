@@ -38,8 +38,7 @@ def test_nor_to_spare_the_host():
     a, b = backend("a", "0", evict_to=("sleep",), preload=True), backend("b", "0", preload=True, ram=6)
     driver = short(10, a, b)
     assert driver.core.adopt_standby("a", 0.0, "sleep", {}, 6)
-    assert driver.steps(0.0) == []
-    assert driver.state("a") == "standby"
+    assert (driver.steps(0.0), driver.state("a")) == ([], "standby")
 
 
 def test_a_pair_is_prepared_after_those_that_share_its_gpus():

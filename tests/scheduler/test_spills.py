@@ -23,8 +23,7 @@ def busy(*more, requests=3, **settings):
 
 def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_load():
     driver, _ = busy()
-    assert driver.steps(0.0) == []
-    assert driver.until == 5.0  # two wait behind the first
+    assert (driver.steps(0.0), driver.until) == ([], 5.0)  # two wait behind the first
     assert driver.steps(5.0) == ["load r1"]
     assert driver.log[-1].cause == Cause("replicas_busy", waiting=2)
     driver.core.loaded("r1", 15.0)
@@ -35,8 +34,7 @@ def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_l
 
 def test_a_request_that_waits_behind_nobody_loads_no_other_replica():
     driver, _ = busy(requests=1)
-    assert driver.steps(0.0) == []
-    assert driver.until == inf
+    assert (driver.steps(0.0), driver.until) == ([], inf)
     assert driver.steps(1000.0) == []
 
 

@@ -77,8 +77,7 @@ def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
 def test_who_has_had_work_stays_when_a_stage_could_have_its_place():
     driver = staged(B)
     assert driver.asked("b", 3.0) == ["evict prefill"]
-    assert driver.evicted("prefill", 3.0) == ["load b"]
-    driver.core.loaded("b", 4.0)
+    driver.swaps("prefill", 3.0, "b", 4.0)
     assert driver.asked("m", 5.0) == []
     assert driver.states() == {"prefill": "stopped", "decode": "ready", "b": "ready"}
     driver.sound()

@@ -54,8 +54,7 @@ def sleeper(*levels, after=10.0, others=()):
 
 def test_a_sleeper_is_demoted_when_its_time_on_the_rung_is_over():
     driver = sleeper("sleep")
-    assert driver.steps(1.0) == []
-    assert driver.until == 11.0
+    assert (driver.steps(1.0), driver.until) == ([], 11.0)
     assert driver.core.next_step(11.0) == Demote("a", "sleep", "stop")
     assert driver.state("a") == "demoting"
     driver.core.evicted("a", 12.0)
@@ -119,8 +118,7 @@ def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
     assert driver.asked("c", 2.0) == ["demote a"]
     driver.core.evict_failed("a", 3.0, "no answer")
     assert isinstance(driver.request("c", 4.0).error, Stuck)
-    assert driver.steps(4.0) == []
-    assert driver.until == 8.0
+    assert (driver.steps(4.0), driver.until) == ([], 8.0)
     assert driver.steps(8.0) == ["demote a"]
     driver.core.evicted("a", 9.0)
     assert driver.asked("c", 9.0) == ["load c"]
@@ -148,8 +146,7 @@ def test_a_load_for_which_several_that_could_not_be_stopped_leave_no_room_fails_
     assert driver.steps(7.0) == ["demote a"]
     again = driver.request("c", 7.5)
     assert not again.settled, "there will be room once it has been stopped"
-    assert driver.evicted("a", 7.75) == ["load c"]
-    driver.core.loaded("c", 9.0)
+    driver.swaps("a", 7.75, "c", 9.0)
     driver.sound()
 
 

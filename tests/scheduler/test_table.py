@@ -26,8 +26,7 @@ def test_what_a_swap_cost_is_its_eviction_and_its_load_without_the_drain_and_wha
     for moment in (1.0, 3.0):  # deferred, then a drains
         assert driver.steps(moment) == []
     assert driver.release(lease, 9.0) == ["evict a"]
-    assert driver.evicted("a", 11.0) == ["load b"]
-    driver.core.loaded("b", 17.0)
+    driver.swaps("a", 11.0, "b", 17.0)
     assert learned(driver) == {("", "a"): (0.0, 0.0, 1), ("a", "b"): (2.0, 6.0, 1)}
 
 
@@ -39,8 +38,7 @@ def test_each_of_several_victims_goes_once_it_is_idle_and_their_eviction_counts_
     assert driver.state("b") == "draining"
     assert driver.evicted("a", 3.0) == []
     assert driver.release(lease, 5.0) == ["evict b"]
-    assert driver.evicted("b", 6.5) == ["load c"]
-    driver.core.loaded("c", 10.5)
+    driver.swaps("b", 6.5, "c", 10.5)
     assert learned(driver)["a+b", "c"] == (1.5, 4.0, 1)
 
 
