@@ -539,7 +539,7 @@ class Adopter:
         return self._in_standby(backend, "checkpoint")
 
     def _asleep(self, backend: Backend, url: str) -> Found | None:
-        sleeps = engines.find_engine(backend.engine).sleeps
+        sleeps = engines.ENGINES[backend.engine].sleeps
         if sleeps is None:
             return None
         noted, asleep = self._notes.level(backend.name), None

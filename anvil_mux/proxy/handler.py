@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Moved, MuxError, NotFound, Unauthorized
-from anvil_mux.host.engines import find_engine
+from anvil_mux.host.engines import ENGINES
 from anvil_mux.host.seam import GpuUses
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
@@ -300,7 +300,7 @@ class Local:
     def _followed(self) -> dict[str, Any]:
         """The state as the page follows it; ``pages``: the models whose engines have a page of their own."""
         backends = self._mux.overview.configured()
-        pages = {each.model: None for each in backends if find_engine(each.engine).has_page and not each.url}
+        pages = {each.model: None for each in backends if ENGINES[each.engine].has_page and not each.url}
         return {**self.probes.state(brief=True), "capture": self.captures.most, "pages": list(pages)}
 
     def drain(self) -> None:
