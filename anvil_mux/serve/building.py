@@ -136,7 +136,8 @@ class Parts:
             overview.status,
             costs=overview.costs,
             footprints=overview.footprints,
-            sight=lambda: self.watches.sight(),  # they tell the journal what steps took, which tells these
+            # They tell the journal what steps took, which tells these.
+            gpu_uses=lambda: self.watches.gpu_uses(),
             round_trips=lambda: self.watches.round_trips(),
             usage=Usage(folder / "usage", self.say),
             circuits=self._circuits,
@@ -216,7 +217,7 @@ class Parts:
             notes={"cluster": self.watches.problem, "rights": lambda: "; ".join(self.missing_rights)},
             hosts=self.watches.reports,
             tail=self._log_tail,
-            sight=self.watches.sight,
+            gpu_uses=self.watches.gpu_uses,
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
             usage=self._usage_since,

@@ -8,13 +8,13 @@ from typing import Any, cast
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import (
     CardRead,
-    GpusSeen,
+    GpusRead,
+    GpuUse,
     HostNews,
     LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
-    Seen,
     ServiceEnded,
     WeightsRead,
 )
@@ -93,15 +93,15 @@ def test_a_host_has_no_news_of_the_backends_of_others() -> None:
 
 def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     other = OtherProcess("0", 1, 3 << 30)
-    sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}
-    reader, told = handed_on(GpusSeen(sight))
+    gpu_uses = {"0": GpuUse(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": GpuUse(0, 24 << 30)}
+    reader, told = handed_on(GpusRead(gpu_uses))
     assert told == [("memory_seen", {"0": 3 << 30}, {"host": ""}), ("leaves_gpus", {})]
-    assert reader.sight() == sight
+    assert reader.gpu_uses() == gpu_uses
     assert told[2:] == ["watched"]
 
 
 def test_where_a_gpu_is_left_to_others_it_is_looked_at_more_often() -> None:
-    listener = Listener(GpusSeen({"0": Seen(0, 24 << 30)}))
+    listener = Listener(GpusRead({"0": GpuUse(0, 24 << 30)}))
     listener.leaves_gpus = lambda: True
     NewsReader("", cast(Any, listener), cast(Any, listener), cast(Any, listener).took).read()
     assert listener.told == [("memory_seen", {}, {"host": ""}), "watched"]
