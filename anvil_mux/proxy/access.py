@@ -159,12 +159,12 @@ class Access:
             route = UPSTREAM
         origin = request.fields.get(b"origin")
         reader = origin if origin is not None and origin in self._readers else b""
-        if route is None:
-            shape = api.api_of(path)
-            return RequestContext(id, since, request, self, route=api.NO_ROUTE, api=shape, reader=reader)
-        shows_pages = at_pages or not self.hides_keys
         return RequestContext(
-            *(id, since, request, self), route=route, api=route.api, reader=reader, shows_pages=shows_pages
+            *(id, since, request, self),
+            route=route or api.NO_ROUTE,
+            api=route.api if route else api.api_of(path),
+            reader=reader,
+            shows_pages=at_pages or not self.hides_keys,
         )
 
     def check(self, context: RequestContext, needed: Right) -> Key | None:
@@ -358,30 +358,24 @@ def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:
     """Model -> where its requests go, of models that have fallbacks; what leads back is left out."""
     names = models_by_name(backends)
     own = {each.model: (each.fallback, each.fallback_after) for each in backends if each.fallback}
+
+    def follow(model: str, after: float | None, way: tuple[str, ...]) -> Iterator[FallbackStep]:
+        """A model and what follows it; ``after``: the time of the one that it is a fallback of."""
+        fallback, its_own = own.get(model, ((), None))
+        after = after if its_own is None else its_own
+        yield FallbackStep(model, after)
+        for other in filter(None, map(names.get, fallback)):
+            if other not in (*way, model):
+                yield from follow(other, after, (*way, model))
+
     found = {}
     for model in own:
         first: dict[str, FallbackStep] = {}
-        for step in _follow(model, None, names, own, ()):
+        for step in follow(model, None, ()):
             first.setdefault(step.model, step)
         *steps, last = first.values()
         found[model] = (*steps, FallbackStep(last.model, None))
     return {model: chain for model, chain in found.items() if len(chain) > 1}
-
-
-_Own = Mapping[str, tuple[tuple[str, ...], float | None]]
-
-
-def _follow(
-    model: str, after: float | None, names: Mapping[str, str], own: _Own, way: tuple[str, ...]
-) -> Iterator[FallbackStep]:
-    """A model and what follows it; ``after``: the time of the one that it is a fallback of."""
-    fallback, its_own = own.get(model, ((), None))
-    after = after if its_own is None else its_own
-    yield FallbackStep(model, after)
-    for name in fallback:
-        other = names.get(name)
-        if other is not None and other not in (*way, model):
-            yield from _follow(other, after, names, own, (*way, model))
 
 
 def _name_in(host: str) -> str:

@@ -26,6 +26,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -91,7 +92,7 @@ class Operations:
         self._keep_pause = keep_pause
         self._statuses = _Statuses(mux)
         self._lock = threading.Lock()
-        self._loads: dict[str, _SharedLoad] = {}
+        self._loads: dict[str, Future[None]] = {}
         """Model -> the load that was asked for last and has not ended; guarded by the lock."""
         # Held until the pause that was asked for last is in effect and written down.
         self._pausing = threading.Lock()
@@ -114,23 +115,24 @@ class Operations:
         with self._lock:
             load = self._loads.get(model)
             if load is None:
-                load = _SharedLoad()
+                load = Future()
                 threading.Thread(
                     target=self._load, args=(model, load), name=f"load-{model}", daemon=True
                 ).start()
                 self._loads[model] = load
-        if load.over.wait(MOMENT_SECONDS) and load.error:
-            raise load.error.with_traceback(None)  # each thread raises it without the others' frames
+        wait([load], MOMENT_SECONDS)
+        if load.done() and (error := load.exception()):
+            raise error.with_traceback(None)  # each thread raises it without the others' frames
 
-    def _load(self, model: str, load: _SharedLoad) -> None:
+    def _load(self, model: str, load: Future[None]) -> None:
         try:
             self._mux.load(model)
+            load.set_result(None)
         except MuxError as error:
-            load.error = error
+            load.set_exception(error)
         finally:
             with self._lock:
                 del self._loads[model]
-            load.over.set()
 
     def hint(self, reply: Reply) -> None:
         """A client will ask for the model in the path."""
@@ -347,14 +349,6 @@ class _Statuses:
 
 def _status(model: ModelState) -> dict[str, object]:
     return api.model_status(model.offered_state, failed=bool(model.last_error))
-
-
-class _SharedLoad:
-    """A load that goes on whoever leaves, and what came of it."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-        self.error: MuxError | None = None
 
 
 class Reloads:

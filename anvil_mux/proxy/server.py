@@ -35,7 +35,6 @@ import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 
 from anvil_mux.clock import note_mistake, safely
@@ -84,14 +83,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach an address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Server:
@@ -338,7 +329,6 @@ class Server:
 
     def _serve_requests(self, client: Client) -> None:
         """Serve its requests as long as they follow each other; then it is watched again, or it is over."""
-        returns = False
         try:
             if client.tls:
                 client.socket = accepted(client.socket, client.tls, 2 * self.client_timeout)
@@ -346,19 +336,14 @@ class Server:
             while True:
                 request = client.next_request()
                 if request is None:
-                    returns = True
-                    break
+                    return self._watch(client)
                 if not self._serve_one(client, request):
                     break
         except ClientGone:
-            self.end(client)
-            return
+            return self.end(client)
         except MuxError as error:
             self.handler.refuse_bad_head(client, error)
-        if returns:
-            self._watch(client)
-        else:
-            self._part(client)
+        return self._part(client)
 
     def _serve_one(self, client: Client, request: http1.Request) -> bool:
         """Whether another request may follow."""

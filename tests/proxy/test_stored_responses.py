@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,6 +14,7 @@ from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import api
 from anvil_mux.proxy import question
+from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.question import StoredResponses
 from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, chunk
 from tests.scheduler.test_replicas import fleet
@@ -155,9 +158,13 @@ def test_the_routes_of_an_answer(method: str, path: str, found: str | None) -> N
 def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote() -> None:
     assert question.answer_id(b'{"id": "resp_a-1","x":"\\"id\\":\\"resp_no\\""}') == "resp_a-1"
     assert question.answer_id(b'{"text":"\\"id\\":\\"resp_no\\""}') == ""
-    assert question.previous_answer(b'{"previous_response_id" : "resp_p"}') == "resp_p"
-    assert question.previous_answer(b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}') == ""
-    assert question.previous_answer(b'{"previous_response_id":null}') == ""
+    for body, previous in (
+        (b'{"previous_response_id" : "resp_p"}', "resp_p"),
+        (b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}', ""),
+        (b'{"previous_response_id":null}', ""),
+    ):
+        context = cast(RequestContext, SimpleNamespace(route=api.ROUTES["/v1/responses"]["POST"]))
+        assert question.Question(context, question.Target("a", None), body).previous_answer == previous
 
 
 def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,9 +373,9 @@ def test_a_path_below_upstream_that_names_no_model_is_not_there(open_rig: Rig, p
 
 
 def test_the_longest_model_is_meant() -> None:
-    assert list(api.upstream("/upstream/a/b/docs")) == [("a/b", "/docs"), ("a", "/b/docs")]
-    assert list(api.upstream("/upstream/a/b/")) == [("a/b", "/"), ("a", "/b/")]
-    assert list(api.upstream("/upstream/a")) == []
+    assert list(api.upstream("/upstream/a/b/docs")) == [("a/b/docs", ""), ("a/b", "/docs"), ("a", "/b/docs")]
+    assert list(api.upstream("/upstream/a/b/")) == [("a/b/", ""), ("a/b", "/"), ("a", "/b/")]
+    assert list(api.upstream("/upstream/a//b")) == [("a//b", ""), ("a/", "/b")]
     assert list(api.upstream("/other/a/docs")) == []
 
 
