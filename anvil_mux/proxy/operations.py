@@ -30,7 +30,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 from anvil_mux.config.change import Change
@@ -63,15 +63,9 @@ HostReports = Callable[[], list[dict[str, Any]]]
 """Says of each host what only the program knows: whether it is here, what it has, how fast it answers."""
 
 
-class KeptPause(NamedTuple):
-    """A pause, as the next start of anvil-mux finds it."""
-
-    until: float | None
-    """Unix time of its end; None: it is resumed by hand."""
-
-
-Keep = Callable[[KeptPause | None], bool]
-"""Keeps a pause for the next start, or that there is none; False if that cannot be written down."""
+Keep = Callable[[float | None], bool]
+"""Keeps for the next start until when a pause lasts, in Unix time (infinite: it is resumed by hand), or that
+there is none; False if that cannot be written down."""
 
 
 class Operations:
@@ -256,7 +250,7 @@ class Operations:
         with self._pausing:
             until = None if seconds is None else time.time() + seconds
             self._mux.facts.paused(seconds)
-            kept = self._keep_pause(KeptPause(until))
+            kept = self._keep_pause(math.inf if until is None else until)
         reply.json({"success": True, "until": until, "kept": kept})
 
     def resume(self, reply: Reply) -> None:

@@ -372,26 +372,20 @@ def _from_form(context: RequestContext, client: Client) -> Question:
 
 def read_json(context: RequestContext, client: Client) -> bytes | bytearray:
     """The body of a route that takes JSON."""
-    request = context.request
-    body = client.read_body(request, context.access.config.max_body)
-    if b"content-encoding" in request.fields:
-        body = _unpacked(context, client, body)
-    kind = request.fields.get(b"content-type", b"")
+    body = _read(context, client)
+    kind = context.request.fields.get(b"content-type", b"")
     if kind != b"application/json" and naming.media(kind, body) != "json":
         raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
     return body
 
 
 def _read(context: RequestContext, client: Client) -> bytes | bytearray:
-    """The body of any kind, in memory."""
-    return _unpacked(context, client, client.read_body(context.request, context.access.config.max_body))
-
-
-def _unpacked(context: RequestContext, client: Client, body: bytes | bytearray) -> bytes | bytearray:
-    packed = _coding(context.request)
+    """The body of any kind, in memory, unpacked."""
+    most = context.access.config.max_body
+    body, packed = client.read_body(context.request, most), _coding(context.request)
     if not packed:
         return body
-    most = foreign.unpacked_size(len(body), context.access.config.max_body)
+    most = foreign.unpacked_size(len(body), most)
     client.hold(most)
     content = foreign.unpacked(body, packed, most)
     client.hold(len(content) - most)
@@ -400,7 +394,9 @@ def _unpacked(context: RequestContext, client: Client, body: bytes | bytearray) 
 
 def _coding(request: http1.Request) -> str:
     """How the body is compressed; empty for a plain one."""
-    named = request.fields.get(b"content-encoding", b"identity").decode("latin-1").strip()
+    if b"content-encoding" not in request.fields:
+        return ""
+    named = request.fields[b"content-encoding"].decode("latin-1").strip()
     return "" if named.lower() == "identity" else named or "(empty)"
 
 
@@ -446,8 +442,28 @@ def _check_names(context: RequestContext, model: str, path: str, body: bytes | b
 
     A server elsewhere, and some engines, have more models than the configuration says.
     """
-    names = [_name_in_path(path), naming.model_in_query(context.request.query)]
-    _check_names_there(context, model, [*names, *_names_in_body(context, path, body)])
+    kind, route = context.request.fields.get(b"content-type", b""), api.match("POST", path)
+    names = [naming.model_in_query(context.request.query)]
+    if route and route.model_in == "path":
+        names.append(api.model_in_path(path))
+    if not body:
+        pass
+    elif kind.lower().startswith(b"multipart/"):
+        scanner = naming.MultipartModelScanner(naming.boundary(kind))
+        scanner.feed(bytes(body))
+        scanner.finish()
+        names.append(scanner.model)
+    elif naming.is_urlencoded(kind, body):
+        names.append(naming.in_urlencoded(body)[0])
+    elif api.api_of(path) == "ollama":
+        names.append(ollama.name_in(parse(body)))
+    elif route and route.path.startswith(SESSIONS):
+        naming.refuse_more_models(body)
+        names += [name for name, _ in naming.session_models(body)]
+    else:
+        naming.refuse_more_models(body)
+        names.append(naming.model_and_stream(body)[0])
+    _check_names_there(context, model, names)
 
 
 def _check_session(question: Question) -> None:
@@ -485,32 +501,6 @@ def names_there(access: Access, key: Key | None, model: str) -> set[str]:
             names.add(each.served_model or each.model)
             names |= {preset.served_model for preset in each.presets if preset.served_model}
     return names
-
-
-def _name_in_path(path: str) -> str | None:
-    route = api.match("POST", path)
-    return api.model_in_path(path) if route and route.model_in == "path" else None
-
-
-def _names_in_body(context: RequestContext, path: str, body: bytes | bytearray) -> list[str | None]:
-    """The models in a body of any kind that may have one; BadRequest for one that cannot be read for that."""
-    kind = context.request.fields.get(b"content-type", b"")
-    if not body:
-        return []
-    if kind.lower().startswith(b"multipart/"):
-        scanner = naming.MultipartModelScanner(naming.boundary(kind))
-        scanner.feed(bytes(body))
-        scanner.finish()
-        return [scanner.model]
-    if naming.is_urlencoded(kind, body):
-        return [naming.in_urlencoded(body)[0]]
-    if api.api_of(path) == "ollama":
-        return [ollama.name_in(parse(body))]
-    naming.refuse_more_models(body)
-    route = api.match("POST", path)
-    if route and route.path.startswith(SESSIONS):
-        return [name for name, _ in naming.session_models(body)]
-    return [naming.model_and_stream(body)[0]]
 
 
 def _no_upstream(context: RequestContext) -> UnknownModel | NotFound:

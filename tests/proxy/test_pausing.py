@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.config.keys import Keyring, load
-from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.scheduler.slot import Pause
 from tests.fake_engine import JSON_OK, Rig
 
@@ -77,11 +77,11 @@ def test_what_is_no_time_is_refused(rig: Rig, body: bytes, wrong: str) -> None:
 
 
 def test_it_is_written_down_for_the_next_start_and_so_is_its_end(make_rig: Make) -> None:
-    kept: list[KeptPause | None] = []
+    kept: list[float | None] = []
     rig = make_rig(keep_pause=lambda pause: kept.append(pause) or len(kept) > 1)
     assert post(rig, b"/pause")[1]["kept"] is False
     assert post(rig, b"/resume")[1]["kept"] is True
-    assert kept == [KeptPause(None), None]
+    assert kept == [math.inf, None]
 
 
 def test_it_takes_a_key_with_the_right(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
