@@ -71,8 +71,7 @@ def test_every_answer_has_one_date(make_rig: Callable[..., Rig], theirs: bytes) 
     rig = make_rig(max_connections=2)
     rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\n%bContent-Length: 0\r\n\r\n" % theirs
     client = rig.client()
-    client.post(ASK_A)
-    answers = [client.read(), client.get(b"/livez"), client.get(b"/nowhere")]
+    answers = [client.ask(ASK_A), client.get(b"/livez"), client.get(b"/nowhere")]
     follower = rig.client()
     follower.send(b"GET /models/sse HTTP/1.1\r\nHost: %b\r\n\r\n" % follower.host)
     answers.append(Answer(200, follower.read_until(b"\r\n\r\n"), b"", True))
@@ -114,8 +113,7 @@ def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:
 
 def test_interim_answers_of_the_engine_are_skipped(rig: Rig) -> None:
     rig.engine.answer = lambda _: b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_OK
-    client = rig.client()
-    assert client.ask(ASK_A).body == b"{}"
+    assert rig.ask(ASK_A).body == b"{}"
 
 
 def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig: Rig) -> None:
@@ -327,8 +325,7 @@ def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig: Rig, end: byt
 
 
 def test_an_answer_that_is_no_text_has_no_tokens(rig: Rig) -> None:
-    client = rig.client()
-    rig.answers(client)
+    rig.answers(rig.client())
     assert rig.events.record(1).tokens == 0
 
 
@@ -372,7 +369,7 @@ def test_where_no_connection_can_be_opened_the_request_is_refused_and_its_engine
         client = rig.client()
         answer = client.ask(ASK_A)
     assert (answer.status, answer.header(b"retry-after")) == (503, b"5")
-    error = json.loads(answer.body)["error"]
+    error = answer.error
     assert error["code"] == "overloaded"
     assert "Too many open files" in error["message"]
     rig.engine.answer = lambda _: JSON_OK
@@ -415,7 +412,7 @@ def test_an_upload_larger_than_the_disk_is_refused(rig: Rig, monkeypatch: pytest
         % (client.host, len(body), body)
     )
     answer = client.read()
-    error = json.loads(answer.body)["error"]
+    error = answer.error
     assert (answer.status, error["code"], answer.header(b"x-should-retry")) == (507, "disk_full", b"false")
     assert "does not fit on anvil-mux's disk" in error["message"]
     assert "No space left on device" in error["message"]

@@ -82,8 +82,7 @@ def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it
     rig = make_rig(client_timeout=0.1, drain_timeout=1e6)
     rig.other.answer = lambda _: JSON_OK
     begin(rig)
-    other = rig.client()
-    assert other.ask(b'{"model":"org/b"}').status == 200
+    assert rig.ask(b'{"model":"org/b"}').status == 200
     assert not rig.events.of("severed")
     records = [
         rig.events.record(number) for number in (1, 2)
@@ -106,8 +105,7 @@ def test_a_slow_reader_of_an_answer_that_the_engine_has_given_holds_up_no_swap(
     rig = make_rig(client_timeout=1e6, drain_timeout=1e6)
     rig.other.answer = lambda _: JSON_OK
     slow = begin(rig)
-    other = rig.client()
-    assert other.ask(b'{"model":"org/b"}').status == 200
+    assert rig.ask(b'{"model":"org/b"}').status == 200
     assert not rig.events.of("severed")
     answer = slow.read()
     assert (answer.status, answer.clean) == (200, True)

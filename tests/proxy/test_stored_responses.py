@@ -9,14 +9,12 @@ from typing import cast
 
 import pytest
 
-from anvil_mux.command import API_KEYS
-from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import api
 from anvil_mux.proxy import question
 from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.question import StoredResponses
-from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, chunk
+from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, chunk, keyring
 from tests.scheduler.test_replicas import fleet
 
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_s1","x":1}}\n\n'
@@ -117,20 +115,20 @@ def test_a_body_that_comes_with_the_question_for_an_answer_is_announced(rig: Rig
 
 
 def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loads_nothing(rig: Rig) -> None:
-    assert rig.client().get(b"/v1/responses/resp_9").status == 404
+    assert rig.get(b"/v1/responses/resp_9").status == 404
     first_answer(rig)
     rig.mux.facts.unload("m")
     rig.events.wait("stopped", 2)
-    assert rig.client().get(b"/v1/responses/resp_1").status == 404
+    assert rig.get(b"/v1/responses/resp_1").status == 404
     assert rig.events.of("loading") == []
 
 
 def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callable[..., Rig]) -> None:
-    ring = keys.load(None, {API_KEYS: "first-secret-key;second-secret-key"})
+    ring = keyring("first-secret-key;second-secret-key")
     rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
     own, other = (b"Authorization: Bearer %b-secret-key\r\n" % who for who in (b"first", b"second"))
     answer(ask(rig, extra=own), rig.engine, "resp_1")
-    assert rig.client().get(b"/v1/responses/resp_1", extra=other).status == 404
+    assert rig.get(b"/v1/responses/resp_1", extra=other).status == 404
     client = rig.client()
     client.send(b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (client.host, own))
     rig.engine.next().send(whole(b"{}"))
