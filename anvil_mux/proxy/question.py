@@ -153,7 +153,7 @@ class Questions:
         if rule.when:
             rule = chosen_by(before.rules, _contents(question))
         name = self._mux.overview.choose(rule.models)
-        found = _target(context, context.access.meant(name)._replace(rules=before.rules))
+        found = _target(context, context.access.meant[name]._replace(rules=before.rules))
         target = replace(found, never_swaps=before.never_swaps, rules=(rule,))
         return replace(question, target=target)
 
@@ -166,7 +166,7 @@ class Questions:
         if (kept := self._stored.find(question.previous_answer, context.key)) is None:
             return None
         names = names_in(question.target.rules)
-        own = [name for name in names if context.access.meant(name).model == kept.model][:1]
+        own = [name for name in names if context.access.meant[name].model == kept.model][:1]
         return Rule(tuple(own)) if own and self._mux.overview.is_ready(kept.model) else None
 
     def _read(self, context: RequestContext, client: Client) -> Question:
@@ -314,7 +314,7 @@ def hint(mux: Multiplexer, context: RequestContext, named: str) -> str:
         # What the request will contain is not known yet.
         rule = first_fit(found.rules, Contents())
         name = mux.overview.choose(rule.models) if rule else resolve(context, named)
-        found = context.access.meant(name)
+        found = context.access.meant[name]
     mux.tell(mux.scheduler.hinted, found.model)
     return found.model
 

@@ -89,7 +89,7 @@ class Probes:
         ready = not any(problems.values())
         text = "ok\n" if ready else "not ready\n"
         wants_all = not ready or "verbose" in context.request.query.split("&")
-        if wants_all and context.access.tells_state(context.key):
+        if wants_all and (context.key.state if context.key else not context.access.hides_keys):
             lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
             notes = (f"[~]{name} {why}\n" for name, why in self._notes_now().items())
             text = "".join([*lines, *notes]) + text
@@ -226,7 +226,7 @@ class Lists:
             if access.may_use(key, name, preset)
         ]
         for name in access.config.any_of:
-            meant = [access.meant(each).model for each in names_in(access.rules(name, key))]
+            meant = [access.meant[each].model for each in names_in(access.rules(name, key))]
             states = [models[each].offered_state for each in meant if each in models]
             if states:
                 card = together([cards[each] for each in meant if each in cards])
@@ -333,7 +333,7 @@ class Diagnosis:
             here = f" For this request that is {chosen}{why}." if len(rules) > 1 else ""
             sentence = f"{name} stands for {words_of(rules)}.{here} {sentence}"
         elif name != model:
-            what = "a preset of" if access.meant(name).preset else "another name for"
+            what = "a preset of" if access.meant[name].preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
         reply.json({**estimate, "sentence": sentence, "stages": finite(stages), **more, **state})
 

@@ -13,7 +13,7 @@ from anvil_mux.config.keys import Keyring
 from anvil_mux.config.service import Service
 from anvil_mux.protocol import http1
 from anvil_mux.proxy.connections import Pool
-from tests.fake_engine import Asked, OnePort, RawClient, Rig, keyring, shows
+from tests.fake_engine import Asked, OnePort, RawClient, Rig, answer_of, keyring, shows
 
 OURS = "k-of-clients"
 
@@ -36,7 +36,7 @@ def shown(asked: Asked) -> bytes:
         line for line in asked.head.split(b"\r\n") if line.lower().startswith((b"auth", b"x-api", b"api-"))
     ]
     said = b"|".join(lines)
-    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
+    return answer_of(said)
 
 
 @pytest.fixture

@@ -237,9 +237,6 @@ def test_following_is_a_get(make_rig: Callable[..., Rig], method: bytes) -> None
 
 @pytest.mark.parametrize("body", [b"model=a", b"x=1&model=%61", ASK_A])
 def test_a_model_may_be_named_in_a_plain_form(rig: Rig, body: bytes) -> None:
-    connection = rig.client()
-    form = b"POST /models/load?wait=true HTTP/1.1\r\nHost: localhost\r\n"
-    kind = b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: %d\r\n\r\n" % len(body)
-    connection.send(form + kind + body)
-    assert connection.read().body == b'{"success":true}'
+    kind = b"application/x-www-form-urlencoded"
+    assert rig.ask(body, b"/models/load?wait=true", type=kind).body == b'{"success":true}'
     assert rig.events.of("ready")

@@ -11,7 +11,7 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import OtherProcess, Seen
 from tests.chromium import IN_CHROMIUM, Chromium
-from tests.fake_engine import Rig, keyring
+from tests.fake_engine import Rig, answer_of, keyring
 from tests.proxy.conftest import Opened
 from tests.proxy.test_page import button, more, row, state_of
 from tests.sleepy_engine import GIB
@@ -20,7 +20,7 @@ pytestmark = IN_CHROMIUM
 MENU = "document.getElementById('menu')"
 ITEMS = f"[...{MENU}.children].map(each => each.textContent)"
 FOCUSED = "document.activeElement.ariaLabel"
-HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\na page"
+HTML = answer_of(b"a page", b"Content-Type: text/html")
 ROOT, ALICE, BOB = "key-of-the-admin", "key-of-alice", "key-of-bob"
 LINES = f"{ROOT} admin; {ALICE} models=a state; {BOB} models=none state"
 

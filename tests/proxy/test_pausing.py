@@ -11,7 +11,7 @@ import pytest
 from anvil_mux.cli.main import main
 from anvil_mux.config.keys import Keyring
 from anvil_mux.scheduler.slot import Pause
-from tests.fake_engine import JSON_OK, Rig, keyring
+from tests.fake_engine import JSON_OK, Rig, keyring, shows
 
 Make = Callable[..., Rig]
 
@@ -83,12 +83,7 @@ def test_it_is_written_down_for_the_next_start_and_so_is_its_end(make_rig: Make)
 def test_it_takes_a_key_with_the_right(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: Keyring = keyring("only-models models=*;everything-there-is")
     rig = make_rig(keys=keys)
-    client = rig.client()
-    client.send(
-        b"POST /pause HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer only-models\r\n"
-        b"Content-Length: 0\r\n\r\n"
-    )
-    assert client.read().status == 403
+    assert rig.ask(b"", b"/pause", shows("only-models")).status == 403
     assert paused(rig) is None
     monkeypatch.setenv("ANVIL_API_KEY", "everything-there-is")
     assert main(["pause", "--url", "http://{}:{}".format(*rig.address)]) == 0

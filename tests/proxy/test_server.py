@@ -22,13 +22,15 @@ from tests.fake_engine import (
     ASK_LIVEZ,
     GUARD,
     JSON_OK,
-    SSE_HEAD,
     RawClient,
     Rig,
     chunk,
     keyring,
+    shows,
 )
 from tests.running import seen
+
+FORM = b"application/x-www-form-urlencoded"
 
 # Connections
 
@@ -171,6 +173,11 @@ def test_a_connection_that_ended_makes_room(
 # Threads
 
 
+def watched(rig: Rig) -> int:
+    """How many connections are watched."""
+    return len(rig.server._idle) + len(rig.server._begun)
+
+
 def request_threads() -> int:
     return sum(thread.name.startswith("request-") for thread in threading.enumerate())
 
@@ -181,7 +188,7 @@ def test_idle_connections_and_heads_in_the_making_have_no_thread(rig: Rig) -> No
         assert connection.get(b"/livez").status == 200
     for connection in begun:
         connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
-    assert seen(lambda: rig.server.watched, lambda watched: watched == 150) == 150
+    assert seen(lambda: watched(rig), lambda count: count == 150) == 150
     for connection in begun:
         connection.send(b"alhost\r\n\r\n")
         assert connection.read().body == b"ok\n"
@@ -222,10 +229,7 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
         ("eve", ASK_A, 401),
     ):
         connection = rig.client()
-        assert (
-            connection.ask(body, extra=b"Authorization: Bearer key-of-%b\r\n" % name.encode()).status
-            == status
-        ), name
+        assert connection.ask(body, extra=shows(f"key-of-{name}")).status == status, name
         connection.leave()
         assert seen(lambda: rig.server.clients, lambda left: not left) == set()
 
@@ -236,10 +240,7 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
 def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig: Rig) -> None:
     running, waiting, idle = rig.client(), rig.client(), rig.client()
     assert idle.get(b"/livez").status == 200
-    running.post(b'{"model":"a","stream":true}')
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    running.read_until(b"data: 1\n\n\r\n")
+    asked = rig.streams(running)
     waiting.post(ASK_B)
     rig.events.wait("queued", 2)
     ended: list[bool] = []
@@ -307,9 +308,9 @@ def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.Mon
     assert seen(lambda: rig.server.hangs, lambda hangs: not hangs) is False
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["accepted", "watched"])
+@pytest.mark.parametrize("is_watched", [False, True], ids=["accepted", "watched"])
 def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, watched: bool
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_watched: bool
 ) -> None:
     receive, wrong = client.Client.receive, []
 
@@ -319,8 +320,8 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
             raise RuntimeError("a mistake")
         return receive(self)
 
-    one = rig.client() if watched else None
-    assert seen(lambda: rig.server.watched, lambda count: count == watched) == watched
+    one = rig.client() if is_watched else None
+    assert seen(lambda: watched(rig), lambda count: count == is_watched) == is_watched
     monkeypatch.setattr(client.Client, "receive", mistaken)
     monkeypatch.setattr(
         server, "safely", lambda thread, do, default: do()
@@ -410,24 +411,14 @@ def test_a_form_without_files_reaches_the_engine_with_its_own_name_for_the_model
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(backends=(Backend("a", "a", gpus=("0",), served_model="inside & out"),))
-    rig.engine.answer = None
-    client = rig.client()
-    body = b"language=en&model=a&prompt=x%20y"
-    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\n"
-    kind = b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: %d\r\n\r\n" % len(body)
-    client.send(head + kind + body)
-    asked = rig.engine.next()
+    asked = rig.passes(b"language=en&model=a&prompt=x%20y", b"/v1/audio/transcriptions", type=FORM)
     assert asked.body == b"language=en&model=inside%20%26%20out&prompt=x%20y"
-    asked.send(JSON_OK)
-    assert client.read().status == 200
 
 
 def test_an_engine_is_asked_for_answers_that_can_be_read(rig: Rig) -> None:
-    client, asked = rig.asked(ASK_A, extra=b"Accept-Encoding: gzip, br\r\n")
+    asked = rig.passes(extra=b"Accept-Encoding: gzip, br\r\n")
     assert asked.head.lower().count(b"accept-encoding: identity\r\n") == 1
     assert b"gzip" not in asked.head
-    asked.send(JSON_OK)
-    assert client.read().status == 200
 
 
 @pytest.mark.parametrize(
@@ -442,10 +433,7 @@ def test_what_is_no_number_in_a_query_is_a_bad_request(rig: Rig, path: str) -> N
 
 
 def test_json_is_no_form(rig: Rig) -> None:
-    client = rig.client()
-    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 13\r\n"
-    client.send(head + b"Content-Type: application/x-www-form-urlencoded\r\n\r\n" + ASK_A)
-    assert client.read().status == 415
+    assert rig.ask(ASK_A, b"/v1/audio/transcriptions", type=FORM).status == 415
 
 
 def test_the_end_of_a_thread_is_a_problem_that_healthz_and_readyz_tell(

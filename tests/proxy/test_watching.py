@@ -15,7 +15,7 @@ from anvil_mux.host.seam import Seen, Sensors
 from anvil_mux.proxy import page
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.telemetry.journal import EVENTS
-from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk, keyring, shows
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk, keyring, shows
 from tests.telemetry.test_metrics import record
 
 ASK_A, ASK_B = b'{"model":"a"}', b'{"model":"org/b"}'
@@ -24,9 +24,9 @@ ASK_A, ASK_B = b'{"model":"a"}', b'{"model":"org/b"}'
 class Watcher:
     """One client of /events."""
 
-    def __init__(self, client: RawClient) -> None:
+    def __init__(self, client: RawClient, extra: bytes = b"") -> None:
         self.client = client
-        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n\r\n" % client.host)
+        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (client.host, extra))
         self.head = client.read_until(b"\r\n\r\n")
 
     def next(self) -> tuple[str, Any]:
@@ -195,14 +195,10 @@ def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look
     for path in (b"/models/sse", b"/events"):
         refused = rig.get(path, extra=one)
         assert (refused.status, refused.code) == (429, "too_many_requests")
-    second = rig.client()
-    second.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (second.host, other))
-    second.read_until(b"event: snapshot")
+    assert Watcher(rig.client(), other).next()[0] == "snapshot"
     watcher.leave()
     rig.events.record(3)  # its place is free before that is noted
-    third = rig.client()
-    third.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (third.host, one))
-    third.read_until(b"event: snapshot")
+    assert Watcher(rig.client(), one).next()[0] == "snapshot"
 
 
 def test_a_single_key_has_all_places_of_those_who_look_on(
@@ -211,9 +207,7 @@ def test_a_single_key_has_all_places_of_those_who_look_on(
     monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 2)
     rig = make_rig(keys=keyring("the-only-key"))
     for _ in range(2):
-        client = rig.client()
-        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\nx-api-key: the-only-key\r\n\r\n" % client.host)
-        client.read_until(b"event: snapshot")
+        assert Watcher(rig.client(), shows("the-only-key")).next()[0] == "snapshot"
     assert rig.get(b"/events", extra=shows("the-only-key")).status == 503
 
 
@@ -342,10 +336,7 @@ def test_a_stream_that_is_cancelled_ends_with_an_error_and_no_other_replica_goes
     client, boss = rig.client(), rig.client()
     client.post(b'{"model":"a","stream":true}', extra=b"X-Request-ID: unwanted\r\n")
     asked = rig.engine.next()
-    asked.send(
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"d\r\ndata: {}\n\n  \n\r\n"
-    )
+    asked.send(SSE_HEAD, chunk(b"data: {}\n\n"))
     client.read_until(b"data: {}")
     assert boss.ask(b'{"id":"unwanted"}', b"/requests/cancel").status == 200
     assert b'"code":"cancelled"' in client.rest()
