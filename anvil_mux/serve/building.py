@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -34,7 +35,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler, Local
 from anvil_mux.proxy.operations import Reloads
-from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
+from anvil_mux.proxy.server import CPUs, Server, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digests, recalled
 from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead, Stock
@@ -229,7 +230,7 @@ class Parts:
             self.relay,
             local,
             records=self.journal,
-            only_local_hosts=is_loopback(listener.getsockname()[0]),
+            only_local_hosts=ip_address(listener.getsockname()[0]).is_loopback,
         )
         self.server = Server(
             listener,
