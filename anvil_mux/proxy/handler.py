@@ -299,7 +299,7 @@ class Local:
 
     def _followed(self) -> dict[str, Any]:
         """The state as the page follows it; ``pages``: the models whose engines have a page of their own."""
-        backends = self._mux.overview.configured()
+        backends = self._mux.overview.config.backends
         pages = {each.model: None for each in backends if ENGINES[each.engine].has_page and not each.url}
         return {**self.probes.state(brief=True), "capture": self.captures.most, "pages": list(pages)}
 

@@ -127,7 +127,7 @@ class Probes:
             },
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, gpu_uses.get(gpu.gpu, GpuUse())) for gpu in status.gpus},
             **({"hosts": hosts} if hosts else {}),
-            **({"any_of": self._any_of()} if self._mux.overview.any_of() else {}),
+            **({"any_of": self._any_of()} if self._mux.overview.config.any_of else {}),
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
             "reload": self._reloads.as_json() if self._reloads else None,
@@ -136,7 +136,7 @@ class Probes:
     def _any_of(self) -> dict[str, dict[str, object]]:
         """The names that stand for several models, and the one that would serve a plain request now."""
         names: dict[str, dict[str, object]] = {}
-        for name, each in self._mux.overview.any_of().items():
+        for name, each in self._mux.overview.config.any_of.items():
             rule = first_fit(each.rules, Contents())
             serves = self._mux.overview.choose(rule.models) if rule else None
             words = each.words if each.has_conditions else f"{each.words}; now {serves}"
@@ -147,7 +147,7 @@ class Probes:
         """Model -> the part of its state that the scheduler does not know; see ``healthz.external_state``."""
         return {
             backend.model: healthz.external_state(backend, self._mux.circuits)
-            for backend in self._mux.overview.configured()
+            for backend in self._mux.overview.config.backends
             if backend.url or backend.fallback
         }
 
