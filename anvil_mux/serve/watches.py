@@ -49,7 +49,7 @@ from anvil_mux.host.seam import (
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
@@ -442,7 +442,7 @@ class NewsReader:
             case ServiceEnded(_, why, lines, load):
                 self._mux.facts.died(name, why, lines, load=load)
             case LoadStage(_, stage, fraction, seconds_left):
-                overview.report(name, LogProgress(stage, fraction, seconds_left))
+                overview.report(name, Progress(stage, fraction, seconds_left))
             case PromptsKept(_, prompts, tokens, size):
                 overview.note_prompts(name, KeptPrompts(prompts, tokens, size))
             case CardRead():
