@@ -49,6 +49,13 @@ def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
     assert record.sent == len(answer.head) + len(answer.body)
 
 
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"422 X", b"500 Oh", b"503 Busy"])
+def test_an_engines_error_is_relayed_with_its_body(rig: Rig, status: bytes) -> None:
+    rig.engine.answer = lambda _: b'HTTP/1.1 %b\r\nContent-Length: 13\r\n\r\n{"error": 42}' % status
+    answer = rig.ask()
+    assert (answer.status, answer.body) == (int(status[:3]), b'{"error": 42}')
+
+
 @pytest.mark.parametrize("theirs", [b"", b"Date: Sun, 06 Nov 1994 08:49:37 GMT\r\n"])
 def test_every_answer_has_one_date(make_rig: Callable[..., Rig], theirs: bytes) -> None:
     rig = make_rig(max_connections=2)
