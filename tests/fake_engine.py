@@ -22,7 +22,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring, load
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import Cancelled
-from anvil_mux.host.seam import Evicted, Loaded, Sight
+from anvil_mux.host.seam import Evicted, GpuUses, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.proxy.exchange import Relay
@@ -458,7 +458,7 @@ class Rig:
         mechanism: Mechanism | None = None,
         keep_pause: Keep = lambda pause: True,
         only_local_hosts: bool = True,
-        sight: Callable[[], Sight] = dict,
+        gpu_uses: Callable[[], GpuUses] = dict,
         has_pages: bool = False,
         **settings: object,
     ) -> None:
@@ -499,7 +499,7 @@ class Rig:
             checks={"docker": lambda: ""},
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
             keep_pause=keep_pause,
-            sight=sight,
+            gpu_uses=gpu_uses,
         )
         self.handler = Handler(
             self.config,

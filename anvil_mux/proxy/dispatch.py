@@ -279,8 +279,10 @@ class Dispatcher:
             text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
             again = isinstance(error, (EngineUnreachable, Unanswered)) or not seen
             return _Failure(EngineUnreachable(text) if again else BrokenOff(text), again, (crash,))
-        if lease.taken_back or (isinstance(error, Severed) and not seen):
-            return _Failure(EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.taken_back)
+        if lease.ticket.taken_back or (isinstance(error, Severed) and not seen):
+            return _Failure(
+                EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.ticket.taken_back
+            )
         return _Failure(error, isinstance(error, EngineUnreachable))
 
     # The choice among replicas

@@ -29,7 +29,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
 from anvil_mux.config.values import Preset, Rule, When, names_in
 from anvil_mux.errors import BadRequest, Forbidden, Moved, MuxError, NotFound, UnknownModel
-from anvil_mux.host.engines import find_engine
+from anvil_mux.host.engines import ENGINES
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
@@ -406,7 +406,7 @@ def _offers(backend: Backend, context: RequestContext, path: str) -> bool:
 
     A page may read whatever else its engine has.
     """
-    engine, method = find_engine(backend.engine), context.request.method
+    engine, method = ENGINES[backend.engine], context.request.method
     if engine.steers(path):
         return False
     if context.shows_pages and not backend.url and (method == "GET" or (method, path) in engine.acts_of_page):
@@ -428,7 +428,7 @@ def _loads(context: RequestContext) -> bool:
 
 def _knows_one_model(context: RequestContext, backends: Sequence[Backend]) -> bool:
     """Whether a page is of an engine that has but one model, which answers to any name, as its file's."""
-    one = all(find_engine(each.engine).names_file and not each.served_model for each in backends)
+    one = all(ENGINES[each.engine].names_file and not each.served_model for each in backends)
     return context.shows_pages and one
 
 

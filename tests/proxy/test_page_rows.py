@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.host.seam import OtherProcess, Seen
+from anvil_mux.host.seam import GpuUse, OtherProcess
 from tests.chromium import IN_CHROMIUM, Chromium
 from tests.fake_engine import Rig, answer_of, keyring
 from tests.proxy.conftest import Opened
@@ -190,8 +190,8 @@ def test_the_memory_of_a_gpu_is_told_as_ours_others_and_free(
     opened: Opened, users: dict[str, int | None], others: int, figures: list[str], widths: list[str]
 ) -> None:
     there = (OtherProcess("0", 4711, others * GIB, "blender"),) if others else ()
-    seen = Seen(16 * GIB, 24 * GIB, users, there)
-    _, page = opened("a", sight=lambda: {"0": seen})
+    seen = GpuUse(16 * GIB, 24 * GIB, users, there)
+    _, page = opened("a", gpu_uses=lambda: {"0": seen})
     page.wait(f"{CARD}.querySelector('.memory').checkVisibility()")
     assert page.ask(FIGURES) == figures
     assert page.ask(WIDTHS) == widths

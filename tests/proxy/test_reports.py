@@ -13,7 +13,7 @@ from anvil_mux import __version__
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
+from anvil_mux.host.seam import Evicted, GpuUse, OtherProcess, Sensors
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from tests.fake_engine import ASK_A, ASK_B, JSON_OK, Rig
 
@@ -66,7 +66,7 @@ def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["others"]) == (None, 24, 2, [])
     other_process = OtherProcess("0", 41, 5, "python3", "f00")
     sensors = Sensors(0.8749, 61.3)
-    rig.handler.local.probes.sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,), sensors)}
+    rig.handler.local.probes.gpu_uses = lambda: {"0": GpuUse(20, 25, {"a": 11}, (other_process,), sensors)}
     gpu = rig.json(b"/healthz")["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["users"]) == (20, 25, {"a": 11})
     assert gpu["sensors"] == {"utilization": 0.87, "celsius": 61, "watts": None}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.host.seam import Seen, Sensors
+from anvil_mux.host.seam import GpuUse, Sensors
 from anvil_mux.proxy import page
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.telemetry.journal import EVENTS
@@ -128,7 +128,7 @@ def test_what_gpus_measure_is_told_now_and_then(rig: Rig, monkeypatch: pytest.Mo
     monkeypatch.setattr(page, "BEAT_SECONDS", 0.0)
     watcher = Watcher(rig.client())
     assert watcher.message().startswith("event: snapshot")
-    rig.handler.local.probes.sight = lambda: {"0": Seen(sensors=Sensors(celsius=61.0))}
+    rig.handler.local.probes.gpu_uses = lambda: {"0": GpuUse(sensors=Sensors(celsius=61.0))}
     assert [watcher.message() for _ in range(3)] == [": nothing new"] * 3
     monkeypatch.setattr(page, "SENSORS_SECONDS", 0.0)
     hot = watcher.until("state")
