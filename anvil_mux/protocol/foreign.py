@@ -90,6 +90,14 @@ def read(
     return json.loads(text, object_pairs_hook=pairs)
 
 
+def read_or_none(text: str | bytes | bytearray) -> Any:
+    """The same; None where the text is none, or goes beyond the limits."""
+    try:
+        return read(text)
+    except ValueError:
+        return None
+
+
 class Lines:
     """The lines of a stream, in whatever pieces it comes: none is copied for each of its pieces."""
 
