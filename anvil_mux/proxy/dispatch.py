@@ -123,7 +123,7 @@ class Dispatcher:
         for rule in target.rules:
             name = target.preset or target.model
             reply.chosen = f"{name}; {rule.conditions}" if rule.when else name
-        if translation and translation.unloads:
+        if translation and translation.keep_alive == 0:
             self._answer_and_unload(question, reply)
         elif known := self._props(question):
             reply.whole(200, [JSON], known)
