@@ -30,7 +30,6 @@ from anvil_mux.host.seam import HostConfig, HostGpu, Inventory
 
 HOSTS = {"alpha": "127.0.0.2", "beta": "127.0.0.3", "gamma": "127.0.0.4"}
 """Host -> the loopback address of its engines."""
-GPUS, GPU_MEMORY = 1, 24 << 30
 RETURN_SECONDS = 15.0
 MOST_AT_ONCE = 64
 AFTER_POWER_CUT = 128 + signal.SIGTERM
@@ -43,10 +42,7 @@ class SimulatedHosts:
     def __init__(self, folder: Path) -> None:
         self._hosts = {
             name: ChildControl(
-                [
-                    *(sys.executable, "-m", "anvil_mux.cluster.simulated", name, address),
-                    *(str(folder / name), "--gpus", str(GPUS), "--memory", str(GPU_MEMORY)),
-                ],
+                [sys.executable, "-m", "anvil_mux.cluster.simulated", name, address, str(folder / name)],
                 pauses=(RETURN_SECONDS,),
             )
             for name, address in HOSTS.items()

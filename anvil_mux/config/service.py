@@ -273,12 +273,12 @@ def models_given(service: RawService) -> Iterator[str]:
     yield from flag_values(words, "--model-path")
 
 
-def flag_values(words: Sequence[str], flag: str) -> Iterator[str]:
+def flag_values(words: Sequence[str], *flags: str) -> Iterator[str]:
+    """The values that stand in a command behind one of these flags."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
-        if word == flag:
-            yield following
-        elif word.startswith(f"{flag}="):
-            yield word.partition("=")[2]
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            yield value if equals else following
 
 
 # Short and long forms

@@ -173,7 +173,6 @@ class DockerRefused(BackendError):
 
     def __init__(self, what: str, answer: int, words: str) -> None:
         super().__init__(f"Docker answers {answer} to {what}: {words}")
-        self.answer = answer
         self.words = words
 
 

@@ -45,7 +45,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from anvil_mux.clock import Worker
-from anvil_mux.host.seam import HostGpu, OtherProcess, Seen, Sensors, Sight
+from anvil_mux.host.seam import GpuUse, GpuUses, HostGpu, OtherProcess, Sensors
 from anvil_mux.state import text_of
 
 try:
@@ -183,7 +183,7 @@ SELDOM_SECONDS = 10.0
 
 
 class GpuMonitor:
-    """Looks at GPUs again and again; ``tell`` learns what was seen.
+    """Looks at GPUs again and again; ``tell`` learns their use.
 
     ``owner`` says to which of our services a process of this host belongs; see seam.Runtime.
     """
@@ -192,7 +192,7 @@ class GpuMonitor:
         self,
         gpus: Iterable[str],
         owner: Callable[[int], str | None],
-        tell: Callable[[Sight], object],
+        tell: Callable[[GpuUses], object],
         probe: Callable[[], Gpus] = look,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -219,7 +219,7 @@ class GpuMonitor:
         """Looks once."""
         found = self._probe()
         readings = {gpu: found.find(gpu) for gpu in self._gpus}
-        self._tell({gpu: self._seen(reading) for gpu, reading in readings.items() if reading})
+        self._tell({gpu: self._use(reading) for gpu, reading in readings.items() if reading})
 
     def _turn(self) -> float:
         self.look()
@@ -232,7 +232,7 @@ class GpuMonitor:
         self._is_slow = self._now() - self._watched >= WATCHED_SECONDS
         return self._is_slow
 
-    def _seen(self, reading: Reading) -> Seen:
+    def _use(self, reading: Reading) -> GpuUse:
         owners = {pid: self._owner(pid) for pid, _ in reading.processes}
         pids: defaultdict[str, list[int]] = defaultdict(list)
         for pid, service in owners.items():
@@ -240,7 +240,7 @@ class GpuMonitor:
                 pids[service].append(pid)
         users = {service: reading.used_by(own) for service, own in pids.items()}
         strangers = others([reading], lambda pid: owners[pid] is not None)
-        return Seen(reading.used, reading.gpu.total, users, tuple(strangers), reading.sensors)
+        return GpuUse(reading.used, reading.gpu.total, users, tuple(strangers), reading.sensors)
 
 
 # NVIDIA's, by NVML

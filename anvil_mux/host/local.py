@@ -58,7 +58,7 @@ from anvil_mux.host.seam import (
     CardRead,
     Evicted,
     Found,
-    GpusSeen,
+    GpusRead,
     HostConfig,
     HostNews,
     Inventory,
@@ -148,7 +148,7 @@ class LocalHost:
         self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._cards = CardReader(self._board.put)
-        self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
+        self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusRead(s)))
         self._reads_gpus = bool(found.readings)
         self._is_to_monitor = False
         """Whether the GPU monitor begins once it is known what runs."""
@@ -401,7 +401,7 @@ class NewsBoard:
 def _subject(what: object) -> object:
     """Return the subject of which only the last news counts; None where each counts."""
     match what:
-        case GpusSeen():
+        case GpusRead():
             return "gpus"
         case LoadStage(backend):
             return "load", backend
@@ -539,7 +539,7 @@ class Adopter:
         return self._in_standby(backend, "checkpoint")
 
     def _asleep(self, backend: Backend, url: str) -> Found | None:
-        sleeps = engines.find_engine(backend.engine).sleeps
+        sleeps = engines.ENGINES[backend.engine].sleeps
         if sleeps is None:
             return None
         noted, asleep = self._notes.level(backend.name), None

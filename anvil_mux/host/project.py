@@ -41,7 +41,6 @@ from anvil_mux.host.docker_api import (
     ALIVE,
     Container,
     ContainerEngine,
-    Endpoint,
     Stream,
     Unreachable,
     find_endpoint,
@@ -66,41 +65,16 @@ class Run(Protocol):
     def __call__(self, argv: Sequence[str], timeout: float) -> Done: ...
 
 
-def create_command(config: HostConfig, service: str, recreate: str = "") -> list[str]:
-    """Make a service's container. ``recreate``: --force-recreate, --no-recreate; "": if it has changed."""
-    options = ["--no-build", "--pull", "never", *([recreate] if recreate else [])]
-    return [*_of_project(config), "create", *options, service]
-
-
-def images_command(config: HostConfig, service: str) -> list[str]:
-    """Lists the images of a service and of those that it depends on."""
-    return [*_of_project(config), "config", "--images", service]
-
-
-def hash_command(config: HostConfig, service: str) -> list[str]:
-    """Prints a service and the hash of its description, which its containers have in a label."""
-    return [*_of_project(config), "config", "--hash", service]
-
-
-def version_command() -> list[str]:
-    """Prints the release of Compose."""
-    return [*COMPOSE, "version", "--short"]
+def compose_command(config: HostConfig, *words: str) -> list[str]:
+    """A command of Compose's for the project, whatever the profiles of its services are."""
+    files = [word for file in config.files for word in ("-f", file)]
+    return [*COMPOSE, *files, "-p", config.project, "--profile", "*", *words]
 
 
 def compose_release(version: str) -> tuple[int, ...]:
     """Return the numbers of a release, without what a distribution adds; () where it has none."""
     found = RELEASE.match(version)
     return tuple(map(int, found.groups())) if found else ()
-
-
-def _of_project(config: HostConfig) -> list[str]:
-    files = [word for file in config.files for word in ("-f", file)]
-    return [*COMPOSE, *files, "-p", config.project, "--profile", "*"]
-
-
-def environment_for(env: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """The environment of commands, so that they speak to the same engine as we do."""
-    return {**env, **({"DOCKER_HOST": endpoint.address} if endpoint.found_by_us else {})}
 
 
 def run_command(

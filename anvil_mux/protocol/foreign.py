@@ -90,12 +90,17 @@ def read(
     return json.loads(text, object_pairs_hook=pairs)
 
 
-def read_object(text: str | bytes | bytearray, *, of_request: bool = False) -> dict[str, Any] | None:
-    """The object that a JSON text is; None if it is none, or goes beyond the limits."""
+def read_or_none(text: str | bytes | bytearray, *, of_request: bool = False) -> Any:
+    """The same; None where the text is none, or goes beyond the limits."""
     try:
-        found = read(text, of_request=of_request)
+        return read(text, of_request=of_request)
     except ValueError:
         return None
+
+
+def read_object(text: str | bytes | bytearray, *, of_request: bool = False) -> dict[str, Any] | None:
+    """The object that a JSON text is; None if it is none, or goes beyond the limits."""
+    found = read_or_none(text, of_request=of_request)
     return found if isinstance(found, dict) else None
 
 

@@ -59,7 +59,7 @@ from anvil_mux.proxy.access import FallbackStep
 from anvil_mux.proxy.attempt import Attempt
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.exchange import BrokenOff, EngineUnreachable, Failed, Relay, Unanswered
-from anvil_mux.proxy.question import Question, StoredResponses, heed_hint, previous_answer, retarget
+from anvil_mux.proxy.question import Question, StoredResponses, heed_hint, retarget
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
@@ -279,8 +279,10 @@ class Dispatcher:
             text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
             again = isinstance(error, (EngineUnreachable, Unanswered)) or not seen
             return _Failure(EngineUnreachable(text) if again else BrokenOff(text), again, (crash,))
-        if lease.taken_back or (isinstance(error, Severed) and not seen):
-            return _Failure(EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.taken_back)
+        if lease.ticket.taken_back or (isinstance(error, Severed) and not seen):
+            return _Failure(
+                EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.ticket.taken_back
+            )
         return _Failure(error, isinstance(error, EngineUnreachable))
 
     # The choice among replicas
@@ -296,15 +298,8 @@ class Dispatcher:
             preset = question.target.preset
             apart = preset if preset in question.context.access.changes_prompt else model
             work = prefix.read(apart, body, per_token, session)
-        return work._replace(stream=question.stream, owner=self._owner(question))
-
-    def _owner(self, question: Question) -> str:
-        """The replica that has the answer which a question goes on from."""
-        context, body = question.context, question.body
-        if context.route.beat != "responses" or isinstance(body, Spool):
-            return ""
-        kept = self._stored.find(previous_answer(body), context.key)
-        return kept.backend if kept else ""
+        kept = self._stored.find(question.previous_answer, question.context.key)
+        return work._replace(stream=question.stream, owner=kept.backend if kept else "")
 
     def _explain(self, question: Question, work: Work, reply: Reply) -> None:
         """Says which replica would get the request, and why, and sends it to none."""
@@ -341,14 +336,13 @@ def is_reason(error: MuxError) -> bool:
 
 def _may_fall_back(question: Question) -> bool:
     """Whether another model can answer a question: not if it is about what one engine has."""
-    context, body = question.context, question.body
-    if (
+    context = question.context
+    return not (
         question.owner
         or EXPLAIN in context.request.fields
         or context.route.model_in in ("upstream", "answer")
-    ):
-        return False
-    return context.route.beat != "responses" or isinstance(body, Spool) or not previous_answer(body)
+        or question.previous_answer
+    )
 
 
 def _fallen_back(question: Question, step: FallbackStep, error: MuxError, reply: Reply) -> Question:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
 from urllib.parse import parse_qsl, urlencode
 
 from anvil_mux.config.config import Backend
@@ -55,21 +54,12 @@ WITHOUT_ADAPTERS = frozenset(
     )
 )
 """The routes at which llama-server does not let a question choose one."""
-SYSTEM_IN: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "/v1/chat/completions",
-            "/v1/chat/completions/batch",
-            "/v1/chat/completions/input_tokens",
-            "/apply-template",
-            "/tokenize",
-        ),
-        "messages",
-    ),
-    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), "system"),
-    **dict.fromkeys(("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens"), "instructions"),
+SYSTEM_IN = {
+    **dict.fromkeys(("/v1/chat/completions", "/apply-template", "/tokenize"), "messages"),
+    "/v1/messages": "system",
+    "/v1/responses": "instructions",
 }
-"""Path of an engine -> the field of a question in which a conversation's system message stands."""
+"""Path of an engine, or its beginning -> the field in which a conversation's system message stands."""
 SYSTEM_ROLES = ("system", "developer")
 
 _decode = json.JSONDecoder().raw_decode
@@ -78,12 +68,11 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] = {}) -> bytes:
     """The lines of the head for the engine. ``also``: more fields."""
-    request, route, backend = question.context.request, question.context.route, lease.backend
+    request, route = question.context.request, question.context.route
     query = request.query
     if query and route.model_in != "upstream":  # a name that is read there is the one that was asked for
-        query = naming.model_replaced_in_query(query, question.known_as(backend))
-    credentials, drop = _credentials(question, backend, route.path)
-    own = {**credentials, **also}
+        query = naming.model_replaced_in_query(query, question.known_as(lease.backend))
+    own = dict(also)
     is_page = question.context.shows_pages and route.model_in == "upstream" and request.method == "GET"
     if b"accept-encoding" in request.fields and not is_page:
         # What is packed cannot be read: usage, errors, ids of answers.
@@ -91,45 +80,33 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
     kind = request.fields.get(b"content-type")
     if route.model_in == "json" and kind != b"application/json":
         own[b"content-type"] = b"application/json"
-    lines = http1.forward_request_head(
-        request,
-        host=_host(lease),
-        target=_target(backend, route.path, query),
-        set=own,
-        drop=drop,
-    )
-    return b"%bX-Request-ID: %b\r\n" % (lines, question.context.id.encode("ascii"))
+    return _head(question, lease, route.path, query, own)
 
 
 def translated_head(question: Question, lease: Lease, path: str) -> bytes:
     """The lines of the head of a question that the client did not ask in these words."""
-    credentials, drop = _credentials(question, lease.backend, path)
-    own = {
-        **credentials,
-        b"accept": b"*/*",
-        b"accept-encoding": b"identity",
-        b"content-type": b"application/json",
-        b"x-request-id": question.context.id.encode("ascii"),
-    }
-    return http1.forward_request_head(
-        question.context.request,
-        host=_host(lease),
-        target=_target(lease.backend, path, ""),
-        set=own,
+    own = {b"accept": b"*/*", b"accept-encoding": b"identity", b"content-type": b"application/json"}
+    return _head(question, lease, path, "", own)
+
+
+def _head(question: Question, lease: Lease, path: str, query: str, own: Mapping[bytes, bytes]) -> bytes:
+    """The lines of a head with ``own`` fields; for a server elsewhere without what may be a client's key."""
+    context, backend = question.context, lease.backend
+    credentials, drop = _credentials(question, backend, path)
+    if backend.url:
+        there = site(backend.url)
+        kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
+        host, path, query = there.name.encode("ascii"), there.path(path), urlencode(kept)
+    else:
+        host = b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
+    lines = http1.forward_request_head(
+        context.request,
+        host=host,
+        target=(f"{path}?{query}" if query else path).encode("ascii"),
+        set={**credentials, **own},
         drop=drop,
     )
-
-
-def _host(lease: Lease) -> bytes:
-    if lease.backend.url:
-        return site(lease.backend.url).name.encode("ascii")
-    return b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
-
-
-def _target(backend: Backend, path: str, query: str) -> bytes:
-    if backend.url:
-        return _target_elsewhere(backend, path, query).encode("ascii")
-    return (f"{path}?{query}" if query else path).encode("ascii")
+    return b"%bX-Request-ID: %b\r\n" % (lines, context.id.encode("ascii"))
 
 
 def _credentials(
@@ -166,13 +143,6 @@ def _fields_elsewhere(
     if b"anthropic-version" in request.fields:
         own.pop(b"anthropic-version", None)
     return own, dropped
-
-
-def _target_elsewhere(backend: Backend, path: str, query: str) -> str:
-    """The path and query that a server elsewhere is asked for; without what may be a client's key."""
-    kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
-    there = site(backend.url).path(path)
-    return f"{there}?{urlencode(kept)}" if kept else there
 
 
 # The body
@@ -216,7 +186,7 @@ def rewritten(
     body: bytes | bytearray,
     strip: Collection[str],
     put: Mapping[str, str],
-    default: Mapping[str, str] = MappingProxyType({}),
+    default: Mapping[str, str] = {},
 ) -> bytes:
     """Return ``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON).
 
@@ -236,7 +206,7 @@ def rewritten(
 
 def with_system(body: bytes | bytearray, path: str, system: str) -> bytes | bytearray:
     """Return ``body`` with a system message, if it is a conversation that has none; else as it is."""
-    field = SYSTEM_IN.get(path)
+    field = next((field for beginning, field in SYSTEM_IN.items() if path.startswith(beginning)), None)
     if field is None:
         return body
     members = {name: written[value:] for name, written, value in _members(body)}

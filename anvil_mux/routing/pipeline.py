@@ -273,6 +273,7 @@ class _PolicyReader:
         return weights
 
 
+@cache
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
     """Setting -> (its type, whether it must be given)."""
     hints = get_type_hints(function)

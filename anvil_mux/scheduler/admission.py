@@ -441,7 +441,9 @@ class Bound(NamedTuple):
 
 def bound(state: GroupState, model: Model, now: float) -> Bound:
     """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    load_seconds = min([state.load_seconds(slot, slot.load_level) for slot in state.own(model)], default=0.0)
+    load_seconds = min(
+        [state.costs.load_seconds(slot, slot.load_level) for slot in state.own(model)], default=0.0
+    )
     one = round_seconds(state, model, load_seconds) if model.settings.follows_load else 0.0
     timeout, soonest = state.config.queue_timeout, math.inf
     enough = timeout - most_seconds(model.settings, one) - one
@@ -561,13 +563,13 @@ def _prospect(state: GroupState, slot: Slot, now: float) -> _Prospect:
     """The soonest that a backend could be loaded, whatever the policy says."""
     if slot.state in (*LOADING, "ready"):
         return _Prospect()
-    seconds = state.load_seconds(slot, slot.load_level)
+    seconds = state.costs.load_seconds(slot, slot.load_level)
     if swap := state.swap_to(slot):
         before = swap.victims
     elif swaps := [each for each in state.swaps if not slot.holds.keys().isdisjoint(each.gpus())]:
         before = [victim for each in swaps for victim in each.victims]
         others = [each.target for each in swaps if each.target]
-        seconds += max([state.load_seconds(other, other.level) for other in others], default=0.0)
+        seconds += max([state.costs.load_seconds(other, other.level) for other in others], default=0.0)
     else:
         before = victims(state, slot, state.busy_gpus(), frozenset(), now) or []
     own = [each for each in before if each.backend.has_own("drain_timeout") and each.holders]

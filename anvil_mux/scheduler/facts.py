@@ -198,7 +198,7 @@ class GroupFacts(Swaps):
         cause = Cause("host_lost", host=self.host.name)
         self.changed()
         self.unseen.clear()
-        self.ready = [slot for slot in self.ready if slot.serves]
+        self.note_ready()
         self.end_all()
         for slot in self.slots.values():
             self.cut += self.sever(slot, now, cause)

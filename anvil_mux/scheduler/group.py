@@ -697,14 +697,12 @@ def snapshot(
 
 
 def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
-    loaded, backend = slot.loaded, slot.backend
+    loaded = slot.loaded
     model = state.models[slot.model]
     demand = model.demand
     rate, growth = demand.rates(now)
     if model.is_spread:  # residents in several GPU groups share what comes
         rate, growth = rate / max(len(model.ready), 1), growth / max(len(model.ready), 1)
-    way, host = backend.evict_to[0], slot.host.name
-    reload_seconds = state.costs.estimate("", slot.model, way, backend.engine, host).load_seconds
     # By position, like the next: policies that hold swaps back ask for these tens of thousands of times.
     return Resident(
         slot.model,
@@ -716,7 +714,7 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
         growth,
         demand.pause_seconds,
         demand.service_seconds,
-        reload_seconds,
+        state.costs.load_seconds(slot, slot.backend.evict_to[0]),
     )
 
 

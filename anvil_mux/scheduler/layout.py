@@ -153,7 +153,7 @@ class Layout(Common):
         for host in dict.fromkeys(("", *(each.host for each in config.backends))):
             if host not in self.hosts:
                 self.hosts[host] = HostRecord(host, pause=self.pause)
-                self.memories[host] = HostMemory(None, self.footprints)
+                self.memories[host] = HostMemory(None, self.footprints, partial(worth, self))
             self.memories[host].budget = config.memory_of(host)
             wake = config.wakes.get(host)
             self.hosts[host].wake_timeout = wake.timeout if wake else None
@@ -248,7 +248,7 @@ class Layout(Common):
         for group in [each for each in self.touched if self.by_name.get(each.name) is not each]:
             del self.touched[group]
         for host, memory in self.memories.items():
-            memory.keep({slot.name for each in self.on_host(host) for slot in each.slots.values()})
+            memory.keep({name: slot for each in self.on_host(host) for name, slot in each.slots.items()})
         self._note_models()
 
     def _note_models(self) -> None:
@@ -327,7 +327,6 @@ def fill(group: GpuGroup, draft: Draft) -> None:
     names = dict.fromkeys(gpu for backend in draft.backends for gpu in backend.gpu_names)
     gpus = [settings.gpus.get(name) or Gpu(name) for name in names]
     for slot in placement.fill(draft.backends, gpus, kept):
-        group.memory.join(slot, partial(worth, group))
         placement.measure(slot, group.footprints.held(slot.name, slot.backend.service.digest))
     new = [slot for slot in group.slots.values() if slot.backend.preload and slot.name not in kept]
     group.filled(_by_model(group.slots.values(), settings.wanted))

@@ -28,7 +28,6 @@ from anvil_mux.scheduler.events import (
     Severance,
     ending,
 )
-from anvil_mux.scheduler.model import ready_slots
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import (
     LOADING,
@@ -394,7 +393,7 @@ class Swaps(Admission):
         if leaves_ready and model.limited:
             model.queue.left = now
         if leaves_ready or slot.state == "ready":
-            self.ready = ready_slots(self.slots.values())
+            self.note_ready()
             model.renew_ready()
         self.changed()
         self.memory.changed()

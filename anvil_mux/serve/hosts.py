@@ -141,21 +141,21 @@ class ConfiguredHosts(Hosts):
 class Stock(NamedTuple):
     """Backends that run on hosts, as they were found."""
 
-    awake: dict[str, str]
-    """Backend -> the URL at which it serves."""
-    standby: dict[str, Evicted]
+    fit: dict[str, str | Evicted]
+    """Backend -> the URL at which it serves, or how it is in standby."""
     unfit: list[tuple[Backend, str]]
     """Backends that cannot be taken over, and why."""
 
 
 def take_stock(hosts: AnyHost, running: Sequence[Backend]) -> Stock:
     """Ask how backends are that run."""
-    found = list(zip(running, side_by_side(hosts.adopt, running), strict=True))
-    return Stock(
-        {backend.name: what.url for backend, what in found if isinstance(what, Awake)},
-        {backend.name: what for backend, what in found if isinstance(what, Evicted)},
-        [(backend, what.why) for backend, what in found if isinstance(what, Unfit)],
-    )
+    stock = Stock({}, [])
+    for backend, found in zip(running, side_by_side(hosts.adopt, running), strict=True):
+        if isinstance(found, Unfit):
+            stock.unfit.append((backend, found.why))
+        else:
+            stock.fit[backend.name] = found.url if isinstance(found, Awake) else found
+    return stock
 
 
 class Adoption:
@@ -179,17 +179,17 @@ class Adoption:
             self.is_over.set()
 
     def _adopt(self, backend: Backend) -> None:
-        stock = take_stock(self._hosts, [backend])
-        self.stop_all([(backend, _anew(backend, why)) for backend, why in stock.unfit])
-        if self._mux.facts.adopt(stock.awake, stock.standby):
+        if self._mux.facts.adopt(self.fit([backend])):
             self.stop(backend, TOO_MANY)
         self._mux.facts.looked_at([backend.name])
 
-    def fit(self, backends: Iterable[Backend]) -> Stock:
-        """Find those of ``backends`` that run already and can be taken over; stop the others that run."""
-        stock = take_stock(self._hosts, self.running(backends))
-        self.stop_all([(backend, _anew(backend, why)) for backend, why in stock.unfit])
-        return stock
+    def fit(self, running: Sequence[Backend]) -> dict[str, str | Evicted]:
+        """Find those of the backends that run that can be taken over; stop the others."""
+        stock = take_stock(self._hosts, running)
+        self.stop_all(
+            [(each, f"{why}; the next request for {each.model} loads it anew") for each, why in stock.unfit]
+        )
+        return stock.fit
 
     def running(self, backends: Iterable[Backend], when: str = " already") -> list[Backend]:
         """List the ``backends`` that run; external ones always do, as far as we have to care."""
@@ -218,10 +218,6 @@ class Adoption:
             self._hosts.stop(backend)
         except MuxError as error:
             self._say(f"{backend.name} could not be stopped: {error.message}")
-
-
-def _anew(backend: Backend, why: str) -> str:
-    return f"{why}; the next request for {backend.model} loads it anew"
 
 
 # What is read there ahead of its load

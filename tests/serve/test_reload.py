@@ -33,7 +33,6 @@ from anvil_mux.lab.checker import check
 from anvil_mux.proxy.operations import Reloads
 from anvil_mux.serve import building, invocation
 from anvil_mux.serve.building import Parts
-from anvil_mux.serve.hosts import Stock
 from anvil_mux.serve.program import AnvilMux
 from anvil_mux.telemetry.eventlog import config_of, read
 from tests.cli.demo import PROJECT, ROOT, TIMEOUT, state
@@ -248,7 +247,7 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         calls.append(f"running {[each.name for each in added]}")
         if is_lost:
             raise AgentSilent("no answer")
-        return Stock({}, {}, [])
+        return {}
 
     def take(*about):
         calls.append("scheduler.reconfigure")
@@ -261,7 +260,9 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         config=before,
         options=SimpleNamespace(insecure=False),
         clock=SimpleNamespace(wall=lambda moment: 0.0),
-        adoption=SimpleNamespace(is_over=threading.Event(), fit=fit, stop_all=lambda pairs: None),
+        adoption=SimpleNamespace(
+            is_over=threading.Event(), running=list, fit=fit, stop_all=lambda pairs: None
+        ),
         hosts=Recorded("hosts", calls, local=None),
         watches=SimpleNamespace(is_here=lambda name: True, missing=list, busy=nullcontext),
         mux=SimpleNamespace(facts=Recorded("scheduler", calls, reconfigure=take)),
