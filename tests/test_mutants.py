@@ -83,8 +83,8 @@ MUTANTS = {
     ),
     "a step is lost": (
         "multiplexer/driver",
-        "            self._jobs.extend(jobs)\n",
-        "            self._jobs.extend(list(jobs)[:1])\n",
+        "                self._jobs.extend(begun)\n",
+        "                self._jobs.extend(begun[:1])\n",
     ),
     "steps are performed at once, each after the other": (
         "multiplexer/driver",
@@ -388,7 +388,9 @@ SCRIPTED = {
             "                self._close_idle(run)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self.submit(begun)\n",
+            "            with self.lock:\n"
+            "                self._jobs.extend(begun)\n"
+            "                self._changed.notify()\n",
             "        for job in jobs:\n"
             "            if isinstance(job.step, Cancel):\n"
             "                self._host.cancel(job.backend, job.step.number)\n"
@@ -396,7 +398,9 @@ SCRIPTED = {
             "                self._close_idle(run)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self.submit(begun)\n"
+            "            with self.lock:\n"
+            "                self._jobs.extend(begun)\n"
+            "                self._changed.notify()\n"
             "        for ticket in effects.cut:\n"
             "            cut(ticket)\n",
         ),

@@ -13,7 +13,7 @@ from typing import Any
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import site
-from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.host.seam import GpuUse, OtherProcess, Sensors
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.admission import RunningAnswer
@@ -207,18 +207,18 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None or math.isinf(seconds) else round(seconds, 1)
 
 
-def gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
+def gpu_state(gpu: GpuState, use: GpuUse) -> dict[str, object]:
     return {
         "resident": gpu.residents[0] if gpu.residents else None,
         "residents": list(gpu.residents),
         "state": gpu.state,
         "draining": _draining(gpu.drain, gpu.draining_leases),
-        "used": seen.used,
-        "total": gpu.total if seen.total is None else seen.total,
+        "used": use.used,
+        "total": gpu.total if use.total is None else use.total,
         "reserve": gpu.reserve,
-        "sensors": _sensors(seen.sensors),
-        "users": dict(seen.users),
-        "others": [_other_process(each) for each in seen.others],
+        "sensors": _sensors(use.sensors),
+        "users": dict(use.users),
+        "others": [_other_process(each) for each in use.others],
         "residuals": dict(gpu.residuals),
         "reserved_for": list(gpu.reserved_for),
         **_place(gpu.host),

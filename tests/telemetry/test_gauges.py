@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.host.seam import GpuUse, OtherProcess, Sensors
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.slot import STATES
 from anvil_mux.scheduler.status import BackendState, GpuState, HostState, ModelState, Status
@@ -85,8 +85,8 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
         GpuState("1", (), "stopped", reserved_for=("both",)),
     )
     others = (OtherProcess("0", 41, 5), OtherProcess("0", 42, None))
-    sight = {"0": Seen(20, 25, {"a": 11}, others, Sensors(0.43, 61.0))}
-    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), sight=lambda: sight)
+    gpu_uses = {"0": GpuUse(20, 25, {"a": 11}, others, Sensors(0.43, 61.0))}
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), gpu_uses=lambda: gpu_uses)
     names = ("total", "used", "reserve", "other", "residual")
     shown = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="0") for name in names]
     assert shown == [25, 20, 2, 5, 4]
