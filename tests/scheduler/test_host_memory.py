@@ -1,6 +1,7 @@
 """The memory of the host: which backend in standby yields it, and who waits for it."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -340,7 +341,7 @@ def test_what_all_hold_never_exceeds_gpu_or_host(layout):
     most = []
     for seed in seeds(10, of=40):
         config, trace, engines = world(layout, "eager", seed)
-        audited = Audited(config, engines, None, Costs())
+        audited = Audited(config, engines, None, Costs(), answers=Counter(), batching={})
         audited.most = 0
         for name, way in itertools.product(audited._scheduler.layout.memories[""]._slots, LEVELS[:-1]):
             audited._scheduler.layout.memories[""]._footprints.learn(name, way, {}, {}, host_bytes=4)
