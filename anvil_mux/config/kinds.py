@@ -132,24 +132,26 @@ class Diagnostic(str):
 
     def at(self, place: Position, key: KeyPath, shown: str) -> Diagnostic:
         """Return the same diagnostic with its place before it; ``shown``: its key as people read it."""
-        before = f"{place}: {shown}: " if shown else f"{place}: "
         write = self.write or (_line(key, self.value) if self.value else "")
-        return Diagnostic(
-            f"{before}{self}",
-            said=f"{before}{self.said}",
-            write=write,
-            key=key,
-            place=place,
-            page=self.page,
-        )
+        return self.about(str(place), shown, key=key, write=write, place=place)
+
+    def about(self, *before: str, **parts: Any) -> Diagnostic:
+        """Return the same diagnostic with words before it, what it is about, and other parts."""
+        words = "".join([f"{each}: " for each in before if each])
+        parts = {"write": self.write, "value": self.value, "key": self.key, "page": self.page, **parts}
+        return Diagnostic(f"{words}{self}", said=f"{words}{self.said}", **parts)
 
 
-def advice(
-    said: str, write: str = "", more: str = "", *, value: str = "", key: KeyPath = (), page: str = ""
-) -> Diagnostic:
+def advice(said: str, write: str = "", more: str = "", *, joint: str = "; ", **about: Any) -> Diagnostic:
     """Return a diagnostic whose sentence ends with ``more``, or with the line, or the value, to write."""
-    sentence = f"{said}; {more or f'write {write or value}'}"
-    return Diagnostic(sentence, said=said, write=write, value=value, key=key, page=page)
+    sentence = said + joint + (more or f"write {write or about['value']}")
+    return Diagnostic(sentence, said=said, write=write, **about)
+
+
+def no_such(said: str, word: str, known: Iterable[str]) -> Diagnostic:
+    """Return the diagnostic about a word that is not among those known, with the nearest that is."""
+    known = tuple(known)
+    return Diagnostic(f"{said}; {nearest(word, known)}", value=meant(word, known))
 
 
 def unfit(text: str, value: str = "", *, write: str = "", key: KeyPath = ()) -> ValueError:

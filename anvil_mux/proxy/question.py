@@ -280,7 +280,7 @@ def _target(context: RequestContext, found: Named, named: str | None = None) -> 
         preset=found.preset,
         never_swaps=_never_swaps(context.request) or not (found.swaps and (key is None or key.swaps)),
         rules=found.rules,
-        chain=access.chain(key, model, names_in(found.rules)),
+        chain=access.chain(key, model, found.rules),
     )
 
 
