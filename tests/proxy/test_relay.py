@@ -97,6 +97,11 @@ def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:
     assert len(rig.engine.connections) == 1
 
 
+def test_interim_answers_of_the_engine_are_skipped(rig: Rig) -> None:
+    rig.engine.answer = lambda _: b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_OK
+    assert rig.client().ask(ASK_A).body == b"{}"
+
+
 def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig: Rig) -> None:
     rig.engine.answer = rig.other.answer = lambda asked: answer_of(asked.body)
     client = rig.client()
