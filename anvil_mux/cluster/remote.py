@@ -42,7 +42,7 @@ from anvil_mux.host.seam import (
     Awake,
     Evicted,
     Found,
-    GpusSeen,
+    GpusRead,
     HostConfig,
     HostNews,
     Inventory,
@@ -316,11 +316,11 @@ class RemoteHost:
 
     def _own_gpus(self, news: HostNews) -> HostNews:
         """Return news without GPUs that no backend there has."""
-        if not isinstance(news.what, GpusSeen):
+        if not isinstance(news.what, GpusRead):
             return news
         used = {gpu for backend in (self._wanted or HostConfig(())).backends for gpu in backend.gpus}
-        sight = {id: seen for id, seen in news.what.sight.items() if id in used}
-        return news._replace(what=GpusSeen(sight))
+        gpu_uses = {id: use for id, use in news.what.gpu_uses.items() if id in used}
+        return news._replace(what=GpusRead(gpu_uses))
 
     def _likely(self, backend: Backend, evicted: Evicted) -> Evicted:
         """Return what a backend holds of its own GPUs; BackendError if it left in no way that there is."""

@@ -161,8 +161,8 @@ _PLAIN = re.compile(r"(?:/(?!\.)[A-Za-z0-9._~!$&'()*+,;=:@-]+)+/?")
 
 
 def upstream(path: str) -> Iterator[tuple[str, str]]:
-    """The ways to read /upstream/MODEL/PATH as model and path, the longest model first."""
-    return ((name, rest) for name, rest in reversed(_upstream(path)) if rest == "/" or _PLAIN.fullmatch(rest))
+    """The ways to read /upstream/MODEL/PATH as model and path, which may be "", the longest model first."""
+    return (way for way in reversed(_upstream(path)) if way[1] in ("", "/") or _PLAIN.fullmatch(way[1]))
 
 
 def upstream_names(path: str) -> list[str]:
@@ -290,11 +290,8 @@ def error_said(body: bytes) -> dict[str, object] | None:
 
     The fields stand in an object ``error`` or, as older vLLM has them, at the top; a code may be a number.
     """
-    try:
-        said = foreign.read(body)
-    except ValueError:
-        return None
-    inner = said.get("error", said) if isinstance(said, dict) else None
+    said = foreign.read_object(body) or {}
+    inner = said.get("error", said)
     if not isinstance(inner, dict) or not isinstance(inner.get("message"), str):
         return None
     return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -35,7 +36,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler, Local
 from anvil_mux.proxy.operations import Reloads
-from anvil_mux.proxy.server import CPUs, Server, is_loopback, listen, one_cpu, run_on
+from anvil_mux.proxy.server import CPUs, Server, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digests, recalled
 from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead
@@ -137,7 +138,8 @@ class Parts:
             overview.status,
             costs=overview.costs,
             footprints=overview.footprints,
-            sight=lambda: self.watches.sight(),  # they tell the journal what steps took, which tells these
+            # They tell the journal what steps took, which tells these.
+            gpu_uses=lambda: self.watches.gpu_uses(),
             round_trips=lambda: self.watches.round_trips(),
             usage=Usage(folder / "usage", self.say),
             circuits=self._circuits,
@@ -217,7 +219,7 @@ class Parts:
             notes={"cluster": self.watches.problem, "rights": lambda: "; ".join(self.missing_rights)},
             hosts=self.watches.reports,
             tail=self._log_tail,
-            sight=self.watches.sight,
+            gpu_uses=self.watches.gpu_uses,
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
             usage=self._usage_since,
@@ -229,7 +231,7 @@ class Parts:
             self.relay,
             local,
             records=self.journal,
-            only_local_hosts=is_loopback(listener.getsockname()[0]),
+            only_local_hosts=ip_address(listener.getsockname()[0]).is_loopback,
         )
         self.server = Server(
             listener,

@@ -38,18 +38,18 @@ from anvil_mux.host.seam import (
     PHASES,
     AnyNews,
     CardRead,
-    GpusSeen,
+    GpusRead,
+    GpuUses,
     Host,
     LoadStage,
     PhaseTook,
     PromptsKept,
     ServiceEnded,
-    Sight,
     WeightsRead,
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
@@ -200,12 +200,12 @@ class HostWatches:
                 stack.enter_context(watch.busy)
         return stack
 
-    def sight(self) -> Sight:
+    def gpu_uses(self) -> GpuUses:
         """The use of all GPUs, by name."""
-        sight = dict(self._news.sight())
+        gpu_uses = dict(self._news.gpu_uses())
         for each in self.by_host.values():
-            sight |= each.news.sight()
-        return sight
+            gpu_uses |= each.news.gpu_uses()
+        return gpu_uses
 
     def problem(self) -> str:
         """Why the cluster cannot be steered now, "" if it can. Never blocks."""
@@ -403,25 +403,25 @@ class NewsReader:
         self._mux = mux
         self._took = took
         self._read_ahead = read_ahead
-        self._sight: Sight = {}
+        self._gpu_uses: GpuUses = {}
         self._last = 0
         """The number of the last that was handed on."""
 
-    def sight(self) -> Sight:
+    def gpu_uses(self) -> GpuUses:
         """The use of its GPUs, by their names, as last seen; it is looked at more often now. Any thread."""
         self._host.watch_gpus()
-        return self._sight
+        return self._gpu_uses
 
     def begin_anew(self) -> None:
         """Begin with the first news there is: what is told by now begins to count anew."""
-        self._last, self._sight = 0, {}
+        self._last, self._gpu_uses = 0, {}
 
     def read(self, timeout: float = NEWS_SECONDS) -> float:
         """Hand on the news that come within ``timeout`` seconds; the seconds until the next call is due."""
         for news in self._host.news(self._last, timeout):
             self._last = news.number
-            if isinstance(news.what, GpusSeen):
-                self._take_sight(news.what.sight)
+            if isinstance(news.what, GpusRead):
+                self._take_gpu_uses(news.what.gpu_uses)
             elif (found := self._mux.overview.backend(news.what.backend)) and found.host == self._name:
                 self._hand_on(news.what, found)
         return 0.0
@@ -432,7 +432,7 @@ class NewsReader:
             case ServiceEnded(_, why, lines, load):
                 self._mux.facts.died(name, why, lines, load=load)
             case LoadStage(_, stage, fraction, seconds_left):
-                overview.report(name, LogProgress(stage, fraction, seconds_left))
+                overview.report(name, Progress(stage, fraction, seconds_left))
             case PromptsKept(_, prompts, tokens, size):
                 overview.note_prompts(name, KeptPrompts(prompts, tokens, size))
             case CardRead():
@@ -442,9 +442,9 @@ class NewsReader:
             case WeightsRead(_, size, seconds):
                 self._read_ahead(backend, size, seconds)
 
-    def _take_sight(self, sight: Sight) -> None:
-        self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
-        held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
+    def _take_gpu_uses(self, gpu_uses: GpuUses) -> None:
+        self._gpu_uses = {gpu_name(self._name, id): use for id, use in gpu_uses.items()}
+        held = {id: sum(each.used or 0 for each in use.others) for id, use in gpu_uses.items()}
         others = {id: n for id, n in held.items() if n > 0}
         self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
         if self._mux.overview.config.yield_above is not None:  # who plays does not want to wait 10 s

@@ -8,19 +8,19 @@ from typing import Any, cast
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.host.seam import (
     CardRead,
-    GpusSeen,
+    GpusRead,
+    GpuUse,
     HostNews,
     LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
-    Seen,
     ServiceEnded,
     WeightsRead,
 )
 from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")
@@ -78,7 +78,7 @@ def test_each_kind_of_news_is_told_once() -> None:
     )
     assert told == [
         ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
-        ("report", "a", LogProgress("reading weights", 0.5, 3.0), {}),
+        ("report", "a", Progress("reading weights", 0.5, 3.0), {}),
         ("took", A, "load", 2.0, {}),
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
         ("read_ahead", A, 4096, 0.5, {}),
@@ -94,15 +94,15 @@ def test_a_host_has_no_news_of_the_backends_of_others() -> None:
 
 def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     other = OtherProcess("0", 1, 3 << 30)
-    sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}
-    reader, told = handed_on(GpusSeen(sight))
+    gpu_uses = {"0": GpuUse(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": GpuUse(0, 24 << 30)}
+    reader, told = handed_on(GpusRead(gpu_uses))
     assert told == [("memory_seen", {"0": 3 << 30}, {"host": ""})]
-    assert reader.sight() == sight
+    assert reader.gpu_uses() == gpu_uses
     assert told[1:] == ["watched"]
 
 
 def test_where_a_gpu_is_left_to_others_it_is_looked_at_more_often() -> None:
-    listener = Listener(GpusSeen({"0": Seen(0, 24 << 30)}), yield_above=1)
+    listener = Listener(GpusRead({"0": GpuUse(0, 24 << 30)}), yield_above=1)
     listener.reader().read()
     assert listener.told == [("memory_seen", {}, {"host": ""}), "watched"]
 

@@ -483,12 +483,12 @@ def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_co
 ) -> None:
     docker_away = False
 
-    def has_image(engine: ContainerEngine, name: str) -> bool:
+    def image_id(engine: ContainerEngine, name: str) -> str:
         if docker_away:
             raise Unreachable("Docker cannot be reached")
-        return name == "here:1"
+        return "id" if name == "here:1" else ""
 
-    monkeypatch.setattr(ContainerEngine, "has_image", has_image)
+    monkeypatch.setattr(ContainerEngine, "image_id", image_id)
     there, gone = (Backend(name, name, service=Service(image=f"{name}:1")) for name in ("here", "gone"))
     both = Config((there, gone))
     local._refuse_missing_images(both, ["here"])
