@@ -223,7 +223,7 @@ class Agent:
             return self._described
 
     def _remember(self, owner: Owner, text: str) -> None:
-        if not isinstance(text, str) or len(text) > MOST_REMEMBERED:
+        if len(text) > MOST_REMEMBERED:
             raise BackendError(f"only text of at most {MOST_REMEMBERED} characters is kept")
         with self._changed:
             self._ownership.check(owner)
@@ -477,6 +477,7 @@ class Ownership:
     def __init__(self, host: str, folder: Path) -> None:
         self._host = host
         self._folder = folder
+        self._file = folder / "owner"
         self._lock: int | None = None
         self._is_given_up = False
         self._owner: Owner | None = None
@@ -572,10 +573,6 @@ class Ownership:
         except OSError as error:
             raise BackendError(f"{self._file} cannot be written: {error.strerror}") from None
         self._owner, self._is_given_up = owner, is_given_up
-
-    @property
-    def _file(self) -> Path:
-        return self._folder / "owner"
 
 
 def _named(owner: Owner) -> str:

@@ -139,24 +139,21 @@ class RemoteHost:
     def contact(self) -> bool:
         """Claim and configure this run of the agent if it is new; whether it is. AgentSilent, Fenced."""
         instance = self.hello().get("instance", "")
-        if instance == self._instance:
-            with suppress(ConfigError):
-                self._configure()
-            return False
-        self.claim()
-        # Whoever had it before, ourselves too, may have steps under way: what is begun beside them is lost.
-        if not self._call(bool, "settle", SETTLE_SECONDS, timeout=SETTLE_SECONDS + LIMIT_SECONDS):
-            raise AgentSilent(f"steps that were begun on host {self.name} are still under way")
-        found = self.fetch_inventory()
-        with self._lock:
-            self._inventory, self._in_effect = found, None
-            self._instance = instance
+        is_new = instance != self._instance
+        if is_new:
+            self.claim()
+            # Whoever had it, ourselves too, may have steps under way: what is begun beside them is lost.
+            if not self._call(bool, "settle", SETTLE_SECONDS, timeout=SETTLE_SECONDS + LIMIT_SECONDS):
+                raise AgentSilent(f"steps that were begun on host {self.name} are still under way")
+            self.fetch_inventory()
+            with self._lock:
+                self._in_effect, self._instance = None, instance
         with suppress(ConfigError):  # loads say so
             self._configure()
-        return True
+        return is_new
 
-    def fetch_inventory(self) -> Inventory:
-        """Return the inventory as it is now; AgentSilent, or BackendError if it cannot be true."""
+    def fetch_inventory(self) -> None:
+        """Ask for the inventory as it is now; AgentSilent, or BackendError if it cannot be true."""
         found = self._call(Inventory, "inventory")
         ids = {gpu.id for gpu in found.gpus if GPU_ID.fullmatch(gpu.id) and (gpu.total or 0) >= 0}
         if len(ids) != len(found.gpus) or len(ids) > MOST_GPUS or (found.memory or 0) < 0:
@@ -168,7 +165,6 @@ class RemoteHost:
             )
         with self._lock:
             self._inventory = found
-        return found
 
     def is_way_open(self) -> bool:
         """Whether the cluster is reached, so that a silent agent is silent itself."""

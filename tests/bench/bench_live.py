@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from anvil_mux.lab.workload import find_trace, read_trace
 from anvil_mux.scheduler.policies import POLICIES
+from tests.bench import bench_relay
+from tests.bench.bench_relay import show
 from tests.prometheus.server import PROGRAM, Prometheus
 from tests.running import Running, serving
 
@@ -323,22 +325,13 @@ def tell(row: Row) -> None:
     print(" ".join(f"{key}={show(value)}" for key, value in row.items()), file=sys.stderr, flush=True)
 
 
-def show(value: object) -> str:
-    if isinstance(value, float):
-        return "-" if math.isnan(value) else f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-    return "-" if value is None else str(value)
-
-
 def table(rows: Sequence[Row]) -> str:
     """Rows of Markdown; those with other columns follow in a table of their own."""
-    lines: list[str] = []
-    head: list[str] = []
-    for row in rows:
-        if [*row] != head:
-            head = [*row]
-            lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        lines.append("| " + " | ".join(show(value) for value in row.values()) + " |")
-    return "\n".join(lines[1:])
+    groups = groupby(rows, key=lambda row: [*row])
+    return "\n\n".join(
+        bench_relay.table(head, [[show(value) for value in row.values()] for row in group])
+        for head, group in groups
+    )
 
 
 def names(text: str) -> list[str]:

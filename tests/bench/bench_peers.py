@@ -52,7 +52,7 @@ from typing import Any
 
 from anvil_mux import commit
 from anvil_mux.clock import Clock
-from anvil_mux.lab.figures import quantile
+from anvil_mux.lab.figures import fairness, mean, quantile, root_mean_square
 from anvil_mux.lab.player import PlayedAnswer, PlayedServer, Player, Prepare, failure, of_workload
 from anvil_mux.lab.simulate import Arrival
 from anvil_mux.lab.workload import Prompt, Sessions, Tireless, Workload
@@ -335,12 +335,12 @@ def client_figures(clients: Sequence[str], answers: Sequence[PlayedAnswer], seco
     counts = [whole[client] for client in clients]
     return {
         "answers": sum(counts),
-        "mean s": math.fsum(waits) / len(waits) if waits else math.nan,
-        "RMS s": math.sqrt(math.fsum([wait**2 for wait in waits]) / len(waits)) if waits else math.nan,
+        "mean s": mean(waits, math.nan),
+        "RMS s": root_mean_square(waits),
         "P50 s": quantile(waits, 0.5),
         "P95 s": quantile(waits, 0.95),
         "longest s": max(waits, default=math.nan),
-        "least/most": min(counts) / max(counts) if any(counts) else 0.0,
+        "least/most": fairness(counts) or 0.0,
         "unserved": counts.count(0) > 0,
         "broken": _broken(answers),
         "swaps": sum(a.model != b.model for a, b in pairwise(begun)),

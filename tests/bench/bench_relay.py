@@ -719,7 +719,7 @@ def judged(medians: dict[str, dict[str, Run]], others: Sequence[str]) -> list[Ru
 
 
 def show(value: object) -> str:
-    if value is None:
+    if value is None or value != value:
         return "-"
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else str(value)

@@ -61,18 +61,11 @@ def test_models_on_each_host_are_served_from_one_address(site):
     assert hosts["gpu-a"]["round_trip_seconds"] > 0.0
 
 
-def test_an_agent_that_is_killed_cuts_no_stream_and_comes_back_by_itself(site):
-    stream = Stream(site, "a").begun()
-    site.a.kill_agent()
-    stream.ended()
-    assert stream.is_whole, stream.error
-    assert site.answers("a2"), site.mux.output
-
-
-def test_a_raylet_that_is_killed_cuts_no_stream_and_engines_are_taken_over(site):
+@pytest.mark.parametrize("part", ["agent", "raylet"])
+def test_an_agent_or_raylet_that_is_killed_cuts_no_stream_and_engines_are_taken_over(site, part):
     engines = site.engines()["gpu-a"]
     stream = Stream(site, "a").begun()
-    site.a.kill_raylet()
+    getattr(site.a, f"kill_{part}")()
     stream.ended()
     assert stream.is_whole, stream.error
     assert engines <= site.engines()["gpu-a"]
@@ -150,11 +143,15 @@ def test_the_process_that_speaks_with_ray_is_started_anew(site):
     assert not set(site.head.pids("anvil_mux.cluster.ray_link")) & set(pids)
 
 
-def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts(site):
+@pytest.mark.parametrize("words", [(), ("--takeover",)])
+def test_a_killed_anvil_mux_or_its_standby_finds_the_engines_on_all_hosts(site, tmp_path, words):
+    """The recipe in docs/cluster.md: the standby waits until the first does not answer any more."""
     engines = site.engines()
     site.mux.process.kill()
     site.mux.process.wait(30)
-    site.mux = site.begin()
+    with pytest.raises(OSError):
+        site.ask("GET", "/livez")
+    site.mux = site.begin(words=words, state=tmp_path / "standby" if words else None)
     for model in ("a", "b", "roam"):
         assert site.complete(model)[0] == 200
     assert site.engines() == engines
@@ -195,21 +192,6 @@ def test_a_takeover_during_a_drain_cuts_no_answer(cluster, tmp_path):
     finally:
         print("\n".join(first.output))
         site.end()
-
-
-def test_a_standby_takes_over_from_one_that_was_killed(site, tmp_path):
-    """The recipe in docs/cluster.md: the standby waits until the first does not answer any more."""
-    engines = site.engines()
-    site.mux.process.kill()
-    site.mux.process.wait(30)
-    with pytest.raises(OSError):
-        site.ask("GET", "/livez")
-    standby = site.begin(9293, words=["--takeover"], state=tmp_path / "standby")
-    for model in ("a", "b", "roam"):
-        assert site.complete(model, 9293)[0] == 200
-    assert site.engines() == engines
-    standby.process.terminate()
-    standby.process.wait(60)
 
 
 def test_a_host_is_drained_and_used_again(site):

@@ -57,6 +57,12 @@ def with_bad(llamacpp_compose: MakeStack, tmp_path: Path) -> Callable[..., Stack
     return make
 
 
+@pytest.fixture
+def endless(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
+    """One engine, whose answers end only where they are told to."""
+    return llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
+
+
 # Serving
 
 
@@ -103,11 +109,8 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_and_the_next_model_
         assert count(mux, "anvil_severed_requests", model=GOOD) == 1
 
 
-def test_a_client_that_leaves_in_mid_stream_frees_its_lease(
-    llamacpp_compose: MakeStack, tmp_path: Path
-) -> None:
-    stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
-    with served(stack) as mux, client_of(mux) as client:
+def test_a_client_that_leaves_in_mid_stream_frees_its_lease(endless: Stack) -> None:
+    with served(endless) as mux, client_of(mux) as client:
         with stream(client, GOOD, FOREVER) as answer:
             next(answer)
             assert leases(mux, GOOD) == 1
@@ -118,14 +121,13 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_lease(
 
 
 def test_an_engine_killed_in_mid_stream_is_an_error_and_the_next_request_loads_it_again(
-    llamacpp_compose: MakeStack, tmp_path: Path
+    endless: Stack,
 ) -> None:
-    stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
-    with served(stack) as mux, client_of(mux) as client:
+    with served(endless) as mux, client_of(mux) as client:
         assert ask(mux, GOOD) == ""  # so that its end is not one right after its load
         with stream(client, GOOD, FOREVER) as answer:
             next(answer)
-            docker(stack, "kill", stack.container(GOOD))
+            docker(endless, "kill", endless.container(GOOD))
             with pytest.raises(
                 openai.APIError, match=r"broke off its answer: model-\d was killed \(code 137\)"
             ):
@@ -136,19 +138,18 @@ def test_an_engine_killed_in_mid_stream_is_an_error_and_the_next_request_loads_i
 
 
 def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its_next_run(
-    llamacpp_compose: MakeStack, tmp_path: Path
+    endless: Stack,
 ) -> None:
-    stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
-    with served(stack) as mux, ThreadPoolExecutor(1) as pool:
+    with served(endless) as mux, ThreadPoolExecutor(1) as pool:
         assert ask(mux, GOOD) == ""
         eventually(lambda: is_idle(mux))  # so the lease below is the next one's
-        first = run_of(stack, GOOD)
+        first = run_of(endless, GOOD)
         asked = pool.submit(mux.chat, GOOD, max_tokens=4_000, ignore_eos=True)
         eventually(lambda: leases(mux, GOOD) == 1)
-        docker(stack, "kill", stack.container(GOOD))
+        docker(endless, "kill", endless.container(GOOD))
         status, _, text = asked.result(PATIENCE)
         assert status == 200, text
-        assert run_of(stack, GOOD) != first
+        assert run_of(endless, GOOD) != first
 
 
 def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_request(
@@ -207,30 +208,28 @@ def test_an_engine_that_never_gets_healthy_is_refused_at_once_afterwards_and_the
     assert seen.most == 1, seen.crowded
 
 
-def test_an_engine_that_exits_at_once_fails_long_before_its_load_timeout_with_its_last_lines(
-    with_bad: Callable[..., Stack],
+@pytest.mark.parametrize(
+    ("command", "is_killed", "said"),
+    [
+        (["sh", "-c", "echo out of memory on GPU 0 >&2; exit 3"], False, "exited with code 3"),
+        (["sh", "-c", "echo out of memory on GPU 0 >&2; exec sleep 1000"], True, "was killed"),
+    ],
+)
+def test_an_engine_that_ends_as_it_loads_fails_long_before_its_load_timeout_with_its_last_lines(
+    with_bad: Callable[..., Stack], command: list[str], is_killed: bool, said: str
 ) -> None:
-    stack = with_bad("10m", command=["sh", "-c", "echo out of memory on GPU 0 >&2; exit 3"])
-    with served(stack) as mux:
-        status, _, text = mux.chat(BAD)
-        assert (status, error_of(text)["code"]) == (503, "load_failed")
-        assert "exited with code 3" in error_of(text)["message"]
-        assert "out of memory on GPU 0" in error_of(text)["message"]
-        assert stack.up() == set()
-        assert ask(mux, GOOD) == ""
-
-
-def test_an_engine_killed_while_it_loads_fails_long_before_its_load_timeout(
-    with_bad: Callable[..., Stack],
-) -> None:
-    stack = with_bad("10m", command=["sleep", "1000"])
+    stack = with_bad("10m", command=command)
     with served(stack) as mux, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(mux.chat, BAD)
-        eventually(lambda: stack.up() == {BAD})
-        docker(stack, "kill", stack.container(BAD))
+        if is_killed:
+            eventually(lambda: stack.up() == {BAD})
+            docker(stack, "kill", stack.container(BAD))
         status, _, text = asked.result(PATIENCE)
         assert (status, error_of(text)["code"]) == (503, "load_failed")
-        assert "was killed" in error_of(text)["message"]
+        assert said in error_of(text)["message"]
+        assert is_killed or "out of memory on GPU 0" in error_of(text)["message"]
+        assert stack.up() == set()
+        assert ask(mux, GOOD) == ""
 
 
 def test_an_image_that_is_missing_is_named_with_its_remedy_and_puts_nobody_out_twice(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import engines
+from anvil_mux.host.containers import ContainerRuntime
 from anvil_mux.host.levels import Swapper
 from anvil_mux.host.seam import Evicted, Loaded
 from tests.docker.conftest import Stack
@@ -37,6 +39,16 @@ def stack(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
 
 
 @pytest.fixture
+def resting(stack: Stack) -> Iterator[tuple[ContainerRuntime, Swapper]]:
+    """A runtime whose first engine is frozen, and what swaps it."""
+    with runtime_of(stack) as runtime:
+        swapper = Swapper(runtime)
+        swapper.load(FIRST, "stop")
+        swapper.evict(FIRST, "freeze")
+        yield runtime, swapper
+
+
+@pytest.fixture
 def routed(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
     return llamacpp_compose(tmp_path, models=1, services={"model-1": ROUTER})
 
@@ -60,32 +72,24 @@ def test_two_containers_take_turns_frozen(stack: Stack) -> None:
         assert [inspect(stack, model)["State"]["StartedAt"] for model in stack.models] == started
 
 
-def test_a_container_that_is_killed_while_frozen_is_reported_and_started_anew(stack: Stack) -> None:
-    with runtime_of(stack) as runtime, watching(runtime) as deaths:
-        swapper = Swapper(runtime)
-        swapper.load(FIRST, "stop")
-        swapper.evict(FIRST, "freeze")
-        docker(stack, "kill", stack.container("model-1"))
-        assert deaths.get(timeout=PATIENCE) == "model-1"
+@pytest.mark.parametrize("end", [("kill",), ("rm", "--force")], ids=["killed", "gone"])
+def test_a_container_that_is_killed_while_frozen_is_reported_and_one_that_ended_is_started_anew(
+    stack: Stack, resting: tuple[ContainerRuntime, Swapper], end: tuple[str, ...]
+) -> None:
+    runtime, swapper = resting
+    with watching(runtime) as deaths:
+        docker(stack, *end, stack.container("model-1"))
+        if end == ("kill",):
+            assert deaths.get(timeout=PATIENCE) == "model-1"
         assert swapper.load(FIRST, "freeze").level == "stop"
 
 
-def test_a_frozen_container_is_stopped_when_it_is_demoted(stack: Stack) -> None:
-    with runtime_of(stack) as runtime:
-        swapper = Swapper(runtime)
-        swapper.load(FIRST, "stop")
-        swapper.evict(FIRST, "freeze")
-        assert swapper.demote(FIRST, "freeze", "stop") == Evicted("stop")
-        assert stack.up() == set()
-
-
-def test_a_container_that_is_gone_while_it_rests_is_started_anew(stack: Stack) -> None:
-    with runtime_of(stack) as runtime:
-        swapper = Swapper(runtime)
-        swapper.load(FIRST, "stop")
-        swapper.evict(FIRST, "freeze")
-        docker(stack, "rm", "--force", stack.container("model-1"))
-        assert swapper.load(FIRST, "freeze").level == "stop"
+def test_a_frozen_container_is_stopped_when_it_is_demoted(
+    stack: Stack, resting: tuple[ContainerRuntime, Swapper]
+) -> None:
+    _, swapper = resting
+    assert swapper.demote(FIRST, "freeze", "stop") == Evicted("stop")
+    assert stack.up() == set()
 
 
 def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> None:

@@ -60,24 +60,6 @@ def test_a_session_is_played_and_stands_beside_its_simulation(
     assert [float(row["waited"]) > 0 for row in rows] == [False, True, True]
 
 
-def test_two_servers_are_asked_in_turns(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--profile",
-        "single",
-        "--limit",
-        "3",
-        "--against",
-        f"{url}/v1",
-        "--repeat",
-        "2",
-        "--warm-up",
-        "0",
-    ]
-    assert main(["replay", "--url", url, *words, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["repeat"] for row in rows] == [0, 0, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("words", "code", "why"),
     [

@@ -54,19 +54,6 @@ def test_looking_loads_nothing(rig: Rig) -> None:
     assert rig.events.seen == [each for each in rig.events.seen if not isinstance(each, Event)]
 
 
-def test_an_unknown_model_is_a_404_while_another_loads(rig: Rig) -> None:
-    rig.engine.answer = lambda _: JSON_OK
-    rig.mechanism.gate.clear()
-    waiting, connection = rig.client(), rig.client()
-    waiting.post(ASK_A)
-    rig.events.wait("loading")
-    connection.post(b'{"model":"nobody"}')
-    assert connection.read().status == 404
-    assert not rig.events.of("ready")
-    rig.mechanism.gate.set()
-    assert waiting.read().status == 200
-
-
 def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig: Rig) -> None:
     rig.mechanism.gate.clear()
     waiting = [rig.client() for _ in range(3)]

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -100,8 +101,16 @@ def compose(folder: Path, services: Mapping[str, Mapping[str, Any]] | None = Non
     content["x-anvil"]["gpus"] = ["0", "1"]
     content["services"].update(services or {})
     file = folder / "compose.yaml"
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    file.write_text(json.dumps(content))  # JSON is YAML
     return file
+
+
+@contextmanager
+def changed(file: Path) -> Iterator[dict[str, Any]]:
+    """The content of a compose file, to be changed."""
+    content = json.loads(file.read_text())
+    yield content
+    file.write_text(json.dumps(content))
 
 
 def running(file: Path) -> dict[str, str]:
@@ -182,10 +191,9 @@ def test_a_frozen_model_is_measured_beside_its_cold_start_also_where_it_is_prepa
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = compose(tmp_path)
-    content = yaml.safe_load(file.read_text())
-    for about in content["services"].values():
-        about["x-anvil"] |= {"evict_to": ["freeze", "stop"], "preload": True, "demote_after": 0.01}
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    with changed(file) as content:
+        for about in content["services"].values():
+            about["x-anvil"] |= {"evict_to": ["freeze", "stop"], "preload": True, "demote_after": 0.01}
     rows = measured(capsys, file, "--repeat", 1)
     assert [row["way"] for row in rows] == ["freeze", "freeze", "stop", "stop"]
     for row in rows:
@@ -213,12 +221,11 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
 
     monkeypatch.setattr(gpus, "probe", probe)
     file = compose(tmp_path)
-    content = yaml.safe_load(file.read_text())
-    for about in content["services"].values():
-        about["command"] += ["--enable-sleep-mode", "--wake-seconds", "0.01"]
-        about["environment"] = {"VLLM_SERVER_DEV_MODE": "1"}
-        about["x-anvil"] |= {"engine": "vllm", "evict_to": ["sleep"]}
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    with changed(file) as content:
+        for about in content["services"].values():
+            about["command"] += ["--enable-sleep-mode", "--wake-seconds", "0.01"]
+            about["environment"] = {"VLLM_SERVER_DEV_MODE": "1"}
+            about["x-anvil"] |= {"engine": "vllm", "evict_to": ["sleep"]}
     for row in measured(capsys, file, "--repeat", 1):
         seconds = row["phases"]["load"] + row["phases"].get("ready", 0.0)
         assert row["bytes"] == (2 if row["way"] == "sleep" else 3) * GIB
@@ -237,11 +244,10 @@ exec "$0" "$@"
 def ending(folder: Path, starts: str, says: str) -> Path:
     """A compose file in which large does so."""
     file = compose(folder)
-    content = yaml.safe_load(file.read_text())
-    about = content["services"]["large"]
     script = ENDS.format(file=folder / "starts", starts=starts, says=says).replace("$", "$$")
-    about["command"] = ["sh", "-c", script, *about["command"]]
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    with changed(file) as content:
+        about = content["services"]["large"]
+        about["command"] = ["sh", "-c", script, *about["command"]]
     return file
 
 
@@ -273,9 +279,9 @@ def test_who_does_not_wake_is_told(
 
     monkeypatch.setattr(ProcessRuntime, "resume", resume)
     file = compose(tmp_path)
-    file.write_text(
-        file.read_text().replace("x-anvil:\n      gpus", "x-anvil:\n      evict_to: [freeze]\n      gpus")
-    )
+    with changed(file) as content:
+        for about in content["services"].values():
+            about["x-anvil"]["evict_to"] = ["freeze"]
     assert main(["bench", "swap", "--json", str(file), "--repeat", "1"]) == 1
     out, err = capsys.readouterr()
     assert {row["way"] for row in json.loads(out)} == {"stop"}
@@ -334,11 +340,10 @@ def test_a_level_that_this_machine_cannot_take_is_no_failure_and_where_no_gpu_te
 ) -> None:
     monkeypatch.setattr(check, "why_not_checkpoint", lambda gpus, insist: "there is no driver")
     file = compose(tmp_path)
-    described = yaml.safe_load(file.read_text())
-    described["services"]["small"]["x-anvil"] |= {"evict_to": ["checkpoint", "stop"], "vram": "2GiB"}
-    described["services"]["large"]["x-anvil"]["vram"] = "3GiB"
-    described["x-anvil"]["gpus"] = {"0": {"vram": "4GiB"}}
-    file.write_text(yaml.safe_dump(described, sort_keys=False))
+    with changed(file) as content:
+        content["services"]["small"]["x-anvil"] |= {"evict_to": ["checkpoint", "stop"], "vram": "2GiB"}
+        content["services"]["large"]["x-anvil"]["vram"] = "3GiB"
+        content["x-anvil"]["gpus"] = {"0": {"vram": "4GiB"}}
     *rows, last = measured(capsys, file, "--repeat", "1")
     assert [(row["backend"], row["way"]) for row in rows] == [("small", "stop"), ("large", "stop")]
     assert (last["backends"], last["way"]) == (["small"], "checkpoint")
@@ -353,7 +358,7 @@ def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = compose(tmp_path)
-    file.write_text(file.read_text().replace("'0.1'", "'1000'"))
+    file.write_text(file.read_text().replace('"0.1"', '"1000"'))
     start = ProcessRuntime.start
 
     def start_and_signal(runtime: ProcessRuntime, backend: Backend) -> str:

@@ -36,10 +36,8 @@ class Engines:
         ended = (0.1 + (request.output - 1) / self.fast) * (1 + self.slower_each * (made - 1))
         ended *= 1 + number // self.at_once
         answer = answered(request, 0, 0.0, 0.1 if request.output > 1 else math.nan, ended)
-        return PlayedAnswer(
-            **{name: getattr(answer, name) for name in answer.__slots__ if name != "prompt_tokens"},
-            prompt_tokens=2 * request.tokens,
-        )
+        answer.prompt_tokens = 2 * request.tokens
+        return answer
 
 
 def test_each_model_is_asked_and_those_that_are_to_be_resident_last() -> None:
