@@ -548,6 +548,6 @@ def test_a_new_owner_hears_nothing_of_what_was_before(rig: Rig):
 
 def test_what_a_host_lacks_crosses_as_plain_text(monkeypatch: pytest.MonkeyPatch):
     lacking = Diagnostic("service a: image x is not present", write="docker pull x", page="running.md")
-    monkeypatch.setattr("anvil_mux.host.check.missing_images", lambda config: [lacking])
+    monkeypatch.setattr("anvil_mux.host.project.missing_images", lambda config: [lacking])
     found = _lacks(CONFIG)
     assert (found, type(found[0])) == ([str(lacking)], str)
