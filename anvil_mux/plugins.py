@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from anvil_mux.config.compose import Compose, run_compose
 from anvil_mux.config.config import Config, Judge
-from anvil_mux.config.kinds import Diagnostic, as_diagnostic, meant, nearest
+from anvil_mux.config.kinds import Diagnostic, as_diagnostic, no_such
 from anvil_mux.config.loading import ConfigReader
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.reading import Problems
@@ -104,8 +104,7 @@ def _own(problems: Problems, name: str, written: object, shipped: Container[str]
 
 
 def _no_policy(name: str, policies: Mapping[str, Routing]) -> Diagnostic:
-    text = f"no policy {name}; {nearest(name, policies)}"
-    return Diagnostic(text, value=meant(name, policies))
+    return no_such(f"no policy {name}", name, policies)
 
 
 def _asks_for_full(policy: str, shipped: Container[str]) -> str:

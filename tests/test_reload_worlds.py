@@ -467,7 +467,6 @@ def audit_settings(layout, model):
     if own:
         expected = settings_of(own, layout.settings.config)
         assert model.settings._replace(routing="") == expected._replace(routing="")
-    assert model.limited == (model.queue._turns is not None)
 
 
 def audit_state(layout, state):

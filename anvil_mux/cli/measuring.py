@@ -301,8 +301,10 @@ def add_profile(command: argparse.ArgumentParser) -> None:
 
 def profile(given: argparse.Namespace) -> int:
     from anvil_mux.lab import profiler
+    from anvil_mux.lab.player import PlayedServer
 
-    engine = profiler.Profiler(address(given), given.model, os.environ.get("ANVIL_API_KEY", ""))
+    server = PlayedServer(address(given), os.environ.get("ANVIL_API_KEY", ""))
+    engine = profiler.Profiler(server, given.model)
     found = profiler.measure(
         engine,
         say,

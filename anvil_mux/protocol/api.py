@@ -161,8 +161,8 @@ _PLAIN = re.compile(r"(?:/(?!\.)[A-Za-z0-9._~!$&'()*+,;=:@-]+)+/?")
 
 
 def upstream(path: str) -> Iterator[tuple[str, str]]:
-    """The ways to read /upstream/MODEL/PATH as model and path, the longest model first."""
-    return ((name, rest) for name, rest in reversed(_upstream(path)) if rest == "/" or _PLAIN.fullmatch(rest))
+    """The ways to read /upstream/MODEL/PATH as model and path, which may be "", the longest model first."""
+    return (way for way in reversed(_upstream(path)) if way[1] in ("", "/") or _PLAIN.fullmatch(way[1]))
 
 
 def upstream_names(path: str) -> list[str]:

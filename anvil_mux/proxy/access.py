@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -50,7 +50,8 @@ class Named(NamedTuple):
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request's head, and what was found in nothing but that, under one configuration. Never altered.
+    """A request's head, and what was found in nothing but that, under one configuration. Never altered, but
+    for its key, which is there once it was checked.
 
     (Frozen ones take three times as long to make, and to read a tuple's field twice as long as a slot.)
     """
@@ -111,7 +112,7 @@ class Access:
         self.presets = presets_of(config.backends)
         """The presets by backend and name: what the name means there."""
         presets = {name for _, name in self.presets}
-        self._meant = {
+        self.meant = {
             name: Named(model, name if name in presets else "") for name, model in config.names.items()
         }
         """Name of a model, or of a preset -> its meaning."""
@@ -122,7 +123,7 @@ class Access:
         """The presets whose prompts an engine caches apart from those of their model."""
         self._names: dict[str, set[str]] = {}
         """Model -> its names, but for those of presets."""
-        for name, meant in self._meant.items():
+        for name, meant in self.meant.items():
             names = self._names.setdefault(meant.model, set())
             if not meant.preset:
                 names.add(name)
@@ -141,10 +142,6 @@ class Access:
         self.lacking: set[tuple[str, str]] = set()
         """The (backend, path) of routes that engines turned out not to have. Changed by atomic operations."""
 
-    def tells_state(self, key: Key | None) -> bool:
-        """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
-        return not self.keys or (key is not None and key.state)
-
     def context(
         self, id: str, since: float, request: http1.Request, *, at_pages: bool = False
     ) -> RequestContext:
@@ -159,12 +156,12 @@ class Access:
             route = UPSTREAM
         origin = request.fields.get(b"origin")
         reader = origin if origin is not None and origin in self._readers else b""
-        if route is None:
-            shape = api.api_of(path)
-            return RequestContext(id, since, request, self, route=api.NO_ROUTE, api=shape, reader=reader)
-        shows_pages = at_pages or not self.hides_keys
         return RequestContext(
-            *(id, since, request, self), route=route, api=route.api, reader=reader, shows_pages=shows_pages
+            *(id, since, request, self),
+            route=route or api.NO_ROUTE,
+            api=route.api if route else api.api_of(path),
+            reader=reader,
+            shows_pages=at_pages or not self.hides_keys,
         )
 
     def check(self, context: RequestContext, needed: Right) -> Key | None:
@@ -217,16 +214,17 @@ class Access:
             return True
         return (preset != "" and preset in key.models) or not key.models.isdisjoint(names)
 
-    def chain(self, key: Key | None, model: str, also: Collection[str] = ()) -> FallbackChain:
+    def chain(self, key: Key | None, model: str, rules: Iterable[Rule]) -> FallbackChain:
         """The models that its requests go to in turn, those that ``key`` may use; () without a fallback.
 
-        ``also``: models that the key may use by the name that a request gave. Its own is one of them anyway.
+        ``rules``: those of the name that a request gave, by which the key may use their models.
         """
         chain = self._chains.get(model)
         if not chain:
             return ()
         if key is not None and key.models is not None:
             own, *rest = chain
+            also = names_in(rules)
             usable = [step for step in rest if step.model in also or self.may_use(key, step.model)]
             chain = (own, *usable)
         return chain if len(chain) > 1 else ()
@@ -237,29 +235,25 @@ class Access:
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
         for each in self._configured(name, api):
-            if found := self._meant.get(each):
+            if found := self.meant.get(each):
                 if self.may_use(key, found.model, found.preset):
                     return found
             elif rules := self.rules(each, key):
-                return self.meant(rules[0].models[0])._replace(
+                return self.meant[rules[0].models[0]]._replace(
                     rules=rules, swaps=self.config.any_of[each].swaps
                 )
-        known = [name for name, means in self._meant.items() if self.may_use(key, means.model, means.preset)]
+        known = [name for name, means in self.meant.items() if self.may_use(key, means.model, means.preset)]
         raise UnknownModel(name, known + [each for each in self.config.any_of if self.rules(each, key)])
 
     def _configured(self, name: str, api: str) -> list[str]:
         """The configured names that a client's name may be, or else the longest alias that it fits."""
         spelled = (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,)
-        exact = [each for each in spelled if each in self._meant or each in self.config.any_of]
+        exact = [each for each in spelled if each in self.meant or each in self.config.any_of]
         return exact or [alias for alias in self._patterns if _fits(name, alias)][:1]
 
     def knows(self, name: str) -> bool:
         """Whether a name stands for anything, whoever may use it."""
         return bool(self._configured(name, ""))
-
-    def meant(self, name: str) -> Named:
-        """The meaning of a name of a model, or of a preset."""
-        return self._meant[name]
 
     def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
         """The one model that a client's name stands for; BadRequest if it stands for several."""
@@ -278,7 +272,7 @@ class Access:
         if found is None or key is None or key.models is None or name in key.models:
             return found.rules if found else ()
         usable = [
-            Rule(tuple([each for each in models if self.may_use(key, *self.meant(each)[:2])]), when)
+            Rule(tuple([each for each in models if self.may_use(key, *self.meant[each][:2])]), when)
             for models, when in found.rules
         ]
         return tuple([rule for rule in usable if rule.models])
@@ -286,7 +280,7 @@ class Access:
     def usable(self, key: Key | None) -> list[str]:
         """The models, then the presets, then the names for several, that a key may use."""
         models = [model for model in self._names if self.may_use(key, model)]
-        presets = [meant for meant in self._meant.values() if meant.preset]
+        presets = [meant for meant in self.meant.values() if meant.preset]
         models += [each.preset for each in presets if self.may_use(key, each.model, each.preset)]
         return models + [name for name in self.config.any_of if self.rules(name, key)]
 
@@ -358,30 +352,24 @@ def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:
     """Model -> where its requests go, of models that have fallbacks; what leads back is left out."""
     names = models_by_name(backends)
     own = {each.model: (each.fallback, each.fallback_after) for each in backends if each.fallback}
+
+    def follow(model: str, after: float | None, way: tuple[str, ...]) -> Iterator[FallbackStep]:
+        """A model and what follows it; ``after``: the time of the one that it is a fallback of."""
+        fallback, its_own = own.get(model, ((), None))
+        after = after if its_own is None else its_own
+        yield FallbackStep(model, after)
+        for other in filter(None, map(names.get, fallback)):
+            if other not in (*way, model):
+                yield from follow(other, after, (*way, model))
+
     found = {}
     for model in own:
         first: dict[str, FallbackStep] = {}
-        for step in _follow(model, None, names, own, ()):
+        for step in follow(model, None, ()):
             first.setdefault(step.model, step)
         *steps, last = first.values()
         found[model] = (*steps, FallbackStep(last.model, None))
     return {model: chain for model, chain in found.items() if len(chain) > 1}
-
-
-_Own = Mapping[str, tuple[tuple[str, ...], float | None]]
-
-
-def _follow(
-    model: str, after: float | None, names: Mapping[str, str], own: _Own, way: tuple[str, ...]
-) -> Iterator[FallbackStep]:
-    """A model and what follows it; ``after``: the time of the one that it is a fallback of."""
-    fallback, its_own = own.get(model, ((), None))
-    after = after if its_own is None else its_own
-    yield FallbackStep(model, after)
-    for name in fallback:
-        other = names.get(name)
-        if other is not None and other not in (*way, model):
-            yield from _follow(other, after, names, own, (*way, model))
 
 
 def _name_in(host: str) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
 from urllib.parse import parse_qsl, urlencode
 
 from anvil_mux.config.config import Backend
@@ -46,8 +45,9 @@ KEYS_IN_QUERY = frozenset(
 """The names under which APIs take a key in the query, which a server elsewhere does not get."""
 _NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", WARM])
 """The fields of a client that no engine gets: its request has an id of ours, and its body was unpacked."""
+_NOT_PACKED = _NOT_THEIRS | {b"accept-encoding"}
+_KEYS = frozenset(FIELDS)
 UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
-_NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
 WITHOUT_ADAPTERS = frozenset(
     (
         *("/v1/embeddings", "/embedding", "/embed", "/v2/embed", "/encode", "/pooling", "/classify"),
@@ -55,21 +55,12 @@ WITHOUT_ADAPTERS = frozenset(
     )
 )
 """The routes at which llama-server does not let a question choose one."""
-SYSTEM_IN: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "/v1/chat/completions",
-            "/v1/chat/completions/batch",
-            "/v1/chat/completions/input_tokens",
-            "/apply-template",
-            "/tokenize",
-        ),
-        "messages",
-    ),
-    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), "system"),
-    **dict.fromkeys(("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens"), "instructions"),
+SYSTEM_IN = {
+    **dict.fromkeys(("/v1/chat/completions", "/apply-template", "/tokenize"), "messages"),
+    "/v1/messages": "system",
+    "/v1/responses": "instructions",
 }
-"""Path of an engine -> the field of a question in which a conversation's system message stands."""
+"""Path of an engine, or its beginning -> the field in which a conversation's system message stands."""
 SYSTEM_ROLES = ("system", "developer")
 
 _decode = json.JSONDecoder().raw_decode
@@ -78,74 +69,61 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] = {}) -> bytes:
     """The lines of the head for the engine. ``also``: more fields."""
-    request, route, backend = question.context.request, question.context.route, lease.backend
+    request, route = question.context.request, question.context.route
     query = request.query
     if query and route.model_in != "upstream":  # a name that is read there is the one that was asked for
-        query = naming.model_replaced_in_query(query, question.known_as(backend))
-    credentials, drop = _credentials(question, backend, route.path)
-    own = {**credentials, **also}
+        query = naming.model_replaced_in_query(query, question.known_as(lease.backend))
+    own, drop = dict(also), _NOT_THEIRS
     is_page = question.context.shows_pages and route.model_in == "upstream" and request.method == "GET"
     if b"accept-encoding" in request.fields and not is_page:
         # What is packed cannot be read: usage, errors, ids of answers.
-        own[b"accept-encoding"] = b"identity"
+        own[b"accept-encoding"], drop = b"identity", _NOT_PACKED
     kind = request.fields.get(b"content-type")
     if route.model_in == "json" and kind != b"application/json":
         own[b"content-type"] = b"application/json"
-    lines = http1.forward_request_head(
-        request,
-        host=_host(lease),
-        target=_target(backend, route.path, query),
-        set=own,
-        drop=drop,
-    )
-    return b"%bX-Request-ID: %b\r\n" % (lines, question.context.id.encode("ascii"))
+        drop |= {b"content-type"}
+    return _head(question, lease, route.path, own, query=query, drop=drop)
 
 
 def translated_head(question: Question, lease: Lease, path: str) -> bytes:
     """The lines of the head of a question that the client did not ask in these words."""
-    credentials, drop = _credentials(question, lease.backend, path)
-    own = {
-        **credentials,
-        b"accept": b"*/*",
-        b"accept-encoding": b"identity",
-        b"content-type": b"application/json",
-        b"x-request-id": question.context.id.encode("ascii"),
-    }
-    return http1.forward_request_head(
-        question.context.request,
-        host=_host(lease),
-        target=_target(lease.backend, path, ""),
-        set=own,
-        drop=drop,
-    )
+    own = {b"accept": b"*/*", b"accept-encoding": b"identity", b"content-type": b"application/json"}
+    return _head(question, lease, path, own, query="", drop=_NOT_THEIRS | own.keys())
 
 
-def _host(lease: Lease) -> bytes:
-    if lease.backend.url:
-        return site(lease.backend.url).name.encode("ascii")
-    return b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
-
-
-def _target(backend: Backend, path: str, query: str) -> bytes:
-    if backend.url:
-        return _target_elsewhere(backend, path, query).encode("ascii")
-    return (f"{path}?{query}" if query else path).encode("ascii")
-
-
-def _credentials(
-    question: Question, backend: Backend, path: str
-) -> tuple[Mapping[bytes, bytes], frozenset[bytes]]:
-    """The fields that are set (to an empty value: taken away), and those of the client's that are dropped.
+def _head(
+    question: Question,
+    lease: Lease,
+    path: str,
+    own: Mapping[bytes, bytes],
+    *,
+    query: str,
+    drop: frozenset[bytes],
+) -> bytes:
+    """The lines of a head with ``own`` fields, and without the client's in ``drop``.
 
     Engines of ours get a client's keys only where these are not for us; servers elsewhere never do.
     """
+    context, backend = question.context, lease.backend
+    host = f"{lease.address[0]}:{lease.address[1]}"
+    credentials: Mapping[bytes, bytes] = {}
     if backend.url:
-        own, dropped = _fields_elsewhere(question.context.request, backend, path)
-        return own, _NOT_THEIRS | dropped
-    if not question.context.access.hides_keys:
-        return {}, _NOT_THEIRS
-    key = backend.service.api_key
-    return {**_NO_KEY, b"authorization": b"Bearer " + key.encode() if key else b""}, _NOT_THEIRS
+        there = site(backend.url)
+        credentials, dropped = _fields_elsewhere(context.request, backend, path)
+        drop |= dropped
+        kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
+        host, path, query = there.name, there.path(path), urlencode(kept)
+    elif context.access.hides_keys:
+        drop |= _KEYS
+        if key := backend.service.api_key:
+            credentials = {b"authorization": b"Bearer " + key.encode()}
+    return http1.forward_request_head(
+        context.request,
+        host,
+        f"{path}?{query}" if query else path,
+        drop=drop,
+        extra={**credentials, **own, b"X-Request-ID": context.id.encode("ascii")}.items(),
+    )
 
 
 # The head for a server elsewhere
@@ -166,13 +144,6 @@ def _fields_elsewhere(
     if b"anthropic-version" in request.fields:
         own.pop(b"anthropic-version", None)
     return own, dropped
-
-
-def _target_elsewhere(backend: Backend, path: str, query: str) -> str:
-    """The path and query that a server elsewhere is asked for; without what may be a client's key."""
-    kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
-    there = site(backend.url).path(path)
-    return f"{there}?{urlencode(kept)}" if kept else there
 
 
 # The body
@@ -216,7 +187,7 @@ def rewritten(
     body: bytes | bytearray,
     strip: Collection[str],
     put: Mapping[str, str],
-    default: Mapping[str, str] = MappingProxyType({}),
+    default: Mapping[str, str] = {},
 ) -> bytes:
     """Return ``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON).
 
@@ -236,7 +207,7 @@ def rewritten(
 
 def with_system(body: bytes | bytearray, path: str, system: str) -> bytes | bytearray:
     """Return ``body`` with a system message, if it is a conversation that has none; else as it is."""
-    field = SYSTEM_IN.get(path)
+    field = next((field for beginning, field in SYSTEM_IN.items() if path.startswith(beginning)), None)
     if field is None:
         return body
     members = {name: written[value:] for name, written, value in _members(body)}

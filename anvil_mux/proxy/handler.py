@@ -16,7 +16,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,8 +104,7 @@ class Handler:
             row = PAGES if client.at_pages else self.local.find(request.method, request.path)
             record.route = row.route
         try:
-            if key := access.check(context, row.right if row else ANY_KEY):
-                context = reply.context = replace(context, key=key)
+            key = context.key = access.check(context, row.right if row else ANY_KEY)
             if row:
                 heed_hint(self._mux, context)
                 self.local.answer(row, reply)
@@ -299,7 +297,7 @@ class Local:
 
     def _followed(self) -> dict[str, Any]:
         """The state as the page follows it; ``pages``: the models whose engines have a page of their own."""
-        backends = self._mux.overview.configured()
+        backends = self._mux.overview.config.backends
         pages = {each.model: None for each in backends if ENGINES[each.engine].has_page and not each.url}
         return {**self.probes.state(brief=True), "capture": self.captures.most, "pages": list(pages)}
 

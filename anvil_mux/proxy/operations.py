@@ -26,10 +26,11 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 from anvil_mux.config.change import Change
@@ -62,15 +63,9 @@ HostReports = Callable[[], list[dict[str, Any]]]
 """Says of each host what only the program knows: whether it is here, what it has, how fast it answers."""
 
 
-class KeptPause(NamedTuple):
-    """A pause, as the next start of anvil-mux finds it."""
-
-    until: float | None
-    """Unix time of its end; None: it is resumed by hand."""
-
-
-Keep = Callable[[KeptPause | None], bool]
-"""Keeps a pause for the next start, or that there is none; False if that cannot be written down."""
+Keep = Callable[[float | None], bool]
+"""Keeps for the next start until when a pause lasts, in Unix time (infinite: it is resumed by hand), or that
+there is none; False if that cannot be written down."""
 
 
 class Operations:
@@ -91,7 +86,7 @@ class Operations:
         self._keep_pause = keep_pause
         self._statuses = _Statuses(mux)
         self._lock = threading.Lock()
-        self._loads: dict[str, _SharedLoad] = {}
+        self._loads: dict[str, Future[None]] = {}
         """Model -> the load that was asked for last and has not ended; guarded by the lock."""
         # Held until the pause that was asked for last is in effect and written down.
         self._pausing = threading.Lock()
@@ -114,23 +109,24 @@ class Operations:
         with self._lock:
             load = self._loads.get(model)
             if load is None:
-                load = _SharedLoad()
+                load = Future()
                 threading.Thread(
                     target=self._load, args=(model, load), name=f"load-{model}", daemon=True
                 ).start()
                 self._loads[model] = load
-        if load.over.wait(MOMENT_SECONDS) and load.error:
-            raise load.error.with_traceback(None)  # each thread raises it without the others' frames
+        wait([load], MOMENT_SECONDS)
+        if load.done() and (error := load.exception()):
+            raise error.with_traceback(None)  # each thread raises it without the others' frames
 
-    def _load(self, model: str, load: _SharedLoad) -> None:
+    def _load(self, model: str, load: Future[None]) -> None:
         try:
             self._mux.load(model)
+            load.set_result(None)
         except MuxError as error:
-            load.error = error
+            load.set_exception(error)
         finally:
             with self._lock:
                 del self._loads[model]
-            load.over.set()
 
     def hint(self, reply: Reply) -> None:
         """A client will ask for the model in the path."""
@@ -254,7 +250,7 @@ class Operations:
         with self._pausing:
             until = None if seconds is None else time.time() + seconds
             self._mux.facts.paused(seconds)
-            kept = self._keep_pause(KeptPause(until))
+            kept = self._keep_pause(math.inf if until is None else until)
         reply.json({"success": True, "until": until, "kept": kept})
 
     def resume(self, reply: Reply) -> None:
@@ -285,17 +281,14 @@ def _model(reply: Reply) -> str:
     kind = request.fields.get(b"content-type", b"")
     if kind.startswith(naming.URLENCODED):
         body = reply.client.read_body(request, naming.MAX_JSON_PARSED)
-        if naming.is_urlencoded(kind, body):
-            return _model_named(naming.in_urlencoded(body)[0], reply)
-        return _model_in(body, reply)
-    return _model_in(read_json(reply.context, reply.client), reply)
+    else:
+        body = read_json(reply.context, reply.client)
+    return _model_in(body, reply, kind)
 
 
-def _model_in(body: bytes | bytearray, reply: Reply) -> str:
-    return _model_named(naming.model_and_stream(body)[0], reply)
-
-
-def _model_named(name: str | None, reply: Reply) -> str:
+def _model_in(body: bytes | bytearray, reply: Reply, kind: bytes = b"") -> str:
+    read = naming.in_urlencoded if naming.is_urlencoded(kind, body) else naming.model_and_stream
+    name, _ = read(body)
     if name is None:
         raise BadRequest("the body must name a `model`", param="model")
     reply.record.model = resolve(reply.context, name)
@@ -347,14 +340,6 @@ class _Statuses:
 
 def _status(model: ModelState) -> dict[str, object]:
     return api.model_status(model.offered_state, failed=bool(model.last_error))
-
-
-class _SharedLoad:
-    """A load that goes on whoever leaves, and what came of it."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-        self.error: MuxError | None = None
 
 
 class Reloads:

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
@@ -119,6 +119,14 @@ class Question:
         return (preset and preset.served_model) or backend.served_model or self.target.model
 
     @property
+    def previous_answer(self) -> str:
+        """The id of the answer that it goes on from; "" for none."""
+        if self.context.route.beat != "responses" or isinstance(self.body, Spool):
+            return ""
+        found = _PREVIOUS.search(self.body)
+        return found[1].decode("ascii") if found else ""
+
+    @property
     def path(self) -> str:
         """The path that its engine is asked for."""
         return self.translation.path if self.translation else self.context.route.path
@@ -134,6 +142,8 @@ class Questions:
     def read(self, context: RequestContext, client: Client) -> Question:
         """Read body and model of a request; BadRequest, NotFound, UnknownModel. To be closed."""
         question = self._read(context, client)
+        if context.route.path.startswith(SESSIONS):
+            _check_session(question)
         return self._chosen(question) if question.target.rules else question
 
     def _chosen(self, question: Question) -> Question:
@@ -143,7 +153,7 @@ class Questions:
         if rule.when:
             rule = chosen_by(before.rules, _contents(question))
         name = self._mux.overview.choose(rule.models)
-        found = _target(context, context.access.meant(name)._replace(rules=before.rules))
+        found = _target(context, context.access.meant[name]._replace(rules=before.rules))
         target = replace(found, never_swaps=before.never_swaps, rules=(rule,))
         return replace(question, target=target)
 
@@ -152,13 +162,11 @@ class Questions:
 
         (What that answer was about, such as an image, does not stand in the question.)
         """
-        context, body = question.context, question.body
-        if context.route.beat != "responses" or isinstance(body, Spool):
-            return None
-        if (kept := self._stored.find(previous_answer(body), context.key)) is None:
+        context = question.context
+        if (kept := self._stored.find(question.previous_answer, context.key)) is None:
             return None
         names = names_in(question.target.rules)
-        own = [name for name in names if context.access.meant(name).model == kept.model][:1]
+        own = [name for name in names if context.access.meant[name].model == kept.model][:1]
         return Rule(tuple(own)) if own and self._mux.overview.is_ready(kept.model) else None
 
     def _read(self, context: RequestContext, client: Client) -> Question:
@@ -171,9 +179,7 @@ class Questions:
             case "session":
                 body = read_json(context, client)
                 named, span = [*naming.session_models(body), (None, None)][0]
-                aim = target(context, named)
-                _check_session(context, aim, named, body)
-                return Question(context, aim, body, named, span)
+                return Question(context, target(context, named), body, named, span)
             case "path":
                 body = read_json(context, client)
                 stream = naming.model_and_stream(body)[1] and route.streams
@@ -217,18 +223,19 @@ class Questions:
         A GET loads no model, unless somebody opens it: pages ask for their parts without anybody meaning it.
         """
         request, access = context.request, context.access
-        if context.shows_pages and _is_bare(context):
-            raise Moved("The page of its engine is here", f"{quote(request.path, safe='/%')}/")
         for name, path in api.upstream(request.path):
-            if not access.knows(name):
+            if not access.knows(name) or not (path or context.shows_pages):
                 continue
             try:
                 model = resolve(context, name)
             except UnknownModel:
                 continue
+            if not path:  # below the model alone a page would miss its parts
+                raise Moved("The page of its engine is here", f"{quote(request.path, safe='/%')}/")
             if not access.may_use(context.key, model):  # but a preset of it, which the engine does not know
                 raise Forbidden(f"this API key may use {name}, but not all of {model}, as /upstream/ does")
-            if not _may_ask(context, model, path):
+            backends = [each for each in access.config.backends if each.model == model]
+            if not all(_offers(each, context, path) for each in backends):
                 pages = "" if context.shows_pages else "; pages have a port of their own (pages_port)"
                 text = f"{request.method} {path} is not offered of the engine of {model}{pages}."
                 raise NotFound(text)
@@ -237,7 +244,7 @@ class Questions:
             upgrades = context.shows_pages and request.method == "GET" and _is_for_websocket(request)
             context = replace(context, route=api.Route("openai", "upstream", path=path, upgrades=upgrades))
             body = _read(context, client)
-            if context.key and not (context.key.admin or _knows_one_model(context, model)):
+            if context.key and not (context.key.admin or _knows_one_model(context, backends)):
                 _check_names(context, model, path, body)
             return Question(context, _target(context, Named(model)), body)
         raise _no_upstream(context)
@@ -273,7 +280,7 @@ def _target(context: RequestContext, found: Named, named: str | None = None) -> 
         preset=found.preset,
         never_swaps=_never_swaps(context.request) or not (found.swaps and (key is None or key.swaps)),
         rules=found.rules,
-        chain=access.chain(key, model, names_in(found.rules)),
+        chain=access.chain(key, model, found.rules),
     )
 
 
@@ -308,7 +315,7 @@ def hint(mux: Multiplexer, context: RequestContext, named: str) -> str:
         # What the request will contain is not known yet.
         rule = first_fit(found.rules, Contents())
         name = mux.overview.choose(rule.models) if rule else resolve(context, named)
-        found = context.access.meant(name)
+        found = context.access.meant[name]
     mux.tell(mux.scheduler.hinted, found.model)
     return found.model
 
@@ -334,10 +341,7 @@ def _from_json(context: RequestContext, client: Client) -> Question:
     named, stream = naming.model_and_stream(body)
     if context.access.has_external and context.key and not context.key.admin:
         naming.refuse_more_models(body)
-    aim = target(context, named)
-    if route.path.startswith(SESSIONS):
-        _check_session(context, aim, named, body)
-    return Question(context, aim, body, named, stream=stream and route.streams)
+    return Question(context, target(context, named), body, named, stream=stream and route.streams)
 
 
 def _from_form(context: RequestContext, client: Client) -> Question:
@@ -369,26 +373,20 @@ def _from_form(context: RequestContext, client: Client) -> Question:
 
 def read_json(context: RequestContext, client: Client) -> bytes | bytearray:
     """The body of a route that takes JSON."""
-    request = context.request
-    body = client.read_body(request, context.access.config.max_body)
-    if b"content-encoding" in request.fields:
-        body = _unpacked(context, client, body)
-    kind = request.fields.get(b"content-type", b"")
+    body = _read(context, client)
+    kind = context.request.fields.get(b"content-type", b"")
     if kind != b"application/json" and naming.media(kind, body) != "json":
         raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
     return body
 
 
 def _read(context: RequestContext, client: Client) -> bytes | bytearray:
-    """The body of any kind, in memory."""
-    return _unpacked(context, client, client.read_body(context.request, context.access.config.max_body))
-
-
-def _unpacked(context: RequestContext, client: Client, body: bytes | bytearray) -> bytes | bytearray:
-    packed = _coding(context.request)
+    """The body of any kind, in memory, unpacked."""
+    most = context.access.config.max_body
+    body, packed = client.read_body(context.request, most), _coding(context.request)
     if not packed:
         return body
-    most = foreign.unpacked_size(len(body), context.access.config.max_body)
+    most = foreign.unpacked_size(len(body), most)
     client.hold(most)
     content = foreign.unpacked(body, packed, most)
     client.hold(len(content) - most)
@@ -397,13 +395,10 @@ def _unpacked(context: RequestContext, client: Client, body: bytes | bytearray) 
 
 def _coding(request: http1.Request) -> str:
     """How the body is compressed; empty for a plain one."""
-    named = request.fields.get(b"content-encoding", b"identity").decode("latin-1").strip()
+    if b"content-encoding" not in request.fields:
+        return ""
+    named = request.fields[b"content-encoding"].decode("latin-1").strip()
     return "" if named.lower() == "identity" else named or "(empty)"
-
-
-def _may_ask(context: RequestContext, model: str, path: str) -> bool:
-    backends = [backend for backend in context.access.config.backends if backend.model == model]
-    return all(_offers(backend, context, path) for backend in backends)
 
 
 def _offers(backend: Backend, context: RequestContext, path: str) -> bool:
@@ -425,55 +420,69 @@ def _offers(backend: Backend, context: RequestContext, path: str) -> bool:
     return listed or (method == "GET" and path in engine.shown)
 
 
-def _is_bare(context: RequestContext) -> bool:
-    """Whether a path below /upstream/ names a model and ends there, so that a page would miss its parts."""
-    name = unquote(context.request.path.removeprefix("/upstream/"))
-    try:
-        return bool(name) and bool(resolve(context, name))
-    except MuxError:
-        return False
-
-
 def _loads(context: RequestContext) -> bool:
     """Whether a GET loads its model: somebody opens a page, and no other site has them do so."""
     site = context.request.fields.get(b"sec-fetch-site")
     return context.shows_pages and is_opened(context.request) and site in (b"none", b"same-origin")
 
 
-def _knows_one_model(context: RequestContext, model: str) -> bool:
+def _knows_one_model(context: RequestContext, backends: Sequence[Backend]) -> bool:
     """Whether a page is of an engine that has but one model, which answers to any name, as its file's."""
-    backends = [each for each in context.access.config.backends if each.model == model]
     one = all(ENGINES[each.engine].names_file and not each.served_model for each in backends)
     return context.shows_pages and one
 
 
 def _check_names(context: RequestContext, model: str, path: str, body: bytes | bytearray) -> None:
-    """Check that path, query and body name nothing of the server of ``model`` but what the key may use there;
-    UnknownModel.
+    """Check that path, query and body name nothing of the server of ``model`` but what the key may use there.
 
     A server elsewhere, and some engines, have more models than the configuration says.
     """
-    there = names_there(context.access, context.key, model)
-    names = [_name_in_path(path), naming.model_in_query(context.request.query)]
-    for name in (*names, *_names_in_body(context, path, body)):
-        if name is not None and name not in there:
-            raise UnknownModel(name, there)
+    kind, route = context.request.fields.get(b"content-type", b""), api.match("POST", path)
+    names = [naming.model_in_query(context.request.query)]
+    if route and route.model_in == "path":
+        names.append(api.model_in_path(path))
+    if not body:
+        pass
+    elif kind.lower().startswith(b"multipart/"):
+        scanner = naming.MultipartModelScanner(naming.boundary(kind))
+        scanner.feed(bytes(body))
+        scanner.finish()
+        names.append(scanner.model)
+    elif naming.is_urlencoded(kind, body):
+        names.append(naming.in_urlencoded(body)[0])
+    elif api.api_of(path) == "ollama":
+        names.append(ollama.name_in(parse(body)))
+    elif route and route.path.startswith(SESSIONS):
+        naming.refuse_more_models(body)
+        names += [name for name, _ in naming.session_models(body)]
+    else:
+        naming.refuse_more_models(body)
+        names.append(naming.model_and_stream(body)[0])
+    _check_names_there(context, model, names)
 
 
-def _check_session(context: RequestContext, aim: Target, named: str | None, body: bytes | bytearray) -> None:
-    """Check that a session at a server elsewhere names, beside its model, only what the key may use there;
-    UnknownModel.
-    """
-    key, backends = context.key, context.access.config.backends
+def _check_session(question: Question) -> None:
+    """Check that a session at a server elsewhere names, beside its model, only what the key may use there."""
+    context, aim, body = question.context, question.target, question.body
     models = {aim.model, *names_in(aim.rules), *(step.model for step in aim.chain)}
-    if key is None or key.admin or not any(each.url and each.model in models for each in backends):
+    if (
+        context.key is None
+        or context.key.admin
+        or isinstance(body, Spool)
+        or not any(each.url and each.model in models for each in context.access.config.backends)
+    ):
         return
-    there = names_there(context.access, key, aim.model)
     names = [name for name, _ in naming.session_models(body)]
-    if named in names:
-        names.remove(named)
+    if question.named in names:
+        names.remove(question.named)
+    _check_names_there(context, aim.model, names)
+
+
+def _check_names_there(context: RequestContext, model: str, names: Iterable[str | None]) -> None:
+    """UnknownModel if there is one that the server of ``model`` does not know, or the key may not use."""
+    there = names_there(context.access, context.key, model)
     for name in names:
-        if name not in there:
+        if name is not None and name not in there:
             raise UnknownModel(name, there)
 
 
@@ -487,32 +496,6 @@ def names_there(access: Access, key: Key | None, model: str) -> set[str]:
             names.add(each.served_model or each.model)
             names |= {preset.served_model for preset in each.presets if preset.served_model}
     return names
-
-
-def _name_in_path(path: str) -> str | None:
-    route = api.match("POST", path)
-    return api.model_in_path(path) if route and route.model_in == "path" else None
-
-
-def _names_in_body(context: RequestContext, path: str, body: bytes | bytearray) -> list[str | None]:
-    """The models in a body of any kind that may have one; BadRequest for one that cannot be read for that."""
-    kind = context.request.fields.get(b"content-type", b"")
-    if not body:
-        return []
-    if kind.lower().startswith(b"multipart/"):
-        scanner = naming.MultipartModelScanner(naming.boundary(kind))
-        scanner.feed(bytes(body))
-        scanner.finish()
-        return [scanner.model]
-    if naming.is_urlencoded(kind, body):
-        return [naming.in_urlencoded(body)[0]]
-    if api.api_of(path) == "ollama":
-        return [ollama.name_in(parse(body))]
-    naming.refuse_more_models(body)
-    route = api.match("POST", path)
-    if route and route.path.startswith(SESSIONS):
-        return [name for name, _ in naming.session_models(body)]
-    return [naming.model_and_stream(body)[0]]
 
 
 def _no_upstream(context: RequestContext) -> UnknownModel | NotFound:
@@ -669,12 +652,6 @@ class StoredResponses:
 def answer_id(answer: bytes) -> str:
     """The id of an answer that begins like this; "" if it is not in it."""
     found = _ANSWER_ID.search(answer)
-    return found[1].decode("ascii") if found else ""
-
-
-def previous_answer(body: bytes | bytearray) -> str:
-    """The id of the answer that a body refers to; "" for none."""
-    found = _PREVIOUS.search(body)
     return found[1].decode("ascii") if found else ""
 
 

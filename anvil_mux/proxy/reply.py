@@ -14,6 +14,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Literal
@@ -52,42 +53,28 @@ _SECRET = re.compile(
 _TOKEN = re.compile(r"\b(Bearer\s+)[\w.~+/-]{8,}=*|\b(sk-|hf_|ghp_)[\w-]{8,}", re.I)
 
 
+@dataclass(slots=True, eq=False)
 class Reply:
     """Writes the answer to one request. Used by the request's thread."""
 
-    __slots__ = (
-        "_last",
-        "answered",
-        "capture",
-        "chosen",
-        "client",
-        "context",
-        "fell_back",
-        "form",
-        "keep",
-        "record",
-        "routed",
-    )
-
-    def __init__(self, client: Client, context: RequestContext, record: Served, *, keep: bool) -> None:
-        self.client = client
-        self.context = context
-        self.record = record
-        self.keep = keep
-        """Whether the connection can be used again."""
-        self.form: Form = "answer"
-        self.answered = False
-        """Whether the client was sent something of an engine's answer."""
-        self.routed = ""
-        """The replica that answers, of several, and why."""
-        self.chosen = ""
-        """The model that answers, where the request's name stands for several, and on which conditions."""
-        self.fell_back = ""
-        """The model that answers instead of the one that was asked for, and why."""
-        self.capture: Capture | None = None
-        """A copy of what is asked and answered, if that is wanted."""
-        self._last = b""
-        """The last bytes of content, if an error is to follow them."""
+    client: Client
+    context: RequestContext
+    record: Served
+    keep: bool
+    """Whether the connection can be used again."""
+    form: Form = "answer"
+    answered: bool = False
+    """Whether the client was sent something of an engine's answer."""
+    routed: str = ""
+    """The replica that answers, of several, and why."""
+    chosen: str = ""
+    """The model that answers, where the request's name stands for several, and on which conditions."""
+    fell_back: str = ""
+    """The model that answers instead of the one that was asked for, and why."""
+    capture: Capture | None = None
+    """A copy of what is asked and answered, if that is wanted."""
+    last: bytes = b""
+    """The last bytes of content, if an error is to follow them."""
 
     # Heads
 
@@ -147,8 +134,7 @@ class Reply:
         """Sends the head of an engine's answer, and what is here of its body; ``then`` is how errors are
         told."""
         self.record.status, self.form = status, then
-        self.client.send(data)
-        self.record.sent += len(data)
+        self.send(data)
 
     def whole(self, status: int, headers: Sequence[Field], body: bytes) -> None:
         """Sends an answer that no engine made."""
@@ -211,7 +197,7 @@ class Reply:
 
     def broke_off(self, last: bytes | None) -> None:
         """Note an early end. ``last``: of the content that was sent; None: no event fits behind it."""
-        self.form, self._last = ("cut", b"") if last is None else ("event", last)
+        self.form, self.last = ("cut", b"") if last is None else ("event", last)
 
     @property
     def may_go_on(self) -> bool:
@@ -230,7 +216,7 @@ class Reply:
                 case "event":
                     context = self.context
                     event = api.error_event(context.api, context.route.beat, error, context.id)
-                    self.event(event if _ends_event(self._last) else b"\n\n" + event)
+                    self.event(event if _ends_event(self.last) else b"\n\n" + event)
                 case "cut" if not self.chunked:
                     self.client.break_off()
                 case "frame":

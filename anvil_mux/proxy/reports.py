@@ -89,7 +89,7 @@ class Probes:
         ready = not any(problems.values())
         text = "ok\n" if ready else "not ready\n"
         wants_all = not ready or "verbose" in context.request.query.split("&")
-        if wants_all and context.access.tells_state(context.key):
+        if wants_all and (context.key.state if context.key else not context.access.hides_keys):
             lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
             notes = (f"[~]{name} {why}\n" for name, why in self._notes_now().items())
             text = "".join([*lines, *notes]) + text
@@ -127,7 +127,7 @@ class Probes:
             },
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, gpu_uses.get(gpu.gpu, GpuUse())) for gpu in status.gpus},
             **({"hosts": hosts} if hosts else {}),
-            **({"any_of": self._any_of()} if self._mux.overview.any_of() else {}),
+            **({"any_of": self._any_of()} if self._mux.overview.config.any_of else {}),
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
             "reload": self._reloads.as_json() if self._reloads else None,
@@ -136,7 +136,7 @@ class Probes:
     def _any_of(self) -> dict[str, dict[str, object]]:
         """The names that stand for several models, and the one that would serve a plain request now."""
         names: dict[str, dict[str, object]] = {}
-        for name, each in self._mux.overview.any_of().items():
+        for name, each in self._mux.overview.config.any_of.items():
             rule = first_fit(each.rules, Contents())
             serves = self._mux.overview.choose(rule.models) if rule else None
             words = each.words if each.has_conditions else f"{each.words}; now {serves}"
@@ -147,7 +147,7 @@ class Probes:
         """Model -> the part of its state that the scheduler does not know; see ``healthz.external_state``."""
         return {
             backend.model: healthz.external_state(backend, self._mux.circuits)
-            for backend in self._mux.overview.configured()
+            for backend in self._mux.overview.config.backends
             if backend.url or backend.fallback
         }
 
@@ -177,7 +177,7 @@ class Lists:
 
     def models(self, reply: Reply) -> None:
         entries = [self._entry(each, reply.context) for each in self._offered(reply.context)]
-        reply.fresh(JSON, api.models_list([*entries, *self._choices(reply.context)]))
+        reply.fresh(JSON, api.models_list(entries))
 
     def model(self, reply: Reply) -> None:
         """One model; with no name behind the slash, all of them."""
@@ -186,30 +186,26 @@ class Lists:
         if not name:
             return self.models(reply)
         meant = context.access.find(name, api=context.api, key=context.key)
-        if meant.rules:
-            entries = [entry for entry in self._choices(context) if entry["id"] == name]
-        else:
-            wanted = (meant.model, meant.preset)
-            offered = [each for each in self._offered(context) if (each.model.model, each.preset) == wanted]
-            entries = [self._entry(each, context) for each in offered]
-        if not entries:
-            raise UnknownModel(name)  # a reload has just taken it away
-        return reply.fresh(JSON, json.dumps(entries[0]).encode("ascii"))
+        wanted = name if meant.rules else meant.preset or meant.model
+        for each in self._offered(context):
+            if each.name == wanted:
+                return reply.fresh(JSON, json.dumps(self._entry(each, context)).encode("ascii"))
+        raise UnknownModel(name)  # a reload has just taken it away
 
     def lmstudio_models(self, reply: Reply) -> None:
-        offered = self._offered(reply.context)
-        states = {each.name: (each.model.offered_state, each.card) for each in offered}
-        reply.fresh(JSON, api.lmstudio_list(states | self._states(reply.context)))
+        states = {each.name: (each.state, each.card) for each in self._offered(reply.context)}
+        reply.fresh(JSON, api.lmstudio_list(states))
 
     def ollama_tags(self, reply: Reply) -> None:
         model_cards = {each.name: each.card for each in self._offered(reply.context)}
-        model_cards |= {name: card for name, (_, card) in self._states(reply.context).items()}
         reply.fresh(JSON, ollama.tags(model_cards, self._started))
 
     def ollama_running(self, reply: Reply) -> None:
-        usable = [each for each in self._offered(reply.context) if not each.preset]
-        resident = [each for each in usable if each.model.offered_state in ("ready", "draining")]
-        running = {each.name: (_stays(each.model), each.card) for each in resident}
+        running = {
+            each.name: (_stays(each.model), each.card)
+            for each in self._offered(reply.context)
+            if each.model and not each.preset and each.state in ("ready", "draining")
+        }
         reply.fresh(JSON, ollama.running(running, time.time()))
 
     def ollama_show(self, reply: Reply) -> None:
@@ -220,70 +216,49 @@ class Lists:
         reply.whole(200, [JSON], ollama.show(model, self._started, card))
 
     def _offered(self, context: RequestContext) -> list[Offered]:
-        """The models that the request's key may use, and after each its presets."""
+        """The models that the request's key may use, after each its presets; then the names for several."""
         access, key, cards = context.access, context.key, self._mux.overview.cards()
-        return [
-            Offered(model, preset, cards.get(model.model, NOTHING_KNOWN))
-            for model in self._mux.overview.status().models
+        models = {model.model: model for model in self._mux.overview.status().models}
+        offered = [
+            Offered(preset or name, model.offered_state, cards.get(name, NOTHING_KNOWN), model, preset)
+            for name, model in models.items()
             for preset in ("", *model.presets)
-            if access.may_use(key, model.model, preset)
+            if access.may_use(key, name, preset)
         ]
-
-    def _states(self, context: RequestContext) -> dict[str, tuple[str, ModelCard]]:
-        """The names that stand for several models, the state of the one that would serve now, and what holds
-        whichever does.
-        """
-        access, found = context.access, dict[str, tuple[str, ModelCard]]()
-        any_of = access.config.any_of
-        cards = self._mux.overview.cards() if any_of else {}
-        states = {m.model: m.offered_state for m in self._mux.overview.status().models} if any_of else {}
-        for name in any_of:
-            names = names_in(access.rules(name, context.key))
-            models = [access.meant(each).model for each in names]
-            own = [states[model] for model in models if model in states]
-            if own:
-                card = together([cards[model] for model in models if model in cards])
-                found[name] = "ready" if "ready" in own else own[0], card
-        return found
-
-    def _choices(self, context: RequestContext) -> list[dict[str, object]]:
-        """The entries of the names that stand for several models."""
-        created, anthropic = int(self._started), _is_anthropic(context)
-        return [
-            api.model_entry(name, created=created, state=state, card=card, anthropic=anthropic)
-            for name, (state, card) in self._states(context).items()
-        ]
+        for name in access.config.any_of:
+            meant = [access.meant[each].model for each in names_in(access.rules(name, key))]
+            states = [models[each].offered_state for each in meant if each in models]
+            if states:
+                card = together([cards[each] for each in meant if each in cards])
+                offered.append(Offered(name, "ready" if "ready" in states else states[0], card))
+        return offered
 
     def _entry(self, offered: Offered, context: RequestContext) -> dict[str, object]:
-        model, preset, card = offered
+        model, preset = offered.model, offered.preset
         return api.model_entry(
             offered.name,
             created=int(self._started),
-            state=model.offered_state,
-            aliases=() if preset else model.aliases,
-            failed=bool(model.last_error),
-            parent=model.model if preset else "",
-            card=card,
-            anthropic=_is_anthropic(context),
+            state=offered.state,
+            aliases=model.aliases if model and not preset else (),
+            failed=model is not None and bool(model.last_error),
+            parent=model.model if model and preset else "",
+            card=offered.card,
+            anthropic=b"anthropic-version" in context.request.fields,
         )
 
 
 class Offered(NamedTuple):
     """One name in the lists."""
 
-    model: ModelState
-    preset: str
-    """The preset of it that is meant; "": the model itself."""
+    name: str
+    state: str
+    """The state of its model; of several, that of the one that would serve now."""
     card: ModelCard
-
-    @property
-    def name(self) -> str:
-        return self.preset or self.model.model
-
-
-def _is_anthropic(context: RequestContext) -> bool:
-    """Whether the client reads Anthropic's lists."""
-    return b"anthropic-version" in context.request.fields
+    """The card of its model; of several, what holds for each."""
+    model: ModelState | None = None
+    """The one model that it stands for, if it does."""
+    preset: str = ""
+    """The preset of it that is meant; "": the model itself."""
 
 
 def _stays(model: ModelState) -> float:
@@ -358,7 +333,7 @@ class Diagnosis:
             here = f" For this request that is {chosen}{why}." if len(rules) > 1 else ""
             sentence = f"{name} stands for {words_of(rules)}.{here} {sentence}"
         elif name != model:
-            what = "a preset of" if access.meant(name).preset else "another name for"
+            what = "a preset of" if access.meant[name].preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
         reply.json({**estimate, "sentence": sentence, "stages": finite(stages), **more, **state})
 

@@ -32,11 +32,10 @@ import socket
 import ssl
 import threading
 import time
-from _thread import allocate_lock
 from collections.abc import Callable, Iterable
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, Overloaded
@@ -86,14 +85,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach an address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class Server:
     """Accepts connections at a listening socket for ``handler``, at most ``max_connections`` at once."""
 
@@ -126,7 +117,7 @@ class Server:
         """Connections within a request. Many threads change such sets, in single atomic operations."""
         self._mux = mux
         self._threads = Threads()
-        self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
+        self._last_head: http1.LastHead[http1.Request] | None = None
         """The one of the connection that ended last."""
         self._epoll = select.epoll()
         self._idle: dict[int, Client] = {}
@@ -144,11 +135,6 @@ class Server:
         self._stopped = threading.Event()
         self._stopped.set()
         threading.stack_size(STACK_BYTES)
-
-    @property
-    def watched(self) -> int:
-        """How many connections are watched."""
-        return len(self._idle) + len(self._begun)
 
     @property
     def hangs(self) -> bool:
@@ -240,7 +226,7 @@ class Server:
             accepted_socket,
             address,
             patience=self.client_timeout,
-            last_head=self._last_head.copy(),
+            last_head=self._last_head,
             memory=self.bodies,
             tls=self.tls,
             at_pages=at_pages,
@@ -338,7 +324,6 @@ class Server:
 
     def _serve_requests(self, client: Client) -> None:
         """Serve its requests as long as they follow each other; then it is watched again, or it is over."""
-        returns = False
         try:
             if client.tls:
                 client.socket = accepted(client.socket, client.tls, 2 * self.client_timeout)
@@ -346,19 +331,14 @@ class Server:
             while True:
                 request = client.next_request()
                 if request is None:
-                    returns = True
-                    break
+                    return self._watch(client)
                 if not self._serve_one(client, request):
                     break
         except ClientGone:
-            self.end(client)
-            return
+            return self.end(client)
         except MuxError as error:
             self.handler.refuse_bad_head(client, error)
-        if returns:
-            self._watch(client)
-        else:
-            self._part(client)
+        return self._part(client)
 
     def _serve_one(self, client: Client, request: http1.Request) -> bool:
         """Whether another request may follow."""
@@ -456,48 +436,39 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        self._idle: list[_Spare] = []
-        """The threads without a task. Each adds itself, and whoever takes one out has it."""
+        self._idle: list[_Inbox] = []
+        """The inboxes of threads without a task. Each adds its own, and whoever takes one out has it."""
         self._numbers = itertools.count(1)
 
     def run(self, task: Callable[[], object]) -> None:
         """Have a thread do ``task``; RuntimeError if none can be begun."""
         try:
-            spare = self._idle.pop()
+            self._idle.pop().put(task)
         except IndexError:
-            spare = _Spare(task)
+            inbox: _Inbox = SimpleQueue()
+            inbox.put(task)
             threading.Thread(
-                target=self._work, args=(spare,), name=f"request-{next(self._numbers)}", daemon=True
+                target=self._work, args=(inbox,), name=f"request-{next(self._numbers)}", daemon=True
             ).start()
-        else:
-            spare.task = task
-            spare.comes.release()
 
-    def _work(self, spare: _Spare) -> None:
-        while task := spare.task:
-            spare.task = None
+    def _work(self, inbox: _Inbox) -> None:
+        while True:
+            try:
+                task = inbox.get(timeout=SPARE_SECONDS)
+            except Empty:
+                try:
+                    return self._idle.remove(inbox)
+                except ValueError:
+                    task = inbox.get()  # it was taken at this very moment
             try:
                 task()
             except Exception:
                 log.exception("a connection failed")
             del task  # it holds its connection
-            self._idle.append(spare)
-            if not spare.comes.acquire(timeout=SPARE_SECONDS):
-                try:
-                    self._idle.remove(spare)
-                except ValueError:
-                    spare.comes.acquire()  # it was taken at this very moment
+            self._idle.append(inbox)
 
 
-class _Spare:
-    """A thread for one task after another: its next one, and the latch that says that there is one."""
-
-    __slots__ = ("comes", "task")
-
-    def __init__(self, task: Callable[[], object]) -> None:
-        self.task: Callable[[], object] | None = task
-        self.comes = allocate_lock()
-        self.comes.acquire()
+_Inbox = SimpleQueue[Callable[[], object]]
 
 
 # The CPU that they run on.

@@ -38,7 +38,6 @@ from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import CardRead
 from anvil_mux.proxy.connections import build_context
-from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.invocation import CannotServe
 from anvil_mux.state import once, state_folder, write_whole
@@ -356,13 +355,14 @@ class PauseFile:
         self._file = folder / "pause"
         self._say = say
 
-    def keep(self, pause: KeptPause | None) -> bool:
-        """Write down a pause, or that there is none; False if that fails."""
+    def keep(self, until: float | None) -> bool:
+        """Write down when a pause ends (infinite: when it is resumed), or that there is none; False if that
+        fails."""
         try:
-            if pause is None:
+            if until is None:
                 self._file.unlink(missing_ok=True)
             else:
-                write_whole(self._file, json.dumps({"until": pause.until}))
+                write_whole(self._file, json.dumps({"until": None if math.isinf(until) else until}))
         except OSError as error:
             self._say(f"{self._file} cannot be written, so a restart forgets this: {error.strerror}")
             return False

@@ -332,8 +332,7 @@ class Metrics:
                 tokens[0] += prompt - cached if prompt > cached else 0
                 tokens[1] += cached
                 tokens[2] += record.tokens
-            forecast = self._forecast_counts.get(model) if record.foreseen is not None else None
-            if forecast is not None and record.foreseen is not None:
+            if record.foreseen is not None and (forecast := self._forecast_counts.get(model)):
                 thought = round(record.foreseen * prompt)
                 forecast[0] += min(thought, cached)
                 forecast[1] += max(thought - cached, 0)
@@ -342,11 +341,9 @@ class Metrics:
     def _begun(self, model: str, route: str, preset: str) -> _OfRequests:
         """The counts of requests of which this is the first; no backend serves those for unknown models."""
         durations = self._durations[_labels(model, route, preset)]
-        if model == UNKNOWN:
-            counts = _OfRequests(Counter(), durations, Histogram(), Histogram(), [0] * len(TOKENS))
-        else:
-            counts = _OfRequests(Counter(), durations, *self._know_preset(model, preset))
-        self._by_route[model, route, preset] = counts
+        nobody = Histogram(), Histogram(), [0] * len(TOKENS)
+        served = nobody if model == UNKNOWN else self._know_preset(model, preset)
+        counts = self._by_route[model, route, preset] = _OfRequests(Counter(), durations, *served)
         return counts
 
     # Events and phases

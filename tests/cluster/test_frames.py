@@ -112,7 +112,7 @@ BACKEND = replace(
 
 
 TRUTHS = [
-    (None, None),
+    (type(None), None),
     (list[Backend], [BACKEND]),
     (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),), generated_compose="{}")),
     (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),

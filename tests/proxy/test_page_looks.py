@@ -20,17 +20,14 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
 from anvil_mux.host.seam import GpuUse, OtherProcess, Sensors
 from anvil_mux.telemetry.accesslog import Served
-from tests.chromium import PROGRAM, Chromium
+from tests.chromium import IN_CHROMIUM, Chromium
 from tests.cli.demo import compose
 from tests.fake_engine import Rig
 from tests.proxy.test_page import more, notes, row, state_of
 from tests.running import Running, serving
 from tests.sleepy_engine import GIB
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
-]
+pytestmark = IN_CHROMIUM
 QUICK, OTHER, SLOW, BROKEN = "qwen3-8b", "gemma-12b", "llama-70b", "mistral-24b"
 CROSS = "\N{MULTIPLICATION SIGN}"
 LAST_WORDS = "torch.OutOfMemoryError: CUDA out of memory"

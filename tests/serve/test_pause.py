@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.proxy.operations import KeptPause
 from anvil_mux.serve.files import PauseFile
 from tests.cli.demo import compose, state
 from tests.running import Running, seen, serving
@@ -40,7 +39,7 @@ def test_it_lasts_through_a_restart_and_until_it_is_resumed(tmp_path: Path, stat
         assert mux.get("/healthz")["paused"] is None
     kept = PauseFile(next(each.parent for each in state.rglob("learned")), print)
     assert kept.seconds_left() is None
-    assert kept.keep(KeptPause(None))
+    assert kept.keep(math.inf)
     with serving(file, state=state) as mux:  # one that ran on meanwhile is stopped
         assert stopped(mux)
         mux.tells(r"a: evicting|a: stopped|a: draining \(anvil-mux is paused\)")
@@ -66,7 +65,7 @@ def test_what_the_file_says(tmp_path: Path, text: str, left: float | None, told:
 
 def test_an_end_is_a_moment_of_the_wall_clock(tmp_path: Path) -> None:
     file = PauseFile(tmp_path, print)
-    assert file.keep(KeptPause(time.time() + 1000))
+    assert file.keep(time.time() + 1000)
     left = file.seconds_left()
     assert left is not None
     assert 0 < left <= 1000
@@ -76,5 +75,5 @@ def test_an_end_is_a_moment_of_the_wall_clock(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     said: list[str] = []
-    assert not PauseFile(tmp_path / "none", said.append).keep(KeptPause(None))
+    assert not PauseFile(tmp_path / "none", said.append).keep(math.inf)
     assert said[0].endswith("so a restart forgets this: No such file or directory")
