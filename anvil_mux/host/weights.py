@@ -37,6 +37,7 @@ from typing import Any
 
 from anvil_mux import state
 from anvil_mux.clock import Worker
+from anvil_mux.config.abilities import DOWNLOADS
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import HERE, Mounts, Service, flag_values
 from anvil_mux.host.gpus import cache_room
@@ -51,8 +52,6 @@ MOST_INDEX = 64 << 20
 WEIGHTS = (".gguf", ".safetensors")
 MODEL_FLAGS = ("-m", "--model", "--model-path", "serve")
 """Words after which a command names its model."""
-DOWNLOADS = ("-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo")
-"""Flags of llama.cpp by which it gets the file that it names."""
 SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.gguf$")
 """The end of the name of a GGUF file that is one of several."""
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
