@@ -122,7 +122,7 @@ class Dispatcher:
         for rule in target.rules:
             name = target.preset or target.model
             reply.chosen = f"{name}; {rule.conditions}" if rule.when else name
-        if translation and translation.unloads:
+        if translation and translation.keep_alive == 0:
             self._answer_and_unload(question, reply)
         elif question.context.route.path == "/props" and (known := self._props(target.model, query)):
             reply.whole(200, [JSON], known)
