@@ -260,7 +260,7 @@ class ContainerRuntime:
         # Those of what it depends on are among them.
         listed = self._compose("config", "--images", backend.service_name)
         for image in [self._image(backend)] if listed.code else listed.out.split():
-            if not self._engine.has_image(image):
+            if not self._engine.image_id(image):
                 return LoadError(self._how_to_get(image, backend))
         if any(each.status in HALF_REMOVED for each in self._project.of_service(backend.service_name)):
             return Gone(failed)

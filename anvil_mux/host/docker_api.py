@@ -289,9 +289,6 @@ class ContainerEngine:
 
     # The engine itself
 
-    def has_image(self, name: str) -> bool:
-        return bool(self.image_id(name))
-
     def image_id(self, name: str) -> str:
         """The id of the image that has this name; "" if none has."""
         try:

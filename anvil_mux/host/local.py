@@ -149,8 +149,7 @@ class LocalHost:
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._cards = CardReader(self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusRead(s)))
-        self._reads_gpus = bool(found.readings)
-        self._is_to_monitor = False
+        self._is_to_monitor = bool(found.readings)
         """Whether the GPU monitor begins once it is known what runs."""
         self._backends = {backend.name: backend for backend in config.backends}
         """Each backend as it was last started, also those that went."""
@@ -161,7 +160,6 @@ class LocalHost:
 
     def start(self) -> None:
         """Start its threads, which run on the CPUs of this one; without them there is no news."""
-        self._is_to_monitor = self._reads_gpus
         self._watch.start()
         self._load_logs.worker.start()
         self._cards.worker.start()
@@ -419,12 +417,11 @@ def _used(config: HostConfig) -> set[str]:
 
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
     """Raise ConfigError if backends lack their images."""
-    if config.runtime == "compose":
-        missing: list[str] = []
-        with suppress(MuxError):  # Docker is away: a load that needs an image reports it
-            missing = missing_images([b for b in config.backends if b.name in names])
-        if missing:
-            raise ConfigError(missing)
+    missing: list[str] = []
+    with suppress(MuxError):  # Docker is away: a load that needs an image reports it
+        missing = missing_images(config, names)
+    if missing:
+        raise ConfigError(missing)
 
 
 # Adoption

@@ -27,7 +27,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -347,10 +347,16 @@ class Project:
 # Images
 
 
-def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each image that Docker does not have; BackendError if it does not answer."""
-    engine = ContainerEngine(find_endpoint(os.environ if env is None else env))
-    images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
+def missing_images(config: HostConfig, names: Collection[str] | None = None) -> list[str]:
+    """A line for each image that Docker does not have; BackendError if it does not answer.
+
+    ``names``: those of the backends in question; None: all.
+    """
+    if config.runtime != "compose":
+        return []
+    engine = ContainerEngine(find_endpoint(os.environ))
+    backends = [each for each in config.backends if names is None or each.name in names]
+    images = {each.service.image: each.service_name for each in backends if each.service.image}
     return [
         Diagnostic(
             f"service {name}: image {image} is not present: docker pull {image}",
@@ -359,5 +365,5 @@ def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = 
             key=("services", name, "image"),
         )
         for image, name in images.items()
-        if not engine.has_image(image)
+        if not engine.image_id(image)
     ]

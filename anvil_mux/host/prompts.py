@@ -88,12 +88,10 @@ class PromptCache:
 
     def __init__(
         self,
-        now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         kept: Callable[[str, Sequence[KeptPrompt]], object] = lambda backend, prompts: None,
         state: Path | None = None,
     ) -> None:
-        self._now = now
         self._wall = wall
         self._kept = kept
         self._state = state
@@ -118,7 +116,7 @@ class PromptCache:
     def save(self, backend: Backend, url: str) -> None:
         """Save the prompts of an engine that is about to be stopped; a failure is logged."""
         if files := self._files_of(backend):
-            with client_of(backend, url, SAVE_SECONDS, now=self._now) as client:
+            with client_of(backend, url, SAVE_SECONDS) as client:
                 self._attempt(backend, files, "saved", lambda: _save(client, files))
 
     def restore(
@@ -129,7 +127,7 @@ class PromptCache:
         What ``check_cancelled`` raises ends the load; any other failure is logged.
         """
         if files := self._files_of(backend):
-            with client_of(backend, url, RESTORE_SECONDS, check_cancelled, self._now) as client:
+            with client_of(backend, url, RESTORE_SECONDS, check_cancelled) as client:
                 self._attempt(backend, files, "restored", lambda: _restore(client, files, began))
 
     def _attempt(

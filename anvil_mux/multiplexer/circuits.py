@@ -112,7 +112,7 @@ class Circuits:
     """The circuits by backend. Any thread. ``tell`` is called, without the lock, when one opens or closes."""
 
     def __init__(self, clock: Clock, tell: Callable[[str, Circuit], object] = lambda name, to: None) -> None:
-        self._now = clock.now
+        self.now = clock.now
         self._lock = clock.lock()
         self.tell = tell
         self._circuits: dict[str, Circuit] = {}
@@ -124,7 +124,7 @@ class Circuits:
 
     def pause_left(self, name: str) -> float:
         """Seconds until a request may be let through."""
-        return self.of(name).pause_left(self._now())
+        return self.of(name).pause_left(self.now())
 
     def state(self, name: str) -> CircuitState:
         """The state of a circuit now; half-open also while the request that is to try it has not come yet."""
@@ -133,7 +133,7 @@ class Circuits:
 
     def refuses(self, name: str) -> bool:
         """Whether a request would be refused now."""
-        return self.of(name).refuses(self._now())
+        return self.of(name).refuses(self.now())
 
     def check(self, name: str) -> None:
         """Raise CircuitOpen if a request would be refused now."""
@@ -150,7 +150,7 @@ class Circuits:
         return Permit(self, name, is_trial)
 
     def _check(self, name: str, circuit: Circuit) -> None:
-        now = self._now()
+        now = self.now()
         if not circuit.refuses(now):
             return
         left = circuit.pause_left(now)
@@ -177,7 +177,7 @@ class Circuits:
         """Change a circuit, and tell if it opens or closes by that."""
         with self._lock:
             before = self.of(name)
-            after = self._circuits[name] = change(before, self._now())
+            after = self._circuits[name] = change(before, self.now())
         if (before.state == "closed") != (after.state == "closed"):
             self.tell(name, after)
 

@@ -55,7 +55,7 @@ from anvil_mux.scheduler.slot import (
     Ticket,
 )
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class SchedulerDriver:
         """Backend -> the last run that was seen of it."""
         self.loads: dict[str, int] = {}
         """Backend -> the number of its last load; none: it was adopted."""
-        self.reported: dict[str, tuple[float, LogProgress]] = {}
+        self.reported: dict[str, tuple[float, Progress]] = {}
         """Backend -> what its log said last of a load, and when."""
         self.prompts: dict[str, KeptPrompts] = {}
         """Backend -> its prompts on disk, of those that keep some."""

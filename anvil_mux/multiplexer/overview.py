@@ -40,7 +40,6 @@ from anvil_mux.scheduler.status import (
 )
 from anvil_mux.scheduler.waits import (
     ComingLoad,
-    LogProgress,
     Progress,
     WaitEstimate,
     coming_load,
@@ -294,7 +293,7 @@ class Overview:
         at, said = self._reported.get(slot.name, (now, None))
         return progress(now - slot.since, expected_load(group, slot), said if at >= slot.since else None)
 
-    def report(self, backend: str, said: LogProgress) -> None:
+    def report(self, backend: str, said: Progress) -> None:
         """Note what the log of a backend says of its load."""
         with self._lock:
             self._reported[backend] = self._clock.now(), said

@@ -21,7 +21,7 @@ over more than one repetition, so hostile bytes cost linear time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -212,23 +212,19 @@ def parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Respon
 
 def forward_request_head(
     request: Request,
+    host: str,
+    target: str,
     *,
-    host: bytes,
-    target: bytes | None = None,
-    set: Mapping[bytes, bytes] = {},
     drop: AbstractSet[bytes] = frozenset(),
+    extra: Collection[Field] = (),
 ) -> bytes:
     """The lines of the head for the engine; ``framed`` ends it once the body is known.
 
-    ``set`` replaces fields, or removes those whose value is empty there, and ``drop`` removes others (both by
-    lower-case names).
+    ``drop``: the lower-case names of the client's fields that are left out, those of ``extra`` among them.
     """
-    passing = b"".join([line for low, line in request.passing if low not in drop and low not in set])
-    if target is None:
-        target = request.target if request.target[:1] == b"/" else _path_and_query(request)
-    first = b"%b %b HTTP/1.1\r\nHost: %b\r\n" % (request.method.encode("ascii"), target, host)
-    fields = [field for field in set.items() if field[1]] if set else []
-    return _written(first, passing, fields, b"")
+    passing = b"".join([line for low, line in request.passing if low not in drop])
+    first = f"{request.method} {target} HTTP/1.1\r\nHost: {host}\r\n".encode("ascii")
+    return _written(first, passing, extra, b"")
 
 
 def framed(lines: bytes, method: str, length: int) -> bytes:
@@ -282,7 +278,7 @@ _new = tuple.__new__
 
 
 class LastHead(Generic[_Message]):
-    """The last head that one side of one connection sent, and what it came to. Used by one thread at a time.
+    """The last head that one side of one connection sent, and what it came to. Never altered.
 
     If a head comes again, two comparisons find its end and tell all of it: reading takes 2 us instead of 15
     to 22. A new connection begins with what is known of one that has ended: who opens one for each request
@@ -291,64 +287,37 @@ class LastHead(Generic[_Message]):
     neither kept nor asked for here.)
     """
 
-    __slots__ = (
-        "_after",
-        "_before",
-        "_fields",
-        "_kind",
-        "_limit",
-        "_may_come_again",
-        "_number",
-        "end",
-    )
+    __slots__ = ("_after", "_before", "_fields", "_kind", "_limit", "_number")
 
-    def __init__(self) -> None:
+    def __init__(self, head: bytes, message: _Message) -> None:
+        """``head`` was read as ``message``.
+
+        It can come again only if its Content-Length is all that says where the body ends (which the message's
+        length says: with another framing it has none, or was refused).
+        """
+        line = _LENGTH_LINE.search(head)
+        has_body = message.length is not None and (isinstance(message, Request) or message.body == "length")
         self._before = self._after = b""
         """The head around the number."""
         self._number = self._limit = 0
         """The index of the number, and the one at which the head must have ended."""
-        self._fields: tuple[Any, ...] = ()
+        self._kind: type[_Message] = type(message)
+        self._fields: tuple[Any, ...] = message[:-1]
         """The message without its length, the last field."""
-        self._may_come_again = False
-        self._kind: type[_Message]
-        self.end = 0
-        """The index just past the head that came again."""
+        if line is not None and has_body and len(head) <= MAX_REMEMBERED:
+            self._number, line_end = line.span(1)
+            self._before, self._after = head[: self._number], head[line_end:]
+            self._limit = self._number + MAX_DIGITS + len(self._after)
 
-    def again(self, buffer: bytes) -> _Message | None:
-        """The head that ``buffer`` begins with, if it is the last one but for its length."""
-        if not self._may_come_again or not buffer.startswith(self._before):
+    def again(self, buffer: bytes) -> tuple[_Message, int] | None:
+        """The head that ``buffer`` begins with, and its end, if it is the last one but for its length."""
+        if not buffer.startswith(self._before):
             return None
         line_end = buffer.find(self._after, self._number, self._limit)
         length = buffer[self._number : line_end]
         if line_end < 0 or not length.isdigit():
             return None
-        self.end = line_end + len(self._after)
-        return _new(self._kind, (*self._fields, int(length)))
-
-    def remember(self, head: bytes, message: _Message) -> None:
-        """Keep ``head``, which was read as ``message``.
-
-        It can come again only if that line is all that says where the body ends (which the message's length
-        says: with another framing it has none, or was refused).
-        """
-        self._may_come_again = False
-        line = _LENGTH_LINE.search(head)
-        has_body = isinstance(message, Request) or message.body == "length"
-        if line is None or message.length is None or not has_body or len(head) > MAX_REMEMBERED:
-            return
-        self._kind, self._fields = type(message), message[:-1]
-        self._may_come_again = True
-        self._number, line_end = line.span(1)
-        self._before, self._after = head[: self._number], head[line_end:]
-        self._limit = self._number + MAX_DIGITS + len(self._after)
-
-    def copy(self) -> LastHead[_Message]:
-        """The same for another connection; this one's has ended."""
-        made: LastHead[_Message] = LastHead()
-        if self._may_come_again:
-            for name in LastHead.__slots__:
-                setattr(made, name, getattr(self, name))
-        return made
+        return _new(self._kind, (*self._fields, int(length))), line_end + len(self._after)
 
 
 class ChunkCounter:
@@ -507,10 +476,6 @@ def _origin_form(target: str, host: bytes | None) -> str:
     return rest if rest.startswith("/") else "/" + rest
 
 
-def _path_and_query(request: Request) -> bytes:
-    return (f"{request.path}?{request.query}" if request.query else request.path).encode("ascii")
-
-
 def _request_framing(fields: dict[bytes, bytes], minor: bool) -> tuple[int | None, bool]:
     coding = fields.get(b"transfer-encoding")
     if coding is None:
@@ -600,12 +565,12 @@ def _framing(length: int | None, *, chunked: bool = False) -> bytes:
     return EMPTY_LINE if length is None else b"Content-Length: %d\r\n\r\n" % length
 
 
-def _written(first: bytes, passing: bytes, fields: Sequence[Field], end: bytes) -> bytes:
+def _written(first: bytes, passing: bytes, fields: Collection[Field], end: bytes) -> bytes:
     """The head made of ``first`` (two lines), the lines in ``passing``, those of ``fields``, and ``end``.
 
     ValueError if a line end was smuggled into one of our own lines, or NUL.
     """
-    last = b"".join([b"%b: %b\r\n" % field for field in fields]) if fields else b""
+    last = b"".join([b"%b: %b\r\n" % field for field in fields])
     own, ends = first + last, 2 + len(fields)
     if own.count(b"\n") != ends or own.count(b"\r") != ends or b"\0" in own:
         raise ValueError("a header value holds a line end or NUL")

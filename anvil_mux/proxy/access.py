@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -50,7 +50,8 @@ class Named(NamedTuple):
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request's head, and what was found in nothing but that, under one configuration. Never altered.
+    """A request's head, and what was found in nothing but that, under one configuration. Never altered, but
+    for its key, which is there once it was checked.
 
     (Frozen ones take three times as long to make, and to read a tuple's field twice as long as a slot.)
     """
@@ -213,16 +214,17 @@ class Access:
             return True
         return (preset != "" and preset in key.models) or not key.models.isdisjoint(names)
 
-    def chain(self, key: Key | None, model: str, also: Collection[str] = ()) -> FallbackChain:
+    def chain(self, key: Key | None, model: str, rules: Iterable[Rule]) -> FallbackChain:
         """The models that its requests go to in turn, those that ``key`` may use; () without a fallback.
 
-        ``also``: models that the key may use by the name that a request gave. Its own is one of them anyway.
+        ``rules``: those of the name that a request gave, by which the key may use their models.
         """
         chain = self._chains.get(model)
         if not chain:
             return ()
         if key is not None and key.models is not None:
             own, *rest = chain
+            also = names_in(rules)
             usable = [step for step in rest if step.model in also or self.may_use(key, step.model)]
             chain = (own, *usable)
         return chain if len(chain) > 1 else ()

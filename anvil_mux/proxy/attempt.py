@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
+from typing import NamedTuple
 
 from anvil_mux.errors import (
     BackendError,
@@ -65,43 +66,34 @@ class _Lacking(Exception):
     """The engine does not have the route."""
 
 
+class Shared(NamedTuple):
+    """The things that all attempts share."""
+
+    relay: Relay
+    stored: StoredResponses
+    crash_under: Callable[[Ticket], Crash | None]
+    """How a backend ended under a ticket, if it has."""
+
+
 class Attempt:
     """One try of a question at one engine. Used by the request's thread, for ``run`` or ``prefill``."""
 
-    __slots__ = (
-        "_begins",
-        "_crash_under",
-        "_relay",
-        "_stored",
-        "exchange",
-        "lease",
-        "question",
-        "record",
-        "reply",
-    )
+    __slots__ = ("_shared", "exchange", "lease", "question", "record", "reply")
 
-    def __init__(
-        self,
-        question: Question,
-        lease: Lease,
-        reply: Reply,
-        *,
-        relay: Relay,
-        stored: StoredResponses,
-        crash_under: Callable[[Ticket], Crash | None],
-    ) -> None:
-        """``crash_under``: how a backend ended under a ticket, if it has."""
+    def __init__(self, question: Question, lease: Lease, reply: Reply, shared: Shared) -> None:
         self.question = question
         self.lease = lease
         self.reply = reply
         self.record = reply.record
-        self._begins = question.after if question.stream else None
-        """Seconds within which its answer is to begin; one that is no stream comes when it is whole."""
-        self.exchange = Exchange(relay, lease, reply.client.socket, self._begins)
+        self._shared = shared
+        self.exchange = self._exchange()
         """The request to the engine, and its answer."""
-        self._relay = relay
-        self._stored = stored
-        self._crash_under = crash_under
+
+    def _exchange(self) -> Exchange:
+        question = self.question
+        # One that is no stream comes when it is whole.
+        begins = question.after if question.stream else None
+        return Exchange(self._shared.relay, self.lease, self.reply.client.socket, begins)
 
     def run(self) -> None:
         """Asks the engine, and passes its answer to the client."""
@@ -125,7 +117,7 @@ class Attempt:
             try:
                 return self._pass_on(request_body(question, backend))
             except _Lacking:
-                self.exchange = Exchange(self._relay, self.lease, self.reply.client.socket, self._begins)
+                self.exchange = self._exchange()
         assert isinstance(question.body, (bytes, bytearray))
         self._translate(TRANSLATE[route.path](parse(question.body)))
         if not drops_fields:
@@ -197,7 +189,7 @@ class Attempt:
         if not exchange.whole and _is_events(exchange.response):
             exchange.read_on(has_answer_id)
         if id := answer_id(exchange.data):
-            self._stored.keep(id, question.target.model, self.lease.backend.name, question.context.key)
+            self._shared.stored.keep(id, question.target.model, self.lease.backend.name, question.context.key)
 
     def _stream(self) -> None:
         """A body as it comes, behind the engine's head, or in the stream that was begun while the model
@@ -246,7 +238,7 @@ class Attempt:
             case End.CLIENT_GONE:
                 raise ClientGone("The client left its stream.")
             case End.CLIENT_STALLED:
-                raise ClientStalled(f"The client read nothing for {self._relay.client_timeout:g} s.")
+                raise ClientStalled(f"The client read nothing for {self._shared.relay.client_timeout:g} s.")
             case End.SEVERED:
                 raise self.lease.severed_error()
             case End.SILENT:
@@ -262,7 +254,7 @@ class Attempt:
         """
         if self.question.context.route.beat != "none" and _is_events(self.exchange.response):
             return True
-        return not self.lease.permit and self._crash_under(self.lease.ticket) is not None
+        return not self.lease.permit and self._shared.crash_under(self.lease.ticket) is not None
 
     # Websockets
 

@@ -101,7 +101,7 @@ class Client:
         address: str,
         *,
         patience: float,
-        last_head: http1.LastHead[http1.Request],
+        last_head: http1.LastHead[http1.Request] | None,
         memory: BodyMemory,
         tls: SSLContext | None,
         at_pages: bool = False,
@@ -191,18 +191,16 @@ class Client:
             if data is None:
                 return None
             buffer += data
-        request = self.last_head.again(buffer)
-        if request is not None:
-            self._buffer = buffer[self.last_head.end :]
+        if again := self.last_head and self.last_head.again(buffer):
+            request, end = again
+        elif found := http1.request_head_end(buffer):
+            end = found
+            request = http1.parse_request(buffer[:end])
+            self.last_head = http1.LastHead(buffer[:end], request)
         else:
-            end = http1.request_head_end(buffer)
-            if end is None:
-                self._buffer, self._searched = buffer, len(buffer)
-                return None
-            head, self._buffer = buffer[:end], buffer[end:]
-            request = http1.parse_request(head)
-            self.last_head.remember(head, request)
-        self._searched = 0
+            self._buffer, self._searched = buffer, len(buffer)
+            return None
+        self._buffer, self._searched = buffer[end:], 0
         self._body_due = request if request.length or request.chunked else None
         return request
 

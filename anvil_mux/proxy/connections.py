@@ -203,7 +203,7 @@ class Upstream:
         self.socket = connection
         self.answered = False
         """Whether it has carried a request."""
-        self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
+        self.last_head: http1.LastHead[http1.Response] | None = None
         self.idle_since = 0.0
 
 

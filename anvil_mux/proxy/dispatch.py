@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from anvil_mux.config.values import names_in
@@ -56,7 +55,7 @@ from anvil_mux.multiplexer.multiplexer import Lease, Multiplexer, Tend
 from anvil_mux.protocol import api, http1, naming
 from anvil_mux.protocol.completions import TWO_STAGE_PATHS, finite
 from anvil_mux.proxy.access import FallbackStep
-from anvil_mux.proxy.attempt import Attempt
+from anvil_mux.proxy.attempt import Attempt, Shared
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.exchange import BrokenOff, EngineUnreachable, Failed, Relay, Unanswered
 from anvil_mux.proxy.question import Question, StoredResponses, heed_hint, retarget
@@ -114,38 +113,34 @@ class Dispatcher:
         """``patience``: instead of what the configuration says."""
         self._mux = mux
         self._stored = stored
-        self._attempt = partial(Attempt, relay=relay, stored=stored, crash_under=mux.facts.doubts.raised_by)
+        self._shared = Shared(relay, stored, mux.facts.doubts.raised_by)
         self._patience = patience
 
     def answer(self, question: Question, reply: Reply) -> None:
         """Answers ``question`` from the engine of its model; MuxError if that comes to nothing."""
-        target, translation = question.target, question.translation
+        target, translation, query = question.target, question.translation, question.context.request.query
         for rule in target.rules:
             name = target.preset or target.model
             reply.chosen = f"{name}; {rule.conditions}" if rule.when else name
-        if translation and translation.unloads:
+        if translation and translation.keep_alive == 0:
             self._answer_and_unload(question, reply)
-        elif known := self._props(question):
+        elif question.context.route.path == "/props" and (known := self._props(target.model, query)):
             reply.whole(200, [JSON], known)
-        elif not naming.may_load(question.context.request.query) and not self._mux.overview.is_ready(
-            target.model
-        ):
+        elif query and not naming.may_load(query) and not self._mux.overview.is_ready(target.model):
             raise BadRequest(f"{target.model} is not loaded, and autoload=false does not load it")
         elif target.chain and _may_fall_back(question):
             self._send_in_turn(question, reply)
         else:
             self._send(question, reply)
 
-    def _props(self, question: Question) -> bytes:
-        """The /props of a model that is not loaded, where it is asked for them; empty: its engine has to say.
+    def _props(self, model: str, query: str) -> bytes:
+        """The /props of a model that is not loaded; empty: its engine has to say.
 
         Nothing is loaded to answer that, unless the client says that it wants to.
         """
-        query, model = question.context.request.query, question.target.model
-        if question.context.route.path != "/props" or ("autoload=" in query and naming.may_load(query)):
-            return b""
         card = self._mux.overview.card(model)
-        is_to_ask = card.context is None or self._mux.overview.is_ready(model)
+        loads = "autoload=" in query and naming.may_load(query)
+        is_to_ask = loads or card.context is None or self._mux.overview.is_ready(model)
         return b"" if is_to_ask else api.props(model, card)
 
     def _answer_and_unload(self, question: Question, reply: Reply) -> None:
@@ -236,9 +231,9 @@ class Dispatcher:
                 lease.permit = self._mux.circuits.begin(lease.backend.name)
             if lease.prefill:
                 tried = lease.prefill
-                question = self._attempt(question, tried, reply).prefill()
+                question = Attempt(question, tried, reply, self._shared).prefill()
                 tried = lease
-            self._attempt(question, lease, reply).run()
+            Attempt(question, lease, reply, self._shared).run()
             whole = True
             return None
         except (Failed, Severed) as error:
@@ -386,8 +381,7 @@ class Waiting:
         self._mux = mux
         self._fixed_patience = patience
         self._since: float | None = None
-        """When it began to wait, if it had to."""
-        self._beat_at = self._chunk_at = self._limit = self._every = 0.0
+        """When it began to wait, if it had to: ``_plan`` sets all moments then."""
 
     def tend(self, now: float) -> None:
         """Look at the client, a few times a second: ClientGone, ModelLoading, or a sign of life for it."""

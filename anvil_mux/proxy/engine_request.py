@@ -45,8 +45,9 @@ KEYS_IN_QUERY = frozenset(
 """The names under which APIs take a key in the query, which a server elsewhere does not get."""
 _NOT_THEIRS = frozenset([b"x-request-id", b"content-encoding", WARM])
 """The fields of a client that no engine gets: its request has an id of ours, and its body was unpacked."""
+_NOT_PACKED = _NOT_THEIRS | {b"accept-encoding"}
+_KEYS = frozenset(FIELDS)
 UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
-_NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
 WITHOUT_ADAPTERS = frozenset(
     (
         *("/v1/embeddings", "/embedding", "/embed", "/v2/embed", "/encode", "/pooling", "/classify"),
@@ -72,57 +73,57 @@ def request_head(question: Question, lease: Lease, also: Mapping[bytes, bytes] =
     query = request.query
     if query and route.model_in != "upstream":  # a name that is read there is the one that was asked for
         query = naming.model_replaced_in_query(query, question.known_as(lease.backend))
-    own = dict(also)
+    own, drop = dict(also), _NOT_THEIRS
     is_page = question.context.shows_pages and route.model_in == "upstream" and request.method == "GET"
     if b"accept-encoding" in request.fields and not is_page:
         # What is packed cannot be read: usage, errors, ids of answers.
-        own[b"accept-encoding"] = b"identity"
+        own[b"accept-encoding"], drop = b"identity", _NOT_PACKED
     kind = request.fields.get(b"content-type")
     if route.model_in == "json" and kind != b"application/json":
         own[b"content-type"] = b"application/json"
-    return _head(question, lease, route.path, query, own)
+        drop |= {b"content-type"}
+    return _head(question, lease, route.path, own, query=query, drop=drop)
 
 
 def translated_head(question: Question, lease: Lease, path: str) -> bytes:
     """The lines of the head of a question that the client did not ask in these words."""
     own = {b"accept": b"*/*", b"accept-encoding": b"identity", b"content-type": b"application/json"}
-    return _head(question, lease, path, "", own)
+    return _head(question, lease, path, own, query="", drop=_NOT_THEIRS | own.keys())
 
 
-def _head(question: Question, lease: Lease, path: str, query: str, own: Mapping[bytes, bytes]) -> bytes:
-    """The lines of a head with ``own`` fields; for a server elsewhere without what may be a client's key."""
-    context, backend = question.context, lease.backend
-    credentials, drop = _credentials(question, backend, path)
-    if backend.url:
-        there = site(backend.url)
-        kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
-        host, path, query = there.name.encode("ascii"), there.path(path), urlencode(kept)
-    else:
-        host = b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
-    lines = http1.forward_request_head(
-        context.request,
-        host=host,
-        target=(f"{path}?{query}" if query else path).encode("ascii"),
-        set={**credentials, **own},
-        drop=drop,
-    )
-    return b"%bX-Request-ID: %b\r\n" % (lines, context.id.encode("ascii"))
-
-
-def _credentials(
-    question: Question, backend: Backend, path: str
-) -> tuple[Mapping[bytes, bytes], frozenset[bytes]]:
-    """The fields that are set (to an empty value: taken away), and those of the client's that are dropped.
+def _head(
+    question: Question,
+    lease: Lease,
+    path: str,
+    own: Mapping[bytes, bytes],
+    *,
+    query: str,
+    drop: frozenset[bytes],
+) -> bytes:
+    """The lines of a head with ``own`` fields, and without the client's in ``drop``.
 
     Engines of ours get a client's keys only where these are not for us; servers elsewhere never do.
     """
+    context, backend = question.context, lease.backend
+    host = f"{lease.address[0]}:{lease.address[1]}"
+    credentials: Mapping[bytes, bytes] = {}
     if backend.url:
-        own, dropped = _fields_elsewhere(question.context.request, backend, path)
-        return own, _NOT_THEIRS | dropped
-    if not question.context.access.hides_keys:
-        return {}, _NOT_THEIRS
-    key = backend.service.api_key
-    return {**_NO_KEY, b"authorization": b"Bearer " + key.encode() if key else b""}, _NOT_THEIRS
+        there = site(backend.url)
+        credentials, dropped = _fields_elsewhere(context.request, backend, path)
+        drop |= dropped
+        kept = [(name, value) for name, value in parse_qsl(query, True) if name.lower() not in KEYS_IN_QUERY]
+        host, path, query = there.name, there.path(path), urlencode(kept)
+    elif context.access.hides_keys:
+        drop |= _KEYS
+        if key := backend.service.api_key:
+            credentials = {b"authorization": b"Bearer " + key.encode()}
+    return http1.forward_request_head(
+        context.request,
+        host,
+        f"{path}?{query}" if query else path,
+        drop=drop,
+        extra={**credentials, **own, b"X-Request-ID": context.id.encode("ascii")}.items(),
+    )
 
 
 # The head for a server elsewhere

@@ -85,10 +85,6 @@ def name_of(backend: Backend) -> str:
     return f"The server of {backend.model}" if backend.url else f"The engine of {backend.model}"
 
 
-def _length(body: RequestBody) -> int:
-    return len(body) if isinstance(body, (bytes, bytearray, Spool)) else sum(map(len, body))
-
-
 class Relay:
     """The pool and the pump that all requests share.
 
@@ -225,26 +221,27 @@ class Exchange:
         ``head`` is its lines: it is ended here, so that it announces the body that is sent, and no other.
         Where ``upgrade`` is asked for, 101 is an answer too, and ``tunnel`` follows it.
         """
-        size = _length(body)
+        pieces: Pieces = (body,) if isinstance(body, (bytes, bytearray)) else body
+        size = len(pieces) if isinstance(pieces, Spool) else sum(map(len, pieces))
         head = http1.framed(head, method, size)
         self._size = len(head) + size
-        if isinstance(body, (bytes, bytearray)):
-            head, body = (head + body, ()) if size <= SMALL else (head, (body,))
+        if size <= SMALL:
+            head, pieces = b"".join((head, *pieces)), ()
         pooled = self._connections.take()
-        data = self._try(pooled, head, body) if pooled else b""
+        data = self._try(pooled, head, pieces) if pooled else b""
         if not data and not self._deadline:  # one that was idle for too long ends at once
             self.close()
-            data = self._try_anew(head, body)
+            data = self._try_anew(head, pieces)
         if not data:
             raise Unanswered(f"{self._name} closed the connection without an answer.")
         self._silence = self._relay.timeout
         assert self._upstream is not None
         last_head = self._upstream.last_head
-        response = last_head.again(data) if method != "HEAD" else None
-        if response is None:
-            response = self._read_head(last_head, method, data, upgrade)
+        if method != "HEAD" and last_head and (again := last_head.again(data)):
+            response, end = again
+            self.data = data[end:]
         else:
-            self.data = data[last_head.end :]
+            response = self._read_head(self._upstream, method, data, upgrade)
         self.response = response
         if response.status == 101:
             return response
@@ -348,9 +345,7 @@ class Exchange:
 
     # The answer
 
-    def _read_head(
-        self, last_head: http1.LastHead[http1.Response], method: str, data: bytes, upgrade: bool
-    ) -> http1.Response:
+    def _read_head(self, upstream: Upstream, method: str, data: bytes, upgrade: bool) -> http1.Response:
         while True:
             while (end := http1.response_head_end(data)) is None:
                 data += self._more()
@@ -358,7 +353,7 @@ class Exchange:
             response = http1.parse_response(head, method, upgrade=upgrade)
             if response.status >= 200 or response.status == 101:
                 break
-        last_head.remember(head, response)
+        upstream.last_head = http1.LastHead(head, response)
         self.data = data
         return response
 

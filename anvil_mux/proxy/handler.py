@@ -16,7 +16,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -105,8 +104,7 @@ class Handler:
             row = PAGES if client.at_pages else self.local.find(request.method, request.path)
             record.route = row.route
         try:
-            if key := access.check(context, row.right if row else ANY_KEY):
-                context = reply.context = replace(context, key=key)
+            key = context.key = access.check(context, row.right if row else ANY_KEY)
             if row:
                 heed_hint(self._mux, context)
                 self.local.answer(row, reply)

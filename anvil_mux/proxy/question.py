@@ -234,7 +234,8 @@ class Questions:
                 raise Moved("The page of its engine is here", f"{quote(request.path, safe='/%')}/")
             if not access.may_use(context.key, model):  # but a preset of it, which the engine does not know
                 raise Forbidden(f"this API key may use {name}, but not all of {model}, as /upstream/ does")
-            if not _may_ask(context, model, path):
+            backends = [each for each in access.config.backends if each.model == model]
+            if not all(_offers(each, context, path) for each in backends):
                 pages = "" if context.shows_pages else "; pages have a port of their own (pages_port)"
                 text = f"{request.method} {path} is not offered of the engine of {model}{pages}."
                 raise NotFound(text)
@@ -243,7 +244,7 @@ class Questions:
             upgrades = context.shows_pages and request.method == "GET" and _is_for_websocket(request)
             context = replace(context, route=api.Route("openai", "upstream", path=path, upgrades=upgrades))
             body = _read(context, client)
-            if context.key and not (context.key.admin or _knows_one_model(context, model)):
+            if context.key and not (context.key.admin or _knows_one_model(context, backends)):
                 _check_names(context, model, path, body)
             return Question(context, _target(context, Named(model)), body)
         raise _no_upstream(context)
@@ -279,7 +280,7 @@ def _target(context: RequestContext, found: Named, named: str | None = None) -> 
         preset=found.preset,
         never_swaps=_never_swaps(context.request) or not (found.swaps and (key is None or key.swaps)),
         rules=found.rules,
-        chain=access.chain(key, model, names_in(found.rules)),
+        chain=access.chain(key, model, found.rules),
     )
 
 
@@ -400,11 +401,6 @@ def _coding(request: http1.Request) -> str:
     return "" if named.lower() == "identity" else named or "(empty)"
 
 
-def _may_ask(context: RequestContext, model: str, path: str) -> bool:
-    backends = [backend for backend in context.access.config.backends if backend.model == model]
-    return all(_offers(backend, context, path) for backend in backends)
-
-
 def _offers(backend: Backend, context: RequestContext, path: str) -> bool:
     """Whether ``path`` may be asked for below /upstream/; what steers the engine never may.
 
@@ -430,9 +426,8 @@ def _loads(context: RequestContext) -> bool:
     return context.shows_pages and is_opened(context.request) and site in (b"none", b"same-origin")
 
 
-def _knows_one_model(context: RequestContext, model: str) -> bool:
+def _knows_one_model(context: RequestContext, backends: Sequence[Backend]) -> bool:
     """Whether a page is of an engine that has but one model, which answers to any name, as its file's."""
-    backends = [each for each in context.access.config.backends if each.model == model]
     one = all(ENGINES[each.engine].names_file and not each.served_model for each in backends)
     return context.shows_pages and one
 

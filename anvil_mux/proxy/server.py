@@ -117,7 +117,7 @@ class Server:
         """Connections within a request. Many threads change such sets, in single atomic operations."""
         self._mux = mux
         self._threads = Threads()
-        self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
+        self._last_head: http1.LastHead[http1.Request] | None = None
         """The one of the connection that ended last."""
         self._epoll = select.epoll()
         self._idle: dict[int, Client] = {}
@@ -226,7 +226,7 @@ class Server:
             accepted_socket,
             address,
             patience=self.client_timeout,
-            last_head=self._last_head.copy(),
+            last_head=self._last_head,
             memory=self.bodies,
             tls=self.tls,
             at_pages=at_pages,

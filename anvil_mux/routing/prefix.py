@@ -37,11 +37,8 @@ A try goes from a quote to the next one, and no farther."""
 
 def read(model: str, body: bytes | bytearray, bytes_per_token: float, session: str = "") -> Work:
     """Read a JSON request as the router sees it; of any other only the length counts."""
-    try:
-        document = foreign.read(_without_media(body), of_request=True)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
+    document = foreign.read_object(_without_media(body), of_request=True)
+    if document is None:
         return sized(Work(session=session, size=len(body)), bytes_per_token)
     prompt = b"\n".join(_prompt(document))
     blocks = tuple(_chain(_root(model, document), prompt))

@@ -278,8 +278,6 @@ class Model:
     """The backends that may be leased."""
     active: dict[Slot, None] = field(default_factory=dict)
     """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
-    _order: dict[Slot, int] = field(default_factory=dict, repr=False)
-    """The slots, each with its place among them."""
     queue_group: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
@@ -309,11 +307,6 @@ class Model:
 
     # Changes
 
-    def described(self, slot: Slot) -> None:
-        """Note that a backend that goes on is described otherwise."""
-        if self.replicas:
-            self.replicas.change((), (slot,))
-
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
         self.settings, self.routing = settings, routing
@@ -323,9 +316,9 @@ class Model:
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Have just these backends, in the order of all."""
-        before, self._order = self._order, {slot: nth for nth, slot in enumerate(slots)}
-        left = [slot for slot in before if slot not in self._order]
-        come = [slot for slot in slots if slot not in before]
+        before, after = dict.fromkeys(self.slots), dict.fromkeys(slots)
+        left = [slot for slot in before if slot not in after]
+        come = [slot for slot in after if slot not in before]
         self.slots[:] = slots
         for slot in left:
             self.active.pop(slot, None)
@@ -348,9 +341,7 @@ class Model:
 
     def renew_ready(self) -> None:
         """Bring up to date which backends may be leased, in their order."""
-        self.ready = [slot for slot in self.active if slot.serves]
-        if len(self.ready) > 1:
-            self.ready.sort(key=self._order.__getitem__)
+        self.ready = [slot for slot in self.slots if slot.serves]
 
     def takes(self, owner: str = "") -> bool:
         """Whether a request would be leased at once; one that needs ``owner`` waits for it."""

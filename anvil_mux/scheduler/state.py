@@ -130,14 +130,20 @@ class SwapInProgress:
         return (*self.gone, *(victim.model for victim in self.victims))
 
 
-def drains(swaps: Iterable[SwapInProgress]) -> dict[str, tuple[str, float]]:
-    """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
-    return {
-        victim.name: (swap.target.model if swap.target else "", victim.drain_until)
-        for swap in swaps
-        for victim in swap.victims
-        if victim.state == "draining"
-    }
+class Drain(NamedTuple):
+    """The drain of a backend that is under way."""
+
+    target: str
+    """The model that it makes room for; "" for none."""
+    seconds_left: float
+
+
+def drain_of(slot: Slot, swaps: Iterable[SwapInProgress], now: float) -> Drain | None:
+    """The drain of a backend, which is a victim of one of these swaps; None: it does not drain."""
+    if slot.state != "draining":
+        return None
+    target = next((swap.target for swap in swaps if slot in swap.victims), None)
+    return Drain(target.model if target else "", max(slot.drain_until - now, 0.0))
 
 
 @dataclass(eq=False, slots=True)
@@ -418,6 +424,23 @@ def victims(
 # What it costs
 
 
+def drain_seconds(
+    state: GroupState, slots: Iterable[Slot], now: float, *, first: float = 0.0, late: float = 0.0
+) -> float:
+    """How long the answers at these backends will take yet, as answers of their models do on average.
+
+    ``first``: how long those take of which none has ended; ``late``: what one takes yet that has run for
+    longer. None takes longer than its drain may.
+    """
+    left = 0.0
+    for slot in slots:
+        usual, most = state.models[slot.model].demand.service_seconds or first, state.drain_left(slot, now)
+        for since in slot.holders.values():
+            rest = usual - (now - since)
+            left = max(left, min(rest if rest > 0.0 else late, most))
+    return left
+
+
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
     """The cost of a swap under way."""
     return state.cost(swap.evicts, target, swap.level or target.level)
@@ -465,7 +488,9 @@ def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float)
     roomy = with_room(here.groups_of(model))
     if not roomy:
         return None
-    soonest = _seconds_to_drain(here, swap, now) + cost_of(here, swap, swap.target).seconds
+    # An answer that takes longer than usual may take as long as it can.
+    drain = drain_seconds(here, swap.victims, now, first=FIRST_SERVICE_SECONDS, late=FOREVER)
+    soonest = drain + cost_of(here, swap, swap.target).seconds
     best = None
     for state in roomy:
         for slot in _free_places(state, model, swap, now):
@@ -569,18 +594,6 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
     staying = state.staying(now) | {each.name for each in swap.victims}
     with _unwanted(swap.target):
         return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)
-
-
-def _seconds_to_drain(state: GroupState, swap: SwapInProgress, now: float) -> float:
-    """How long a swap may drain yet: as answers do on average; one that takes longer, until it is severed."""
-    left = 0.0
-    for victim in swap.victims:
-        usual = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        most = state.drain_left(victim, now)
-        for since in victim.holders.values():
-            rest = usual - (now - since)
-            left = max(left, min(rest, most) if rest > 0 else most)
-    return left
 
 
 # Another replica of a busy model

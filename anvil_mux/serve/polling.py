@@ -12,7 +12,6 @@ import http.client
 import math
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -282,16 +281,14 @@ class ExternalServers:
         circuits: Circuits,
         say: Callable[[str], object],
         *,
+        read: Callable[[CardRead], object],
         ask: Callable[[Backend], Finding] = look_at_server,
-        now: Callable[[], float] = time.monotonic,
-        read: Callable[[CardRead], object] = lambda card: None,
     ) -> None:
         """``read`` is told what a server's list says of its model."""
         self._circuits = circuits
         self._say = say
         self._read = read
         self._ask = ask
-        self._now = now
         self._backends: tuple[Backend, ...] = ()
         self._hints: dict[str, str] = {}
         self.worker = Worker("external", self.look, first=None)
@@ -319,14 +316,14 @@ class ExternalServers:
 
     def _is_due(self, circuit: Circuit) -> bool:
         if circuit.state == "open":
-            return circuit.is_away and circuit.pause_left(self._now()) <= 0
-        return self._now() - circuit.heard > QUIET_SECONDS
+            return circuit.is_away and circuit.pause_left(self._circuits.now()) <= 0
+        return self._circuits.now() - circuit.heard > QUIET_SECONDS
 
     def _tell(self, name: str, circuit: Circuit) -> None:
         if circuit.state == "closed":
             self._say(f"{name}: its circuit is closed, its server answers again")
         else:
-            left = circuit.pause_left(self._now())
+            left = circuit.pause_left(self._circuits.now())
             self._say(f"{name}: its circuit is open for {left:.0f} s, since {circuit.why}")
 
 

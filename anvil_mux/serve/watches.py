@@ -49,7 +49,7 @@ from anvil_mux.host.seam import (
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
@@ -152,7 +152,7 @@ class HostWatches:
     def _look(self) -> float:
         """Look which hosts there are, and wake those for which requests wait."""
         assert self._cluster
-        self._waker.turn(self._hosts.wakes)
+        self._waker.turn(self._hosts.config.wakes)
         try:
             is_changed = self._cluster.refresh()
         except AgentSilent as error:
@@ -285,12 +285,6 @@ class HostWatch:
         try:
             if not self._is_sure:
                 self._contact()
-        except Fenced as error:
-            self._fenced(error.message)
-            return ALONE_SECONDS
-        except MuxError as error:  # silent, of another version, of another anvil-mux, or without Docker
-            return self._missed(error.message)
-        try:
             self.news.read(POLL_SECONDS)
             if self.learned != self._kept:
                 self._kept = self.learned
@@ -298,7 +292,9 @@ class HostWatch:
         except Fenced as error:
             self._fenced(error.message)
             return ALONE_SECONDS
-        except (AgentSilent, Unreadable) as error:
+        except MuxError as error:  # silent, of another version, of another anvil-mux, or without Docker
+            if self._is_sure and not isinstance(error, (AgentSilent, Unreadable)):
+                raise
             return self._missed(error.message)
         self._heard = self._clock.now()
         return 0.0
@@ -319,29 +315,23 @@ class HostWatch:
 
     def _take_stock(self) -> None:
         """Find out what runs there, and make it known."""
-        backends = [each for each in self._mux.overview.config.backends if each.host == self.host.name]
+        name, facts, overview = self.host.name, self._mux.facts, self._mux.overview
+        backends = [each for each in overview.config.backends if each.host == name]
         if self.state == "new":
-            self._adoption.begin(self.host.name, backends)
+            self._adoption.begin(name, backends)
         elif self.state == "lost":
-            self._adoption.stop_orphans(self.host.name)
-            self._come_back(backends)
+            self._adoption.stop_orphans(name)
+            running = set(self.host.running())
+            stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
+            facts.host_back(name, stock.fit)
+            self._adoption.stop_all(stock.unfit)
         elif self._is_unknown:
-            self._find_dead()
+            running = set(self.host.running())
+            for backend, _ in overview.serving(name):
+                if backend.name not in running:  # it ended while nobody saw it
+                    facts.died(backend.name, "ended while its agent was away")
         if self.state == "away":
-            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=False)
-
-    def _come_back(self, backends: list[Backend]) -> None:
-        running = set(self.host.running())
-        stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
-        self._mux.facts.host_back(self.host.name, stock.fit)
-        self._adoption.stop_all(stock.unfit)
-
-    def _find_dead(self) -> None:
-        """Report the engines that ended while nobody saw it."""
-        running = set(self.host.running())
-        for backend, _ in self._mux.overview.serving(self.host.name):
-            if backend.name not in running:
-                self._mux.facts.died(backend.name, "ended while its agent was away")
+            self._mux.tell(self._mux.scheduler.host_away, name, away=False)
 
     # Not heard
 
@@ -442,7 +432,7 @@ class NewsReader:
             case ServiceEnded(_, why, lines, load):
                 self._mux.facts.died(name, why, lines, load=load)
             case LoadStage(_, stage, fraction, seconds_left):
-                overview.report(name, LogProgress(stage, fraction, seconds_left))
+                overview.report(name, Progress(stage, fraction, seconds_left))
             case PromptsKept(_, prompts, tokens, size):
                 overview.note_prompts(name, KeptPrompts(prompts, tokens, size))
             case CardRead():

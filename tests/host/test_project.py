@@ -13,6 +13,7 @@ from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import docker_api, project
 from anvil_mux.host.containers import ContainerRuntime
+from anvil_mux.host.seam import HostConfig
 from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, Docker, replica
 from tests.host.test_processes import gone
 
@@ -88,12 +89,12 @@ def test_a_program_that_is_missing_is_named():
 # Images
 
 
-def test_images_that_are_missing_are_listed(docker: Docker):
+def test_images_that_are_missing_are_listed(docker: Docker, monkeypatch: pytest.MonkeyPatch):
     other = replace(B, service=Service(name="other", image="gone:1"))
-    env = {"DOCKER_HOST": docker.host}
-    assert project.missing_images([A, other, replica(1)], env) == [
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    assert project.missing_images(HostConfig((A, other, replica(1)))) == [
         "service other: image gone:1 is not present: docker pull gone:1"
     ]
     docker.fails["image"] = [(500, "broken")]
     with pytest.raises(BackendError, match="500"):
-        project.missing_images([A], env)
+        project.missing_images(HostConfig((A, other)), ["a"])

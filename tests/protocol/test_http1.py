@@ -458,10 +458,12 @@ def test_what_an_engine_is_sent():
         first=b"POST http://a/v1/x?y=1 HTTP/1.1",
     )
     head = http1.forward_request_head(
-        seen, host=b"127.0.0.1:9", set={b"x-request-id": b"ours"}, drop={b"x-api-key"}
+        *(seen, "127.0.0.1:9", "/here?y=1"),
+        drop={b"x-api-key", b"x-request-id"},
+        extra=[(b"x-request-id", b"ours")],
     )
     assert http1.framed(head, "POST", 7) == (
-        b"POST /v1/x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:9\r\nAccept-Encoding: gzip\r\nanthropic-beta: A, b\r\n"
+        b"POST /here?y=1 HTTP/1.1\r\nHost: 127.0.0.1:9\r\nAccept-Encoding: gzip\r\nanthropic-beta: A, b\r\n"
         b"x-request-id: ours\r\nContent-Length: 7\r\n\r\n"
     )
 
@@ -469,7 +471,7 @@ def test_what_an_engine_is_sent():
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE", "OPTIONS", "X"])
 def test_a_head_announces_the_body_that_follows_it_whatever_the_method(method):
     first = b"%b /here HTTP/1.1" % method.encode()
-    lines = http1.forward_request_head(request(first=first), host=b"h", target=b"/other")
+    lines = http1.forward_request_head(request(first=first), "h", "/other")
     assert lines == b"%b /other HTTP/1.1\r\nHost: h\r\n" % method.encode()
     for length in (1, 70):
         assert http1.parse_request(http1.framed(lines, method, length)).length == length
@@ -515,8 +517,9 @@ def test_no_engine_speaks_for_the_address_that_is_ours(field):
 def test_nobody_can_put_a_line_into_a_head(value):
     seen = request()
     for write in (
-        lambda: http1.forward_request_head(seen, host=b"h", set={b"x": value}),
-        lambda: http1.forward_request_head(seen, host=value),
+        lambda: http1.forward_request_head(seen, "h", "/", extra=[(b"x", value)]),
+        lambda: http1.forward_request_head(seen, value.decode(), "/"),
+        lambda: http1.forward_request_head(seen, "h", value.decode()),
         lambda: http1.forward_response_head(answer(), extra=[(b"x", value)]),
         lambda: http1.response(200, [(b"x", value)]),
     ):

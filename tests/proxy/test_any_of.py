@@ -70,7 +70,8 @@ def test_it_is_in_the_lists(any_rig: Rig) -> None:
     assert [(each["id"], each["status"]["value"]) for each in listed][-1] == ("chat", "unloaded")
     answered(any_rig, b'{"model":"a"}')
     assert client.json(b"/v1/models/chat")["status"]["value"] == "loaded"
-    assert "chat" in [each["id"] for each in client.json(b"/api/v0/models")["data"]]
+    states = {each["id"]: each["state"] for each in client.json(b"/api/v0/models")["data"]}
+    assert states == {"a": "loaded", "org/b": "not-loaded", "chat": "loaded"}
     assert "chat" in [each["name"] for each in client.json(b"/api/tags")["models"]]
     state = client.json(b"/healthz")["any_of"]
     words = "any of org/b, a; now a"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -212,13 +211,6 @@ def test_who_follows_hears_something_now_and_then(rig: Rig, monkeypatch: pytest.
     assert connection.read_until(b"\n\r\n").endswith(b": nothing has changed\n\r\n")
 
 
-def test_who_stops_following_is_let_go(rig: Rig) -> None:
-    connection, _ = follow(rig)
-    connection.leave()
-    record = rig.events.record()
-    assert (record.path, record.status, record.code) == ("/models/sse", 200, "")
-
-
 def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:
     connection, _ = follow(rig)
     ended: list[bool] = []
@@ -227,12 +219,6 @@ def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:
     assert connection.rest().endswith(b"0\r\n\r\n")
     drain.join(GUARD)
     assert ended == [True]
-
-
-@pytest.mark.parametrize("method", [b"POST", b"DELETE"])
-def test_following_is_a_get(make_rig: Callable[..., Rig], method: bytes) -> None:
-    answer = make_rig().client().get(b"/models/sse", method)
-    assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")
 
 
 @pytest.mark.parametrize("body", [b"model=a", b"x=1&model=%61", ASK_A])

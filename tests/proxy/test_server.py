@@ -421,17 +421,6 @@ def test_an_engine_is_asked_for_answers_that_can_be_read(rig: Rig) -> None:
     assert b"gzip" not in asked.head
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/logs?model=a&lines=%C2%B2", f"/logs?model=a&lines={'1' * 4500}", "/logs?model=a&lines=-1"),
-        *("/why?model=a&tokens=%C2%B2", f"/why?model=a&tokens={'1' * 5000}", "/why?model=a&tokens=%D9%A3"),
-    ],
-)
-def test_what_is_no_number_in_a_query_is_a_bad_request(rig: Rig, path: str) -> None:
-    assert rig.get(path.encode()).status == 400
-
-
 def test_json_is_no_form(rig: Rig) -> None:
     assert rig.ask(ASK_A, b"/v1/audio/transcriptions", type=FORM).status == 415
 

@@ -176,12 +176,6 @@ def test_the_stream_ends_before_the_program_waits_for_its_requests(rig: Rig) -> 
     thread.join()
 
 
-def test_no_more_than_so_many_may_look_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 1)
-    Watcher(rig.client()).next()
-    assert rig.get(b"/events").status == 503
-
-
 def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look_on(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +253,9 @@ def test_the_engines_log_is_told(rig: Rig) -> None:
         (b"?model=x", 404),
         (b"?model=a&lines=0", 400),
         (b"?model=a&lines=z", 400),
+        (b"?model=a&lines=-1", 400),
+        (b"?model=a&lines=%C2%B2", 400),
+        (b"?model=a&lines=" + b"1" * 4500, 400),
         (b"?model=a&backend=b", 400),
     ],
 )
@@ -284,12 +281,8 @@ def test_why_says_what_a_request_would_wait_for(rig: Rig) -> None:
         "alias is another name for a. A request for a waits about 10 s: there is room"
     )
     assert rig.get(b"/why?model=x").status == 404
-    assert rig.get(b"/why").status == 400
-
-
-def test_other_methods_are_told_what_is_allowed(rig: Rig) -> None:
-    answer = rig.ask(b"{}", b"/events")
-    assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")
+    for query in (b"", *(b"?model=a&tokens=" + tokens for tokens in (b"%C2%B2", b"1" * 5000, b"%D9%A3"))):
+        assert rig.get(b"/why" + query).status == 400
 
 
 def running(rig: Rig) -> list[dict[str, Any]]:

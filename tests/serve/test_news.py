@@ -20,7 +20,7 @@ from anvil_mux.host.seam import (
 )
 from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")
@@ -78,7 +78,7 @@ def test_each_kind_of_news_is_told_once() -> None:
     )
     assert told == [
         ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
-        ("report", "a", LogProgress("reading weights", 0.5, 3.0), {}),
+        ("report", "a", Progress("reading weights", 0.5, 3.0), {}),
         ("took", A, "load", 2.0, {}),
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
         ("read_ahead", A, 4096, 0.5, {}),
