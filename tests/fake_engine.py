@@ -264,15 +264,9 @@ class RawClient:
             + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
 
-    def ask(
-        self,
-        body: bytes,
-        path: bytes = b"/v1/chat/completions",
-        extra: bytes = b"",
-        type: bytes = b"application/json",
-    ) -> Answer:
+    def ask(self, body: bytes, *how: bytes, **more: bytes) -> Answer:
         """Posts, and reads the answer."""
-        self.post(body, path, extra, type)
+        self.post(body, *how, **more)
         return self.read()
 
     def json(self, path: bytes, extra: bytes = b"") -> Any:
@@ -535,23 +529,16 @@ class Rig:
         self.clients.append(RawClient(("127.0.0.1", self.pages_port)))
         return self.clients[-1]
 
-    def asked(
-        self,
-        body: bytes,
-        path: bytes = b"/v1/chat/completions",
-        extra: bytes = b"",
-        type: bytes = b"application/json",
-    ) -> tuple[RawClient, Asked]:
+    def asked(self, body: bytes, *how: bytes, **more: bytes) -> tuple[RawClient, Asked]:
         """A client and its question, which the engine has."""
         client = self.client()
-        client.post(body, path, extra, type)
+        client.post(body, *how, **more)
         return client, self.engine.next()
 
     def passes(
         self,
         body: bytes = ASK_A,
-        path: bytes = b"/v1/chat/completions",
-        *,
+        *how: bytes,
         answer: bytes = JSON_OK,
         client: RawClient | None = None,
         engine: FakeEngine | None = None,
@@ -559,21 +546,15 @@ class Rig:
     ) -> Asked:
         """A question as its engine gets it, which answers it."""
         client = client or self.client()
-        client.post(body, path, **more)
+        client.post(body, *how, **more)
         asked = (engine or self.engine).next()
         asked.send(answer)
         assert client.read().status == 200
         return asked
 
-    def ask(
-        self,
-        body: bytes = ASK_A,
-        path: bytes = b"/v1/chat/completions",
-        extra: bytes = b"",
-        type: bytes = b"application/json",
-    ) -> Answer:
+    def ask(self, body: bytes = ASK_A, *how: bytes, **more: bytes) -> Answer:
         """The answer to a question on a connection of its own."""
-        return self.client().ask(body, path, extra, type)
+        return self.client().ask(body, *how, **more)
 
     def get(self, path: bytes, method: bytes = b"GET", extra: bytes = b"") -> Answer:
         return self.client().get(path, method, extra)

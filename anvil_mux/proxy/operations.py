@@ -353,14 +353,12 @@ class Reloads:
         read: Callable[[], Config],
         take: Callable[[Config], Change],
         failed: Callable[[str], object],
-        wall: Callable[[], float],
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """``around`` is entered for as long as a reload takes."""
         self._read = read
         self._take = take
         self._failed = failed
-        self._wall = wall
         self._around = around
         # Held through a whole reload. Whoever only looks reads ``_state``, which is replaced as a whole.
         self._lock = threading.Lock()
@@ -380,11 +378,11 @@ class Reloads:
         try:
             change = self._take(self._read())
         except ConfigError as error:
-            self._state = {**state, "failed_at": self._wall(), "problems": [*error.problems]}
+            self._state = {**state, "failed_at": time.time(), "problems": [*error.problems]}
             more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
             self._failed(error.problems[0] + more)
             raise
-        self._state = _reload_state(state["count"] + 1, self._wall(), str(change))
+        self._state = _reload_state(state["count"] + 1, time.time(), str(change))
         return change
 
     def as_json(self) -> dict[str, Any]:

@@ -204,18 +204,18 @@ class Questions:
         """A request about an earlier answer: for the engine that has it, if that was not evicted since."""
         id = api.answer_in_path(context.request.path)
         kept = self._stored.find(id, context.key)
-        if kept is None or (kept.model, kept.backend) not in self._ready():
+        if kept is None or not self._is_there(kept):
             raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
         found = _target(context, Named(kept.model))
         return Question(context, found, _read(context, client), owner=kept.backend)
 
-    def _ready(self) -> list[tuple[str, str]]:
-        return [
-            (model.model, backend.backend)
-            for model in self._mux.overview.status().models
-            for backend in model.backends
-            if backend.state == "ready" and not backend.is_lost
-        ]
+    def _is_there(self, kept: StoredResponse) -> bool:
+        """Whether the backend that gave an answer is ready."""
+        try:
+            backends = self._mux.overview.model(kept.model).backends
+        except UnknownModel:
+            return False
+        return any(b.backend == kept.backend and b.state == "ready" and not b.is_lost for b in backends)
 
     def _below_upstream(self, context: RequestContext, client: Client) -> Question:
         """A request below /upstream/: for the engine of the model in its path, as it is.

@@ -12,7 +12,6 @@ import errno
 import os
 import resource
 import ssl
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -204,7 +203,6 @@ class Parts:
             opened.read or (lambda: self.config),
             self.reconfigure,
             self.mux.facts.reload_failed,
-            time.time,
             opened.reloading,
         )
         listener = _listening(self.config.host, self.config.port, "--port")

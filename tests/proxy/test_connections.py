@@ -383,9 +383,8 @@ def test_a_load_that_fails_is_a_503_with_the_engines_last_words(rig: Rig) -> Non
 
 
 def test_an_engines_redirect_is_told_and_not_followed(rig: Rig) -> None:
-    client = rig.client()
-    client.post(ASK_A)
-    rig.engine.next().send(
+    client, asked = rig.asked(ASK_A)
+    asked.send(
         b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
     )
     assert client.read().status == 307

@@ -267,9 +267,7 @@ def test_who_waits_for_longer_than_after_leaves_the_queue(world: World) -> None:
 def test_who_waits_for_a_place_too(world: World) -> None:
     rig = world(a={**GPT, "fallback_after": 0.0, "concurrency": 1})
     rig.engine.answer = None
-    first = rig.client()
-    first.post(b'{"model":"a"}')
-    asked = rig.engine.next()
+    first, asked = rig.asked(b'{"model":"a"}')
     assert b"X-Anvil-Fallback: gpt; a fell_back" in ask(rig, "a")
     asked.send(JSON_OK)
     assert first.read().status == 200
@@ -376,9 +374,7 @@ def test_a_server_elsewhere_has_presets_of_its_own(world: World) -> None:
 def test_figures_of_a_try_that_failed_are_not_the_fallbacks(world: World) -> None:
     rig = world(a=GPT)
     rig.engine.answer = None
-    client = rig.client()
-    client.post(b'{"model":"a"}')
-    asked = rig.engine.next()
+    client, asked = rig.asked(b'{"model":"a"}')
     asked.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
     asked.close()
     assert client.read().header(b"X-Anvil-Fallback") == b"gpt; a backend_unavailable"

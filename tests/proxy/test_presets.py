@@ -162,11 +162,9 @@ def test_presets_are_ollamas_too(
 
 
 def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_preset_too(rig: Rig) -> None:
-    client = rig.client()
-    client.post(
+    client, got = rig.asked(
         json.dumps({"model": "qwen-think", "messages": [USER], "max_tokens": 1}).encode(), b"/v1/messages"
     )
-    got = rig.engine.next()
     got.send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
     found = json.loads((again := rig.engine.next()).body)
     again.send(JSON_OK)

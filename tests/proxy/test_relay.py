@@ -22,12 +22,10 @@ from tests.fake_engine import ASK_A, JSON_OK, SSE_HEAD, STREAM_A, UNTIL_CLOSE, A
 
 
 def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
-    client = rig.client()
-    client.post(
+    client, asked = rig.asked(
         ASK_A,
         extra=b"Connection: x-secret\r\nX-Secret: 1\r\nX-Request-ID: my-id\r\nX-Forwarded-For: 6.6.6.6\r\n",
     )
-    asked = rig.engine.next()
     assert asked.body == ASK_A
     assert b"x-secret" not in asked.head.lower()
     assert b"x-forwarded-for" not in asked.head.lower()
@@ -99,6 +97,11 @@ def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:
     assert len(rig.engine.connections) == 1
 
 
+def test_interim_answers_of_the_engine_are_skipped(rig: Rig) -> None:
+    rig.engine.answer = lambda _: b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_OK
+    assert rig.client().ask(ASK_A).body == b"{}"
+
+
 def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig: Rig) -> None:
     rig.engine.answer = rig.other.answer = lambda asked: answer_of(asked.body)
     client = rig.client()
@@ -131,9 +134,8 @@ def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig: Rig) ->
 
 @pytest.mark.parametrize("end", [b"0\r\n\r\nHTTP/1.1 200 OK\r\n", b"0\r\n\r\n"])
 def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig: Rig, end: bytes) -> None:
-    client = rig.client()
-    client.post(STREAM_A)
-    rig.engine.next().send(SSE_HEAD + chunk(b"data: 1\n\n") + end)
+    client, asked = rig.asked(STREAM_A)
+    asked.send(SSE_HEAD + chunk(b"data: 1\n\n") + end)
     answer = client.read()
     assert (answer.body, answer.clean) == (b"data: 1\n\n", True)
     rig.answers(client)

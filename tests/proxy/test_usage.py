@@ -20,26 +20,26 @@ __all__ = ["state"]
 KEYS = "key-of-alice name=alice models=*;key-of-bob name=bob models=* state;key-of-nobody models=*"
 
 
-def ask(mux: Running, key: str, model: str = "a") -> int:
+def ask(mux: Running, key: str) -> int:
     messages = [{"role": "user", "content": "Say hello."}]
     headers = {"Authorization": f"Bearer {key}"}
-    body = {"model": model, "messages": messages}
+    body = {"model": "a", "messages": messages}
     return mux.request("POST", "/v1/chat/completions", body, headers=headers)[0]
 
 
 def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
     tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = compose(tmp_path, "a", "b")
+    file = compose(tmp_path, "a")
     environ = {**os.environ, "ANVIL_API_KEYS": KEYS}
     monkeypatch.setenv("ANVIL_API_KEY", "key-of-bob")
-    flags = ("--policy", "eager", "--log-format", "json")
+    flags = ("--log-format", "json")
     with serving(file, *flags, state=state, environ=environ) as mux:
-        for key, model in (("alice", "a"), ("bob", "a"), ("alice", "a"), ("nobody", "b")):
-            assert ask(mux, f"key-of-{key}", model) == 200
+        for key in ("alice", "bob", "alice", "nobody"):
+            assert ask(mux, f"key-of-{key}") == 200
         metrics = seen(
             lambda: mux.request("GET", "/metrics", headers={"X-Api-Key": "key-of-bob"})[2],
-            lambda text: 'anvil_key_requests_total{key="unnamed",model="b"} 1.0' in text,
+            lambda text: 'anvil_key_requests_total{key="unnamed",model="a"} 1.0' in text,
         )
         assert 'anvil_key_requests_total{key="alice",model="a"} 2.0' in metrics
         assert mux.request("GET", "/usage", headers={"X-Api-Key": "key-of-alice"})[0] == 403
@@ -49,7 +49,7 @@ def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
         assert not any("key-of-alice" in each for each in mux.output)
     with serving(file, *flags, state=state, environ=environ) as mux:
         url = f"http://127.0.0.1:{mux.port}"
-        assert ask(mux, "key-of-alice", "a") == 200
+        assert ask(mux, "key-of-alice") == 200
         told = seen(
             lambda: json.loads(mux.request("GET", "/usage", headers={"X-Api-Key": "key-of-bob"})[2])["usage"],
             lambda rows: [row["requests"] for row in rows if row["key"] == "alice"] == [3],
@@ -57,7 +57,7 @@ def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
         assert {(row["key"], row["model"]): row["requests"] for row in told} == {
             ("alice", "a"): 3,
             ("bob", "a"): 1,
-            ("unnamed", "b"): 1,
+            ("unnamed", "a"): 1,
         }
         assert all(row["gpu_seconds"] >= 0 and row["seconds"] >= 0 for row in told)
         assert main(["usage", "--since", "1d", "--url", url]) == 0
@@ -66,7 +66,7 @@ def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
         assert sorted(row.split()[:3] for row in rows) == [
             ["alice", "a", "3"],
             ["bob", "a", "1"],
-            ["unnamed", "b", "1"],
+            ["unnamed", "a", "1"],
         ]
         assert main(["usage", "--csv", "--url", url]) == 0
         assert capsys.readouterr().out.splitlines()[0] == (

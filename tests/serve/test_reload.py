@@ -316,7 +316,7 @@ def test_a_mistake_in_a_reload_does_not_end_what_runs(
     def mistake() -> Change:
         raise ZeroDivisionError
 
-    reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
+    reloads = Reloads(idle, lambda config: Change(), pytest.fail)
     monkeypatch.setattr(reloads, "reload", mistake)
     program = object.__new__(AnvilMux)
     program.parts = cast(Parts, SimpleNamespace(reloads=reloads))
@@ -516,7 +516,7 @@ def test_reloads_are_one_after_the_other() -> None:
         order.append("ends")
         return Change()
 
-    both = Reloads(idle, take, order.append, lambda: 0.0)
+    both = Reloads(idle, take, order.append)
     threads = [threading.Thread(target=both.reload) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -531,13 +531,16 @@ def test_reloads_are_one_after_the_other() -> None:
 
 
 def test_a_program_that_ends_reloads_no_more() -> None:
-    reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
+    reloads = Reloads(idle, lambda config: Change(), pytest.fail)
     reloads.close()
     with pytest.raises(Draining):
         reloads.reload()
 
 
-def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends() -> None:
+def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anvil_mux.proxy.operations.time", SimpleNamespace(time=lambda: 7.0))
     told: list[str] = []
 
     @contextmanager
@@ -551,7 +554,7 @@ def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends() -> None:
     def fail(config: Config) -> Change:
         raise ConfigError(["one", "two"])
 
-    reloads = Reloads(idle, fail, told.append, lambda: 7.0, around)
+    reloads = Reloads(idle, fail, told.append, around)
     with pytest.raises(ConfigError):
         reloads.reload()
     assert told == ["begins", "one (and 1 more)", "ended"]
