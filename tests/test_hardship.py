@@ -3,6 +3,7 @@ served.
 """
 
 import random
+from collections import Counter
 from math import inf
 
 import pytest
@@ -125,7 +126,7 @@ def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone
             max_wait=draw.choice((5.0, 60.0)),
         )
         engines = Troubled(draw, backends, shared)
-        world = World(config, engines, None, Costs())
+        world = World(config, engines, None, Costs(), answers=Counter(), batching={})
         world._at(TROUBLE_ENDS, lambda now, troubled: setattr(troubled, "trouble", False), engines)
         world.run(some_traffic(draw, backends))
         assert check(world.log, config) == [], seed

@@ -328,7 +328,7 @@ def test_a_reload_that_concerns_very_many_gpus_ends_where_one_of_few_does(after,
     trace = [
         Arrival(0.0, "m", 5.0),
         *(Arrival(0.5 + gpu / 128, f"own-{gpu}", 3.0 + gpu / 64) for gpu in range(39)),
-        Arrival(0.75, "own-39", 1.0),
+        Arrival(0.75 + 1 / 256, "own-39", 1.0),
         Reload(1.0, after),
         Arrival(1.0 + 1 / 4096, after.backends[-1].model, 2.0),
         Arrival(2.0, "own-7", 2.0),

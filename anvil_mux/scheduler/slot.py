@@ -68,19 +68,14 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("demoting", "stopped"): "stopped",
     ("demoting", "standby"): "standby",
     ("demoting", "evict_failed"): "standby",
-    **{
-        (state, "gone"): "stopped"
-        for state in (
-            "loading",
-            "cancelling",
-            "ready",
-            "draining",
-            "evicting",
-            "stuck",
-            "standby",
-            "demoting",
-        )
-    },
+    ("loading", "gone"): "stopped",
+    ("cancelling", "gone"): "stopped",
+    ("ready", "gone"): "stopped",
+    ("draining", "gone"): "stopped",
+    ("evicting", "gone"): "stopped",
+    ("stuck", "gone"): "stopped",
+    ("standby", "gone"): "stopped",
+    ("demoting", "gone"): "stopped",
     ("stopped", "unfit"): "stuck",
 }
 """State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""

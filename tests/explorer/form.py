@@ -24,7 +24,6 @@ from tests.explorer.saved import slots
 
 EPOCH = 1_000_000.0
 """When the time of the explorer begins."""
-
 _PLAIN = frozenset((str, int, bool, bytes, type(None)))
 _CALLS = (FunctionType, BuiltinFunctionType, MethodType, partial, type, count)
 _FIXED = (Backend, Gpu, Routing, SharedSettings)

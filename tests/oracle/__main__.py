@@ -35,7 +35,7 @@ def main() -> int:
     made = list(worlds(asked.seeds))
     with tempfile.TemporaryDirectory() as folder:
         check_out(asked.base, folder)
-        before, now = start("frozen.py", Path(folder), made), start("current.py", ROOT, made)
+        before, now = start(Path(folder), made), start(ROOT, made)
         different = compare(made, logs(before), logs(now))
     print(f"{len(made)} worlds, {different} of them with another log than at {asked.base}")
     return 1 if different else 0
@@ -48,14 +48,14 @@ def check_out(commit: str, folder: str) -> None:
     subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
 
 
-def start(script: str, checkout: Path, made: Iterable[World]) -> subprocess.Popen[str]:
+def start(checkout: Path, made: Iterable[World]) -> subprocess.Popen[str]:
     # A file, not a pipe: both run at once, and nobody feeds the one while the other is read.
     asked = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the process has it until it ends)
     asked.writelines(json.dumps(world) + "\n" for world in made)
     asked.seek(0)
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     return subprocess.Popen(
-        [sys.executable, str(HERE / script)], stdin=asked, stdout=subprocess.PIPE, env=env, text=True
+        [sys.executable, str(HERE / "run.py")], stdin=asked, stdout=subprocess.PIPE, env=env, text=True
     )
 
 

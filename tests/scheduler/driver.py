@@ -18,16 +18,15 @@ def backend(name, *gpus, model=None, **fields):
 
 
 A, B, C = backend("a"), backend("b"), backend("c")
-
-
 TEN = (Gpu("0", vram=10),)
-
-
 DEBOUNCE = build_policy("debounce", {"quiet": 2.0, "max_hold": 10.0})
 
 
 class Driver:
-    """A GPU group, its log, and short words for what happens to it."""
+    """A GPU group, its log, and short words for what happens to it.
+
+    What it does not have is a fact of its group, whose value are the steps that are handed out then.
+    """
 
     def __init__(self, *backends, gpus=(), policy=None, **settings):
         settings = {"policy": "eager", "eviction": "lru", **settings}
@@ -37,6 +36,18 @@ class Driver:
         self.costs, self.footprints = self.core.state.costs, self.core.state.footprints
         self.ids = itertools.count(1)
         self.until = self.announced_at = inf
+
+    def __getattr__(self, fact):
+        def tell(subject, at, *about, **more):
+            getattr(self.core, fact)(subject, at, *about, **more)
+            return self.steps(at)
+
+        return tell
+
+    def asked(self, model, at, **about):
+        """The steps that a request leads to."""
+        self.request(model, at, **about)
+        return self.steps(at)
 
     def request(self, model, at, **about):
         ticket = Ticket(next(self.ids), model, at, **about)
@@ -57,6 +68,11 @@ class Driver:
         self.core.loaded(name, at)
         assert self.steps(at) == []
         return self
+
+    def swaps(self, victim, gone_at, target, loaded_at):
+        """The eviction of one backend ends, with which the load of another begins, and that ends too."""
+        assert self.evicted(victim, gone_at) == [f"load {target}"]
+        self.core.loaded(target, loaded_at)
 
     def states(self):
         return {name: slot.state for name, slot in self.core.slots.items()}

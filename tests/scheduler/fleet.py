@@ -32,6 +32,11 @@ class Fleet:
         self.take(self.core.requested(ticket, at))
         return ticket
 
+    def with_resident(self, backend, asked_at, loaded_at):
+        """What loading a backend for a request leads to, besides; the request runs on."""
+        self.request(self.core.layout.slot(backend).model, asked_at)
+        return self.loaded(backend, loaded_at)
+
     def loaded(self, backend, at):
         step = self.step(Load, backend)
         return self.take(self.core.loaded(step, at, step.level))

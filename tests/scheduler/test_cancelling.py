@@ -52,10 +52,8 @@ def test_a_load_that_somebody_else_cancelled_has_failed():
 def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
     driver, _ = loading("a")
     driver.core.load_failed("a", 1.0, LoadError("no"))
-    driver.request("a", 6.0)
-    assert driver.steps(6.0) == ["load a"]
-    driver.core.unload("a", 7.0)
-    assert driver.steps(7.0) == ["cancel a"]
+    assert driver.asked("a", 6.0) == ["load a"]
+    assert driver.unload("a", 7.0) == ["cancel a"]
     driver.core.load_cancelled("a", 8.0)
     again = driver.request("a", 8.0)
     assert (again.error, driver.steps(8.0)) == (None, ["load a"])
@@ -66,12 +64,10 @@ def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
 
 def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
     driver, _ = loading("a")
-    driver.core.unload("a", 1.0)
-    assert driver.steps(1.0) == ["cancel a"]
+    assert driver.unload("a", 1.0) == ["cancel a"]
     late = driver.request("a", 2.0)
     assert (driver.steps(2.0), late.settled) == ([], False)
-    driver.core.load_cancelled("a", 3.0)
-    assert driver.steps(3.0) == ["load a"]
+    assert driver.load_cancelled("a", 3.0) == ["load a"]
     driver.core.loaded("a", 4.0)
     assert late.backend == "a"
     driver.sound()
@@ -89,23 +85,19 @@ def test_who_comes_before_the_load_is_cancelled_has_it_go_on():
 
 def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
     driver, _ = loading("a")
-    driver.core.unload("a", 1.0)
-    assert driver.steps(1.0) == ["cancel a"]
+    assert driver.unload("a", 1.0) == ["cancel a"]
     late = driver.request("a", 1.5)
     driver.core.loaded("a", 2.0)
     assert (late.backend, driver.state("a"), driver.steps(2.0)) == ("a", "draining", [])
-    driver.core.release(late, 3.0)
-    assert driver.steps(3.0) == ["evict a"]
-    driver.core.evicted("a", 4.0)
-    assert driver.steps(4.0) == []
+    assert driver.release(late, 3.0) == ["evict a"]
+    assert driver.evicted("a", 4.0) == []
     driver.sound()
 
 
 @pytest.mark.parametrize("failure", ["load_failed", "evict_failed"])
 def test_a_load_that_fails_while_it_is_cancelled_has_no_cool_down_unless_it_cannot_be_stopped(failure):
     driver, _ = loading("a")
-    driver.core.unload("a", 1.0)
-    driver.steps(1.0)
+    driver.unload("a", 1.0)
     FACTS[failure](driver.core, 2.0)
     assert driver.core.slots["a"].failed_starts == 0
     if failure == "load_failed":
@@ -117,12 +109,10 @@ def test_a_load_that_fails_while_it_is_cancelled_has_no_cool_down_unless_it_cann
 
 def test_a_load_that_nobody_waits_for_any_more_is_cancelled_for_a_line_that_needs_its_gpu():
     driver, first = loading("a")
-    driver.core.give_up(first, 1.0)
-    assert driver.steps(1.0) == []
+    assert driver.give_up(first, 1.0) == []
     waiting = driver.request("b", 2.0)
     assert driver.steps(2.0) == ["cancel a"]
-    driver.core.load_cancelled("a", 3.0)
-    assert driver.steps(3.0) == ["load b"]
+    assert driver.load_cancelled("a", 3.0) == ["load b"]
     driver.core.loaded("b", 4.0)
     assert waiting.backend == "b"
     assert [(e.at, e.target) for e in driver.log if e.kind == "cancelling"] == [(2.0, "b")]
@@ -134,8 +124,7 @@ def test_it_is_cancelled_too_if_the_line_was_there_before_and_whatever_the_polic
     driver.core.set_policy(Never())
     waiting = driver.request("b", 1.0)
     assert driver.steps(1.0) == []
-    driver.core.give_up(first, 2.0)
-    assert driver.steps(2.0) == ["cancel a"]
+    assert driver.give_up(first, 2.0) == ["cancel a"]
     assert not waiting.settled
 
 
@@ -148,8 +137,7 @@ def test_neither_what_is_pinned_nor_what_is_prepared_is_cancelled_for_another(ab
         driver.core.give_up(asked, 1.0)
     else:
         assert driver.steps(0.0) == ["load a"]
-    driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
+    assert driver.asked("b", 2.0) == []
     assert driver.core.unload("a", 3.0)  # by hand it is
     assert driver.steps(3.0) == ["cancel a"]
 
@@ -163,8 +151,7 @@ def test_a_load_is_not_cancelled_for_a_line_that_could_not_be_loaded_there_all_t
     driver.request("c", 2.0)
     assert (driver.steps(2.0), driver.until) == ([], 62.0)  # then it is overdue, and a need not stay
     assert driver.steps(62.0) == ["cancel b"]
-    driver.core.load_cancelled("b", 63.0)
-    assert driver.steps(63.0) == ["evict a"]
+    assert driver.load_cancelled("b", 63.0) == ["evict a"]
 
 
 def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
@@ -172,14 +159,10 @@ def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
     gone = [driver.request("a", 0.0), driver.request("b", 0.0)]
     assert driver.steps(0.0) == ["load a", "load b"]
     waiting = driver.request("t", 1.0)
-    driver.core.give_up(gone[0], 2.0)
-    assert driver.steps(2.0) == []  # b is still waited for
-    driver.core.give_up(gone[1], 3.0)
-    assert driver.steps(3.0) == ["cancel a", "cancel b"]
-    driver.core.load_cancelled("a", 4.0)
-    assert driver.steps(4.0) == []
-    driver.core.load_cancelled("b", 5.0)
-    assert driver.steps(5.0) == ["load t"]
+    assert driver.give_up(gone[0], 2.0) == []  # b is still waited for
+    assert driver.give_up(gone[1], 3.0) == ["cancel a", "cancel b"]
+    assert driver.load_cancelled("a", 4.0) == []
+    assert driver.load_cancelled("b", 5.0) == ["load t"]
     driver.core.loaded("t", 6.0)
     assert waiting.backend == "t"
     driver.sound()
@@ -188,13 +171,11 @@ def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
 def test_who_waits_while_its_gpu_is_being_freed_is_told_that_the_model_was_unloaded_too():
     driver = Driver(A, B, drain_timeout=30.0).with_resident("a")
     lease, waiting = driver.request("a", 1.0), driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(2.0), driver.state("a")) == ([], "draining")
     assert driver.core.unload("b", 3.0)
     assert (ends(driver, waiting), driver.state("a"), driver.steps(3.0)) == (["cancelled"], "ready", [])
     driver.core.release(lease, 4.0)
-    driver.request("b", 5.0)
-    assert driver.steps(5.0) == ["evict a"]
+    assert driver.asked("b", 5.0) == ["evict a"]
     assert driver.core.unload("b", 6.0)
     assert driver.steps(6.0) == []
     driver.core.evicted("a", 7.0)

@@ -28,18 +28,15 @@ def test_a_load_is_waited_for_from_the_queue_until_it_begins() -> None:
     assert coming(driver, "b", 2.0) == "b"
     assert driver.steps(2.0) == []
     assert (driver.state("a"), coming(driver, "b", 3.0)) == ("draining", "b")
-    driver.core.release(serving, 4.0)
-    assert driver.steps(4.0) == ["evict a"]
+    assert driver.release(serving, 4.0) == ["evict a"]
     assert coming(driver, "b", 4.5) == "b"
-    driver.core.evicted("a", 5.0)
-    assert driver.steps(5.0) == ["load b"]
+    assert driver.evicted("a", 5.0) == ["load b"]
     assert coming(driver, "b", 5.0) == ""
 
 
 def test_a_policy_that_holds_the_swap_back_leaves_time_to_read() -> None:
     driver = Driver(A, B, policy=HOLDS).with_resident("a")
-    driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
+    assert driver.asked("b", 2.0) == []
     assert (driver.state("a"), coming(driver, "b", 2.0)) == ("ready", "b")
 
 

@@ -128,9 +128,7 @@ def test_a_mistake_of_a_policy_holds_the_swap_back_is_reported_once_and_harms_no
     assert report.cause.kind == "policy_failed"
     assert problem in report.cause.detail
     assert driver.steps(61.0) == ["evict a"]
-    driver.core.evicted("a", 62.0)
-    assert driver.steps(62.0) == ["load b"]
-    driver.core.loaded("b", 63.0)
+    driver.swaps("a", 62.0, "b", 63.0)
     assert waiting.backend == "b"
 
 
@@ -161,11 +159,8 @@ def test_a_mistake_of_an_eviction_is_reported_once_and_the_usual_one_chooses(evi
     driver.request("c", 4.0)
     (step,) = driver.steps(4.0)
     assert step == "evict b", "it was never asked for"
-    driver.core.evicted("b", 5.0)
-    assert driver.steps(5.0) == ["load c"]
-    driver.core.loaded("c", 6.0)
-    driver.request("d", 7.0)
-    assert driver.steps(7.0) == ["evict a"]
+    driver.swaps("b", 5.0, "c", 6.0)
+    assert driver.asked("d", 7.0) == ["evict a"]
     (report,) = [event for event in driver.log if event.kind == "plugin_failed"]
     assert report.cause.kind == "eviction_failed"
 
@@ -174,8 +169,7 @@ def test_a_line_is_overdue_at_the_very_moment_that_was_announced():
     for since in (n / 7 for n in range(1, 200, 4)):  # for a third of these (since + wait) - since < wait
         driver = Driver(A, B, policy=Never(), max_wait=60.1)
         driver.core.adopt("a", 0.0)
-        driver.request("b", since)
-        assert driver.steps(since) == []
+        assert driver.asked("b", since) == []
         assert driver.steps(driver.until) == ["evict a"]
 
 
@@ -238,22 +232,17 @@ def test_the_policy_is_asked_again_at_the_moment_it_named_even_if_nobody_waits()
     driver = Driver(A, B, policy=IdleOut()).with_resident("a", at=1.0)
     assert driver.until == 6.0
     lease = driver.request("a", 5.0)
-    assert driver.steps(6.0) == []
-    assert driver.until == 11.0
+    assert (driver.steps(6.0), driver.until) == ([], 11.0)
     driver.core.release(lease, 7.0)
-    assert driver.steps(11.0) == []
-    assert driver.until == 12.0
+    assert (driver.steps(11.0), driver.until) == ([], 12.0)
     assert driver.steps(12.0) == ["evict a"]
-    driver.core.evicted("a", 13.0)
-    assert driver.steps(13.0) == []
-    assert driver.until == inf
+    assert (driver.evicted("a", 13.0), driver.until) == ([], inf)
 
 
 def test_a_policy_cannot_put_out_a_pinned_model():
     driver = Driver(backend("a", pin=True), backend("b", "1"), backend("t", "0", "1"), policy=IdleOut())
     driver.core.adopt("a", 0.0)
-    assert driver.steps(100.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.steps(100.0), driver.state("a")) == ([], "ready")
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "in the file"])
@@ -267,9 +256,7 @@ def test_a_pinned_model_is_kept_until_it_is_unpinned(by_hand):
     driver.core.pin("a", 101.0, False)
     waits = driver.request("b", 102.0)
     assert driver.steps(102.0) == ["evict a"]
-    driver.core.evicted("a", 103.0)
-    assert driver.steps(103.0) == ["load b"]
-    driver.core.loaded("b", 104.0)
+    driver.swaps("a", 103.0, "b", 104.0)
     assert waits.backend == "b"
     assert driver.tell("pinned", "unpinned") == [*(["pinned a"] if by_hand else []), "unpinned a"]
     driver.sound()
@@ -287,8 +274,7 @@ def test_a_model_may_be_pinned_before_it_is_resident():
     driver.core.pin("a", 1.0, True)
     shut_out = driver.request("a", 2.0)
     assert driver.steps(2.0) == ["evict b"]
-    driver.core.evicted("b", 3.0)
-    assert driver.steps(3.0) == ["load a"]
+    assert driver.evicted("b", 3.0) == ["load a"]
     assert isinstance(driver.request("b", 3.5).error, DoesNotFit)
     driver.core.loaded("a", 4.0)
     assert shut_out.backend == "a"
@@ -299,15 +285,13 @@ def test_who_waits_for_the_gpu_of_a_model_that_is_pinned_is_refused_at_once_and_
     driver = Driver(A, B).with_resident("a")
     driver.request("a", 1.0)
     waits = driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(2.0), driver.state("a")) == ([], "draining")
     late = driver.request("a", 2.5)
     driver.core.pin("a", 3.0, True)
     assert isinstance(waits.error, DoesNotFit)
     assert waits in driver.core.state.woken
     assert late.backend == "a"
-    assert driver.steps(100.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.steps(100.0), driver.state("a")) == ([], "ready")
     driver.sound()
 
 
@@ -329,14 +313,11 @@ def test_where_the_pinned_victim_stays_another_goes():
 def test_a_pinned_model_that_rests_makes_room_by_its_memory():
     resting = backend("a", vram=8, evict_to=("sleep", "stop"), pin=True)
     driver = Driver(resting, backend("b", vram=8), gpus=TEN).with_resident("a")
-    driver.core.unload("a", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
+    assert driver.unload("a", 1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, {"0": 3}, "sleep")
     waits = driver.request("b", 3.0)
     assert driver.steps(3.0) == ["demote a"]
-    driver.core.evicted("a", 4.0)
-    assert driver.steps(4.0) == ["load b"]
-    driver.core.loaded("b", 5.0)
+    driver.swaps("a", 4.0, "b", 5.0)
     assert waits.backend == "b"
     driver.sound()
 
@@ -349,21 +330,17 @@ def test_a_pinned_model_that_was_told_to_go_is_waited_for():
     driver.core.pin("a", 3.0, False)
     driver.core.pin("a", 3.5, True)  # that it is kept from others spares it nothing here
     assert driver.steps(3.5) == []
-    driver.core.release(lease, 4.0)
-    assert driver.steps(4.0) == ["evict a"]
-    driver.core.evicted("a", 5.0)
-    assert driver.steps(5.0) == ["load b"]
+    assert driver.release(lease, 4.0) == ["evict a"]
+    assert driver.evicted("a", 5.0) == ["load b"]
     assert waits.error is None
 
 
 def test_a_swap_that_begins_within_a_second_was_not_said_to_be_held_back():
     driver = Driver(A, B, policy=build_policy("adaptive")).with_resident("a")
     lease = driver.request("a", 1.0)
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == []
+    assert driver.asked("b", 1.0) == []
     assert driver.announced_at == 2.0
-    driver.core.release(lease, 1.5)
-    assert driver.steps(1.5) == ["evict a"]
+    assert driver.release(lease, 1.5) == ["evict a"]
     assert driver.tell("deferred") == []
 
 
@@ -372,11 +349,9 @@ def test_a_held_swap_is_announced_for_each_line_and_when_the_moment_has_passed_a
     driver.request("b", 1.0)
     for moment in (1.0, 1.5, 2.0):
         assert driver.steps(moment) == []
-    driver.request("b", 2.5)
-    assert driver.steps(2.5) == []
+    assert driver.asked("b", 2.5) == []
     assert driver.announced_at == 3.0  # what was announced is corrected then
-    assert driver.steps(3.0) == []
-    assert driver.until == 4.5
+    assert (driver.steps(3.0), driver.until) == ([], 4.5)
     assert driver.steps(4.5) == ["evict a"]
     assert [(e.at, e.seconds) for e in driver.log if e.kind == "deferred"] == [(2.0, 1.0), (3.0, 1.5)]
 
@@ -429,8 +404,7 @@ def test_a_line_that_begins_while_another_is_held_back_is_decided_with_it():
     driver.request("b", 2.0)
     assert (driver.steps(2.0), driver.until) == ([], 3.5)
     assert driver.steps(3.5) == ["evict a"]
-    driver.core.evicted("a", 4.0)
-    assert driver.steps(4.0) == ["load c"]
+    assert driver.evicted("a", 4.0) == ["load c"]
 
 
 # Settings per model: priority and max_wait
@@ -470,8 +444,7 @@ def test_who_has_the_lowest_priority_is_put_out_even_if_it_was_used_last_and_is_
     backends = backend("a", vram=5, priority=3), backend("b", vram=5, priority=-3), backend("c", vram=5)
     driver = Driver(*backends, gpus=TEN).with_resident("a").with_resident("b", 1.0)
     driver.request("b", 2.0)
-    driver.request("c", 3.0)
-    driver.steps(3.0)
+    driver.asked("c", 3.0)
     assert driver.states() == {"a": "ready", "b": "draining", "c": "stopped"}
 
 
@@ -483,8 +456,7 @@ def test_a_model_has_the_highest_priority_and_the_shortest_max_wait_of_its_repli
     for name in ("a", "b"):
         driver.core.adopt(name, 0.0)
     driver.request("c", 1.0)
-    driver.request("m", 2.0)
-    driver.steps(2.0)
+    driver.asked("m", 2.0)
     assert [(line.model, line.max_wait) for line in watched.lines()] == [("m", 7.0), ("c", 60.0)]
     assert driver.steps(9.0) == ["evict a"]
 
@@ -503,11 +475,9 @@ def test_a_younger_line_that_is_overdue_goes_before_an_older_one_that_is_not():
     driver = Driver(A, backend("b", max_wait=500.0), backend("c", max_wait=5.0), policy=Never())
     driver.core.adopt("a", 0.0)
     driver.request("b", 1.0)
-    driver.request("c", 2.0)
-    assert driver.steps(2.0) == []
+    assert driver.asked("c", 2.0) == []
     assert driver.steps(7.0) == ["evict a"]
-    driver.core.evicted("a", 8.0)
-    assert driver.steps(8.0) == ["load c"]
+    assert driver.evicted("a", 8.0) == ["load c"]
 
 
 def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one():
@@ -518,12 +488,9 @@ def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one
         driver.core.adopt(name, 0.0)
     driver.request("b", 0.0)
     driver.request("c", 1.0)
-    driver.request("t", 6.0)
-    assert driver.steps(6.0) == []
+    assert driver.asked("t", 6.0) == []
     assert driver.steps(15.0) == ["evict a"]  # for b
     assert driver.steps(16.0) == []  # GPU 1 is kept for t, though c is older and was held for long enough
-    driver.core.evicted("a", 17.0)
-    assert driver.steps(17.0) == ["load b"]
-    driver.core.loaded("b", 18.0)
-    assert driver.steps(18.0) == ["evict d"]
+    assert driver.evicted("a", 17.0) == ["load b"]
+    assert driver.loaded("b", 18.0) == ["evict d"]
     assert driver.drains()["b"] == ("t", 48.0)

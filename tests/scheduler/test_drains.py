@@ -88,8 +88,7 @@ def held_back(until=20.0):
     """``a`` answers since 1 s, ``b`` waits since 2 s."""
     driver = Driver(A, B, policy=From(until), drain_timeout=30.0).with_resident("a")
     answer = driver.request("a", 1.0)
-    driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
+    assert driver.asked("b", 2.0) == []
     return driver, answer
 
 
@@ -145,16 +144,12 @@ def test_a_log_can_be_read_again_with_its_own_bounds():
 def test_requests_for_the_victim_wait_behind_the_swap():
     driver = Driver(IMAGE, CHAT, queue_timeout=3600.0).with_resident("image")
     running = driver.request("image", 1.0)
-    driver.request("chat", 2.0)
-    assert driver.steps(2.0) == []
+    assert driver.asked("chat", 2.0) == []
     behind = driver.request("image", 3.0)
     assert behind.backend is None
-    driver.core.release(running, 900.0)
-    assert driver.steps(900.0) == ["evict image"]
-    driver.core.evicted("image", 901.0)
-    assert driver.steps(901.0) == ["load chat"]
-    driver.core.loaded("chat", 905.0)
-    assert driver.steps(905.0) == ["evict chat"] or driver.state("chat") == "draining"
+    assert driver.release(running, 900.0) == ["evict image"]
+    assert driver.evicted("image", 901.0) == ["load chat"]
+    assert driver.loaded("chat", 905.0) == ["evict chat"] or driver.state("chat") == "draining"
 
 
 def test_nothing_is_asked_again_while_overdue_queues_wait_for_a_drain_without_a_bound():
@@ -170,11 +165,8 @@ def test_it_is_reprieved_when_nobody_waits_any_more():
     driver = Driver(IMAGE, CHAT).with_resident("image")
     running = driver.request("image", 1.0)
     waiting = driver.request("chat", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.state("image") == "draining"
-    driver.core.give_up(waiting, 400.0)
-    assert driver.steps(400.0) == []
-    assert driver.state("image") == "ready"
+    assert (driver.steps(2.0), driver.state("image")) == ([], "draining")
+    assert (driver.give_up(waiting, 400.0), driver.state("image")) == ([], "ready")
     driver.core.release(running, 500.0)
     driver.sound()
 
@@ -231,11 +223,9 @@ def test_one_whose_turn_has_not_come_may_be_evicted_for_another_reason():
 def test_one_whose_turn_has_not_come_may_be_pinned_and_stays():
     driver = Driver(IMAGE, BESIDE, BOTH, queue_timeout=3600.0).with_resident("image").with_resident("beside")
     running = driver.request("image", 1.0)
-    driver.request("both", 2.0)
-    assert driver.steps(2.0) == []
+    assert driver.asked("both", 2.0) == []
     driver.core.pin("beside", 3.0, True)
-    driver.core.release(running, 900.0)
-    driver.steps(900.0)
+    driver.release(running, 900.0)
     assert driver.state("beside") == "ready"
 
 
@@ -352,8 +342,7 @@ def test_without_a_time_of_its_own_nobody_is_refused():
 
 def test_why_says_whose_answer_is_waited_for():
     driver, _ = history(queue_timeout=3600.0)
-    driver.request("chat", 1310.0)
-    driver.steps(1310.0)
+    driver.asked("chat", 1310.0)
     found = ask(driver, "chat", 2020.0)
     assert (found.seconds, found.at_most) == (480.0 + 11.0, None)
     assert found.because == (

@@ -17,8 +17,7 @@ def test_after_a_failed_start_its_waiters_fail_and_the_others_are_served():
     broken = driver.request("b", 1.0)
     assert driver.steps(1.0) == ["evict a"]
     other = driver.request("a", 1.5)
-    driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["load b"]
+    assert driver.evicted("a", 2.0) == ["load b"]
     driver.core.load_failed("b", 4.0, LoadError("exited with code 1", log=("bad weights",)))
     assert (broken.error.status, broken.error.code) == (503, "load_failed")
     assert "exited with code 1" in broken.error.message
@@ -51,8 +50,7 @@ def test_nothing_is_started_on_top_of_a_backend_that_could_not_be_stopped():
     driver = Driver(A, B).with_resident("a")
     waiting = driver.request("b", 1.0)
     assert driver.steps(1.0) == ["evict a"]
-    driver.core.evict_failed("a", 2.0, "docker does not answer")
-    assert driver.steps(2.0) == []
+    assert driver.evict_failed("a", 2.0, "docker does not answer") == []
     assert (waiting.error.status, waiting.error.code) == (503, "stuck")
     assert "docker does not answer" in waiting.error.message
     for model in "ab":
@@ -64,19 +62,16 @@ def test_nothing_is_started_on_top_of_a_backend_that_could_not_be_stopped():
 
 def test_a_stuck_backend_is_stopped_again_until_it_works():
     driver = Driver(A, B).with_resident("a")
-    driver.request("b", 0.0)
-    driver.steps(0.0)
+    driver.asked("b", 0.0)
     now = 0.0
     for pause in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
-        driver.core.evict_failed("a", now, "no")
-        assert driver.steps(now) == []
+        assert driver.evict_failed("a", now, "no") == []
         now += pause
         assert driver.until == now
         assert driver.steps(now) == ["evict a"]
     late = driver.request("b", now)
     assert not late.settled
-    driver.core.evicted("a", now)
-    assert driver.steps(now) == ["load b"]
+    assert driver.evicted("a", now) == ["load b"]
     driver.core.loaded("b", now)
     assert {event.seconds for event in driver.log if event.kind == "evicting"} == {0.0}  # none was drained
     driver.sound()
@@ -100,10 +95,8 @@ def test_broken_models_that_cannot_be_cleaned_up_at_once_cool_down_all_the_same(
     driver = Driver(A)
     now, pauses = 0.0, []
     for _ in range(4):
-        driver.request("a", now)
-        assert driver.steps(now) == ["load a"]
-        driver.core.evict_failed("a", now, "half started")
-        driver.steps(now)
+        assert driver.asked("a", now) == ["load a"]
+        driver.evict_failed("a", now, "half started")
         assert driver.until == now + 5.0
         now += 5.0
         assert driver.steps(now) == ["evict a"]
@@ -119,8 +112,7 @@ def test_victims_that_only_drain_are_reprieved_when_another_is_stuck():
     small = [backend(name, vram=5) for name in "ab"]
     driver = Driver(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
     driver.request("b", 1.0)
-    driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["evict a"]
+    assert driver.asked("c", 2.0) == ["evict a"]
     late = driver.request("b", 2.5)
     driver.core.evict_failed("a", 3.0, "no")
     assert driver.states() == {"a": "stuck", "b": "ready", "c": "stopped"}
@@ -132,8 +124,7 @@ def test_the_resident_that_died_is_loaded_again_for_the_next_request_and_its_las
     driver = Driver(A).with_resident("a")
     driver.core.release(driver.request("a", 0.5), 0.5)
     lease, slot = driver.request("a", 1.0), driver.core.slots["a"]
-    driver.core.died("a", 2.0, "exited with code 137", ["no more memory"])
-    assert driver.steps(2.0) == []
+    assert driver.died("a", 2.0, "exited with code 137", ["no more memory"]) == []
     assert (slot.holders, slot.log) == ({}, ("no more memory",))
     driver.core.release(lease, 2.5)
     later = driver.request("a", 3.0)
@@ -213,8 +204,7 @@ def test_a_whole_answer_between_two_such_ends_begins_the_count_anew():
     loaded(driver, 8.0)
     driver.core.died("a", 9.0, "killed")
     assert driver.core.slots["a"].retry_at == 14.0
-    driver.request("a", 14.0)
-    assert driver.steps(14.0) == ["load a"]
+    assert driver.asked("a", 14.0) == ["load a"]
     assert check(driver.log, driver.config) == []
 
 
@@ -222,18 +212,15 @@ def test_who_ends_long_after_its_load_is_loaded_again_at_once_whether_it_answere
     driver = Driver(A)
     loaded(driver, 0.0)
     driver.core.died("a", SOON_SECONDS + 0.5, "killed")
-    driver.request("a", SOON_SECONDS + 0.5)
-    assert driver.steps(SOON_SECONDS + 0.5) == ["load a"]
+    assert driver.asked("a", SOON_SECONDS + 0.5) == ["load a"]
     assert check(driver.log, driver.config) == []
 
 
 def test_an_end_soon_after_a_wake_counts_and_that_of_one_that_rests_does_not():
     driver = Driver(backend("a", evict_to=("sleep",)), B).with_resident("a")
     driver.core.release(driver.request("a", 0.0), 0.0)
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
-    driver.core.evicted("a", 1.0, level="sleep")
-    assert driver.steps(1.0) == ["load b"]
+    assert driver.asked("b", 1.0) == ["evict a"]
+    assert driver.evicted("a", 1.0, level="sleep") == ["load b"]
     driver.core.loaded("b", 2.0)
     driver.core.died("a", 3.0, "killed")
     assert driver.core.slots["a"].retry_at <= 3.0
@@ -257,8 +244,7 @@ def test_how_one_ended_that_was_about_to_be_stopped_is_kept_and_told():
 
 def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_same():
     driver = Driver(A, B).with_resident("a")
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
+    assert driver.asked("b", 1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, died="exited with code 139")
     assert "exited with code 139" in driver.request("a", 3.0).error.message
     assert check(driver.log, driver.config) == []
@@ -266,8 +252,7 @@ def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_
 
 def test_an_end_that_a_stop_brought_about_late_is_no_death():
     driver = Driver(A).with_resident("a")
-    driver.core.unload("a", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
+    assert driver.unload("a", 1.0) == ["evict a"]
     driver.core.evict_failed("a", 2.0, "no")
     assert driver.steps(7.0) == ["evict a"]
     driver.core.evicted("a", 8.0, died="was killed (code 137)")
@@ -280,8 +265,7 @@ def test_the_checker_sees_a_load_before_the_cool_down_of_who_ended_too_soon():
     loaded(driver, 0.0)
     driver.core.died("a", 1.0, "killed")
     driver.core.slots["a"].retry_at = 0.0
-    driver.request("a", 2.0)
-    assert driver.steps(2.0) == ["load a"]
+    assert driver.asked("a", 2.0) == ["load a"]
     assert check(driver.log, driver.config) == ["2.000000 loading a: before its cool-down ended"]
 
 
@@ -315,8 +299,7 @@ def test_a_load_that_can_never_fit_is_refused_and_disturbs_nobody():
     refused = driver.request("b", 2.0)
     assert isinstance(refused.error, DoesNotFit)
     assert refused.error.status == 422
-    assert driver.steps(2.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.steps(2.0), driver.state("a")) == ([], "ready")
     assert list(driver.core.slots["a"].holders) == [lease]
     driver.sound()
 
@@ -325,8 +308,7 @@ def test_a_line_that_a_pinned_load_shut_out_is_refused_and_blocks_nobody():
     pinned, small, large = backend("p", vram=6, pin=True), backend("s", vram=4), backend("l", vram=5)
     driver = Driver(pinned, small, large, gpus=TEN, policy=PinnedFirst())
     shut_out = driver.request("l", 0.0)
-    driver.request("p", 1.0)
-    assert driver.steps(1.0) == ["load p"]
+    assert driver.asked("p", 1.0) == ["load p"]
     driver.core.loaded("p", 2.0)
     assert isinstance(shut_out.error, DoesNotFit)
     other = driver.request("s", 100.0)
@@ -341,8 +323,7 @@ def test_who_joins_a_line_while_a_pinned_load_is_under_way_shares_its_fate(loads
     pinned, large = backend("p", vram=6, pin=True), backend("l", vram=5)
     driver = Driver(pinned, large, gpus=TEN, policy=PinnedFirst())
     line = [driver.request("l", 0.0)]
-    driver.request("p", 1.0)
-    assert driver.steps(1.0) == ["load p"]
+    assert driver.asked("p", 1.0) == ["load p"]
     line.append(driver.request("l", 1.5))
     assert not any(ticket.settled for ticket in line)
     if loads:

@@ -41,8 +41,7 @@ def test_a_load_request_waits_like_a_request_but_holds_nothing():
     assert not driver.core.slots["a"].holders
     driver.core.release(ticket, 1.0)
     assert driver.tell("released") == []
-    driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["evict a"]
+    assert driver.asked("b", 2.0) == ["evict a"]
 
 
 # Draining
@@ -51,17 +50,14 @@ def test_a_load_request_waits_like_a_request_but_holds_nothing():
 def test_a_drain_that_takes_too_long_severs_what_is_left():
     driver = Driver(A, B, drain_timeout=30.0).with_resident("a")
     ended, laggard = driver.request("a", 1.0), driver.request("a", 1.0)
-    driver.request("b", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.until == 32.0
+    assert (driver.asked("b", 2.0), driver.until) == ([], 32.0)
     driver.core.release(ended, 10.0)
     assert driver.steps(31.9) == []
     step = driver.core.next_step(32.0)
     assert step == Evict("a", "stop", (laggard,))
     assert (ended.severed, laggard.severed) == (None, Severance(Cause("evicted", "b"), 30.0))
     assert [(e.ticket, e.seconds) for e in driver.log if e.kind == "severed"] == [(laggard.id, 30.0)]
-    driver.core.evicted("a", 33.0)
-    driver.steps(33.0)
+    driver.evicted("a", 33.0)
     driver.core.loaded("b", 34.0)
     driver.sound()
 
@@ -106,8 +102,7 @@ def test_a_leaving_backend_that_is_spared_a_swap_is_severed_as_leaving():
     waits = driver.request("b", 2.0)
     assert driver.steps(2.0) == []
     driver.core.retired({"a": "changed"}, {"a", "b"}, 3.0)
-    driver.core.give_up(waits, 4.0)
-    driver.steps(4.0)
+    driver.give_up(waits, 4.0)
     assert driver.steps(7.0) == ["evict a"]
     assert lease.severed == Severance(Cause("changed"), 5.0)
 
@@ -122,8 +117,7 @@ def test_a_severed_lease_neither_holds_up_the_next_eviction_nor_is_taken_for_a_l
             moment += drain
             steps += driver.steps(moment)
         assert steps == [f"evict {victim}"]
-        driver.core.evicted(victim, moment)
-        assert driver.steps(moment) == [f"load {target}"]
+        assert driver.evicted(victim, moment) == [f"load {target}"]
         driver.core.loaded(target, moment)
     new = driver.request("a", 11.0)
     driver.core.release(old, 12.0)
@@ -153,9 +147,7 @@ def test_forty_alternating_requests_cost_two_loads():
         assert ticket.backend == "a"
         driver.core.release(ticket, 4.0)
     assert driver.steps(4.0) == ["evict a"]
-    driver.core.evicted("a", 5.0)
-    assert driver.steps(5.0) == ["load b"]
-    driver.core.loaded("b", 6.0)
+    driver.swaps("a", 5.0, "b", 6.0)
     assert all(ticket.backend for ticket in tickets)
     assert len(driver.tell("loading")) == 2
     driver.sound()
@@ -168,8 +160,7 @@ def test_a_held_swap_whose_waiters_left_is_not_begun_and_the_resident_serves_on_
     driver, waiting = held_back()
     assert driver.request("a", 1.5).backend == "a"
     driver.core.give_up(waiting, 2.0)
-    assert driver.steps(3.0) == []
-    assert driver.until == inf
+    assert (driver.steps(3.0), driver.until) == ([], inf)
     assert driver.tell("draining", "gone") == ["gone b"]
     driver.sound()
 
@@ -180,9 +171,7 @@ def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():
     waiting = driver.request("b", 2.0)
     driver.steps(2.0)
     late = driver.request("a", 3.0)
-    driver.core.give_up(waiting, 4.0, WaitedTooLong("too long"))
-    assert driver.steps(4.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.give_up(waiting, 4.0, WaitedTooLong("too long")), driver.state("a")) == ([], "ready")
     assert late.backend == "a"
     assert set(driver.core.slots["a"].holders) == {lease, late}
     assert driver.core.state.woken[-1] is late
@@ -194,10 +183,8 @@ def test_a_swap_that_has_begun_is_finished_even_for_nobody():
     waiting = driver.request("b", 1.0)
     assert driver.steps(1.0) == ["evict a"]
     driver.core.give_up(waiting, 2.0)
-    driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["load b"]
-    driver.core.loaded("b", 4.0)
-    assert driver.steps(4.0) == []
+    assert driver.evicted("a", 3.0) == ["load b"]
+    assert driver.loaded("b", 4.0) == []
     driver.sound()
 
 
@@ -208,11 +195,8 @@ def test_models_with_declared_memory_are_resident_together_as_long_as_they_fit()
     driver = Driver(*(backend(name, vram=4) for name in "abc"), gpus=TEN)
     driver.with_resident("a", 0.0).with_resident("b", 1.0)
     assert driver.states() == {"a": "ready", "b": "ready", "c": "stopped"}
-    driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["evict a"]  # used longest ago
-    driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["load c"]
-    driver.core.loaded("c", 4.0)
+    assert driver.asked("c", 2.0) == ["evict a"]  # used longest ago
+    driver.swaps("a", 3.0, "c", 4.0)
     driver.sound()
 
 
@@ -226,8 +210,7 @@ def test_a_model_that_needs_no_gpu_is_loaded_beside_everything():
 def test_the_replica_that_puts_nobody_out_is_loaded():
     driver = Driver(backend("r0", "0", model="m"), backend("r1", "1", model="m"), backend("a", "0"))
     driver.core.adopt("a", 0.0)
-    driver.request("m", 1.0)
-    assert driver.steps(1.0) == ["load r1"]
+    assert driver.asked("m", 1.0) == ["load r1"]
     driver.core.load_failed("r1", 2.0, LoadError("no"))
     assert driver.core.queues["m"]  # the other one can still serve it
     assert driver.steps(2.0) == ["evict a"]
@@ -239,18 +222,13 @@ def test_an_overdue_line_is_overtaken_on_no_gpu_that_one_of_its_replicas_could_u
     driver = Driver(*replicas, *singles, max_wait=10.0)
     for name in ("a", "c"):
         driver.core.adopt(name, 0.0)
-    driver.request("b", 0.5)
-    assert driver.steps(0.5) == ["evict a"]
-    driver.request("m", 1.0)
-    assert driver.steps(1.0) == ["load r0"]
-    driver.core.load_failed("r0", 2.0, LoadError("no"))
-    assert driver.steps(2.0) == []  # GPU 1 is in a swap
+    assert driver.asked("b", 0.5) == ["evict a"]
+    assert driver.asked("m", 1.0) == ["load r0"]
+    assert driver.load_failed("r0", 2.0, LoadError("no")) == []  # GPU 1 is in a swap
     assert driver.steps(8.0) == ["load r0"]
     driver.core.load_failed("r0", 9.0, LoadError("no"))
-    driver.request("d", 12.5)
-    assert driver.steps(12.5) == []  # GPU 2 is kept for r1
-    driver.core.evicted("a", 13.0)
-    assert driver.steps(13.0) == ["load b"]
+    assert driver.asked("d", 12.5) == []  # GPU 2 is kept for r1
+    assert driver.evicted("a", 13.0) == ["load b"]
 
 
 def test_two_gpus_of_a_group_swap_side_by_side():
@@ -259,12 +237,9 @@ def test_two_gpus_of_a_group_swap_side_by_side():
     driver.core.adopt("a", 0.0)
     driver.core.adopt("c", 0.0)
     driver.request("b", 1.0)
-    driver.request("d", 1.0)
-    assert driver.steps(1.0) == ["evict a", "evict c"]
+    assert driver.asked("d", 1.0) == ["evict a", "evict c"]
     assert driver.request("d", 1.5).settled is False
-    driver.core.evicted("c", 2.0)
-    assert driver.steps(2.0) == ["load d"]
-    driver.core.loaded("d", 3.0)
+    driver.swaps("c", 2.0, "d", 3.0)
     assert driver.request("d", 3.5).backend == "d"
     assert driver.state("a") == "evicting"
 
@@ -273,17 +248,11 @@ def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
     singles = [backend("a", "0"), backend("b", "0"), backend("c", "1"), backend("d", "1")]
     driver = Driver(*singles, backend("t", "0", "1"), max_wait=10.0)
     driver.core.adopt("a", 0.0)
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
-    driver.request("t", 2.0)
-    assert driver.steps(2.0) == []  # GPU 0 is in a swap
-    driver.request("c", 13.0)
-    assert driver.steps(13.0) == []  # GPU 1 is kept for t
-    driver.core.evicted("a", 14.0)
-    assert driver.steps(14.0) == ["load b"]
-    driver.core.loaded("b", 15.0)
-    assert driver.steps(15.0) == []
-    assert driver.state("b") == "draining"
+    assert driver.asked("b", 1.0) == ["evict a"]
+    assert driver.asked("t", 2.0) == []  # GPU 0 is in a swap
+    assert driver.asked("c", 13.0) == []  # GPU 1 is kept for t
+    assert driver.evicted("a", 14.0) == ["load b"]
+    assert (driver.loaded("b", 15.0), driver.state("b")) == ([], "draining")
     assert driver.drains()["b"] == ("t", 45.0)
 
 
@@ -308,10 +277,8 @@ def test_an_unload_drains_and_leaves_the_gpu_empty():
     lease = driver.request("a", 1.0)
     assert driver.core.unload("a", 2.0)
     assert driver.steps(2.0) == []
-    driver.core.release(lease, 3.0)
-    assert driver.steps(3.0) == ["evict a"]
-    driver.core.evicted("a", 4.0)
-    assert driver.steps(4.0) == []
+    assert driver.release(lease, 3.0) == ["evict a"]
+    assert driver.evicted("a", 4.0) == []
     assert not driver.core.unload("a", 5.0)
     assert driver.state("a") == "stopped"
     driver.sound()
@@ -322,8 +289,7 @@ def test_nothing_is_begun_before_it_is_known_what_runs_already():
     for name in "ab":
         driver.core.expected(name)
     first, other = driver.request("a", 1.0), driver.request("b", 1.0)
-    assert driver.steps(1.0) == []
-    assert driver.until == inf
+    assert (driver.steps(1.0), driver.until) == ([], inf)
     assert driver.core.adopt("a", 2.0)
     assert driver.core.state.woken == [first]
     assert first.backend == "a"
@@ -332,8 +298,7 @@ def test_nothing_is_begun_before_it_is_known_what_runs_already():
     assert driver.steps(100.0) == []  # b may hold the GPU too: it is still being looked at, or stopped
     assert driver.state("a") == "ready"
     driver.core.looked_at("b")
-    assert driver.steps(101.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(101.0), driver.state("a")) == ([], "draining")
     assert other.backend is None
 
 

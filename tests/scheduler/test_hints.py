@@ -28,8 +28,7 @@ def used(*backends, **settings):
 def test_a_hint_loads_where_the_gpu_is_free_and_a_request_finds_it_ready():
     driver = Driver(A, B)
     assert hinted(driver, "b", 0.0) == ["load b"]
-    driver.core.loaded("b", 3.0)
-    assert driver.steps(3.0) == []
+    assert driver.loaded("b", 3.0) == []
     assert driver.request("b", 4.0).backend == "b"
     assert [event.cause for event in driver.log if event.kind == "loading"] == [Cause("hinted")]
     driver.sound()
@@ -39,8 +38,7 @@ def test_a_request_joins_the_load_that_was_hinted_at():
     driver = Driver(A, B)
     assert hinted(driver, "b", 0.0) == ["load b"]
     waiting = driver.request("b", 1.0)
-    driver.request("a", 1.0)
-    assert driver.steps(1.0) == []
+    assert driver.asked("a", 1.0) == []
     driver.core.loaded("b", 3.0)
     assert waiting.backend == "b"
 
@@ -48,10 +46,8 @@ def test_a_request_joins_the_load_that_was_hinted_at():
 def test_an_idle_model_is_evicted_for_it():
     driver = used()
     assert hinted(driver, "b", 2.0) == ["evict a"]
-    driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["load b"]
-    driver.core.loaded("b", 4.0)
-    assert driver.steps(4.0) == []
+    assert driver.evicted("a", 3.0) == ["load b"]
+    assert driver.loaded("b", 4.0) == []
     driver.sound()
 
 
@@ -96,17 +92,12 @@ def test_a_queue_goes_before_it_and_takes_the_gpu_from_its_load():
     driver = used()
     waiting = driver.request("b", 2.0)
     assert hinted(driver, "c", 2.0) == ["evict a"]
-    driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["load b"]
-    driver.core.loaded("b", 4.0)
-    driver.core.release(waiting, 5.0)
-    assert driver.steps(5.0) == ["evict b"]
-    driver.core.evicted("b", 6.0)
-    assert driver.steps(6.0) == ["load c"]
+    driver.swaps("a", 3.0, "b", 4.0)
+    assert driver.release(waiting, 5.0) == ["evict b"]
+    assert driver.evicted("b", 6.0) == ["load c"]
     asked = driver.request("a", 7.0)
     assert driver.steps(7.0) == ["cancel c"]
-    driver.core.load_cancelled("c", 8.0)
-    assert driver.steps(8.0) == ["load a"]
+    assert driver.load_cancelled("c", 8.0) == ["load a"]
     driver.core.loaded("a", 9.0)
     assert asked.backend == "a"
     driver.sound()
@@ -115,18 +106,15 @@ def test_a_queue_goes_before_it_and_takes_the_gpu_from_its_load():
 def test_a_queue_that_comes_while_room_is_made_for_it_has_the_room():
     driver = used()
     assert hinted(driver, "b", 2.0) == ["evict a"]
-    driver.request("c", 2.5)
-    assert driver.steps(2.5) == []
-    driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["load c"]
+    assert driver.asked("c", 2.5) == []
+    assert driver.evicted("a", 3.0) == ["load c"]
 
 
 def test_it_is_forgotten_after_a_while_and_where_its_load_has_failed():
     driver = Driver(A, B).with_resident("a")
     ticket = driver.request("a", 1.0)
     assert hinted(driver, "b", 2.0) == []
-    driver.core.release(ticket, 2.0 + HINT_SECONDS)
-    assert driver.steps(2.0 + HINT_SECONDS) == []
+    assert driver.release(ticket, 2.0 + HINT_SECONDS) == []
     driver = Driver(A)
     assert hinted(driver, "a", 0.0) == ["load a"]
     driver.core.load_failed("a", 1.0, LoadError("broken"))
@@ -138,8 +126,7 @@ def test_what_is_unloaded_by_hand_is_not_loaded_for_an_older_hint():
     ticket = driver.request("a", 1.0)
     assert hinted(driver, "b", 2.0) == []
     driver.core.unload("b", 3.0)
-    driver.core.release(ticket, 4.0)
-    assert driver.steps(4.0) == []
+    assert driver.release(ticket, 4.0) == []
 
 
 def test_hints_for_so_many_models_are_kept_and_no_more():
@@ -155,8 +142,7 @@ def test_hints_for_so_many_models_are_kept_and_no_more():
 
 def test_a_model_with_replicas_is_loaded_where_nobody_goes_for_it():
     fleet = Fleet(on("", "x", "0"), on("", "m0", "0", model="m"), on("", "m1", "1", model="m"))
-    fleet.request("x", 0.0)
-    fleet.loaded("x", 1.0)
+    fleet.with_resident("x", 0.0, 1.0)
     assert fleet.take(fleet.core.hinted("m", 2.0)) == ["load m1"]
     fleet.loaded("m1", 3.0)
     assert fleet.take(fleet.core.hinted("m", 4.0)) == []

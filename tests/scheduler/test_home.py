@@ -115,27 +115,20 @@ def test_a_load_that_failed_is_not_tried_again_by_itself():
 def test_one_that_ended_by_itself_comes_back_too():
     driver = Driver(HOME, GUEST).with_resident("home")
     driver.core.release(driver.request("home", 1.0), 2.0)
-    driver.core.died("home", 500.0, "killed")
-    assert driver.steps(500.0) == []
-    assert driver.until == 800.0
+    assert (driver.died("home", 500.0, "killed"), driver.until) == ([], 800.0)
     assert driver.steps(800.0) == ["load home"]
 
 
 def test_it_comes_back_from_standby_and_stops_nobody_there():
     home = replace(HOME, evict_to=("sleep", "stop"))
     driver = Driver(home, GUEST).with_resident("home")
-    driver.core.release(driver.request("guest", 1.0), 1.0)
-    assert driver.steps(1.0) == ["evict home"]
-    driver.core.evicted("home", 2.0, level="sleep")
-    assert driver.steps(2.0) == ["load guest"]
+    assert driver.release(driver.request("guest", 1.0), 1.0) == ["evict home"]
+    assert driver.evicted("home", 2.0, level="sleep") == ["load guest"]
     driver.core.loaded("guest", 5.0)
     [ticket] = driver.core.slots["guest"].holders
-    driver.core.release(ticket, 6.0)
-    assert driver.steps(6.0) == []
-    assert driver.until == 306.0
+    assert (driver.release(ticket, 6.0), driver.until) == ([], 306.0)
     assert driver.steps(306.0) == ["evict guest"]
-    driver.core.evicted("guest", 307.0)
-    assert driver.steps(307.0) == ["load home"]
+    assert driver.evicted("guest", 307.0) == ["load home"]
 
 
 def test_two_that_fit_beside_each_other_do_not_hinder_each_other():
@@ -166,8 +159,7 @@ def test_the_end_of_a_lease_sets_the_clock():
     driver = Driver(HOME, GUEST).with_resident("guest")
     ticket = driver.request("guest", 100.0)
     assert driver.core.release(ticket, 110.0) is True
-    assert driver.steps(110.0) == []
-    assert driver.until == 410.0
+    assert (driver.steps(110.0), driver.until) == ([], 410.0)
     assert Driver(GUEST).with_resident("guest").core.release(ticket, 110.0) is False
 
 

@@ -1,6 +1,7 @@
 """The memory of the host: which backend in standby yields it, and who waits for it."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -71,10 +72,8 @@ def test_what_needs_more_host_memory_than_there_is_fails_at_once():
 def test_a_resident_on_another_gpu_goes_when_the_host_has_no_room_for_both():
     driver = short(10, backend("a", "0", ram=6), backend("b", "1", ram=6), backend("t", "0", "1"))
     driver.with_resident("a")
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
-    driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["load b"]
+    assert driver.asked("b", 1.0) == ["evict a"]
+    assert driver.evicted("a", 2.0) == ["load b"]
 
 
 def worthless_host(slots):
@@ -199,12 +198,9 @@ def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
     asleep(driver.with_resident("b"), "b", 1.0, how="checkpoint", host_bytes=40)
     held = driver.with_resident("c", 2.0).request("c", 2.0)
     driver.request("b", 3.0)
-    driver.request("a", 4.0)
-    assert driver.steps(4.0) == [], "both are to come, and together they do not fit"
-    driver.core.release(held, 5.0)
-    assert driver.steps(5.0) == ["evict c"]
-    driver.core.evicted("c", 6.0)
-    assert driver.steps(6.0) == ["load b", "load a"]
+    assert driver.asked("a", 4.0) == [], "both are to come, and together they do not fit"
+    assert driver.release(held, 5.0) == ["evict c"]
+    assert driver.evicted("c", 6.0) == ["load b", "load a"]
 
 
 def test_a_wake_waits_for_no_host_memory_that_it_does_not_take():
@@ -216,11 +212,9 @@ def test_a_wake_waits_for_no_host_memory_that_it_does_not_take():
     for name in "ac":
         assert driver.core.adopt_standby(name, 0.0, "checkpoint", {}, 6)
     assert driver.steps(0.0) == ["demote a"]
-    driver.core.evict_failed("a", 1.0, "no")
-    assert driver.steps(1.0) == ["demote c"]
+    assert driver.evict_failed("a", 1.0, "no") == ["demote c"]
     driver.core.evict_failed("c", 2.0, "no")
-    driver.request("a", 3.0)
-    assert driver.steps(3.0) == ["load a"]
+    assert driver.asked("a", 3.0) == ["load a"]
 
 
 def test_nobody_is_put_out_for_a_deeper_sleep():
@@ -238,9 +232,7 @@ def test_who_sleeps_in_more_memory_than_there_is_is_stopped_and_started_anew():
     asleep(driver, "a", 1.0, host_bytes=40)
     ticket = driver.request("a", 1.0)
     assert driver.steps(1.0) == ["demote a"]
-    driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["load a"]
-    driver.core.loaded("a", 3.0)
+    driver.swaps("a", 2.0, "a", 3.0)
     assert ticket.backend == "a"
 
 
@@ -250,13 +242,11 @@ def test_what_a_sleeper_that_was_found_has_pinned_counts_when_it_is_awake_again(
     )
     assert driver.core.adopt_standby("a", 0.0, "sleep", {}, 6)
     assert driver.steps(0.0) == []
-    driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["load a"]
+    assert driver.asked("a", 1.0) == ["load a"]
     driver.core.loaded("a", 2.0, "sleep")
     for ticket in list(driver.core.slots["a"].holders):
         driver.core.release(ticket, 2.0)
-    driver.request("b", 3.0)
-    assert driver.steps(3.0) == ["evict a"], "awake, it keeps what it had asleep"
+    assert driver.asked("b", 3.0) == ["evict a"], "awake, it keeps what it had asleep"
 
 
 def test_of_sleepers_that_are_found_those_go_that_the_host_has_no_room_for():
@@ -265,8 +255,7 @@ def test_of_sleepers_that_are_found_those_go_that_the_host_has_no_room_for():
     for name in "abc":
         assert driver.core.adopt_standby(name, 0.0, "sleep", {}, 5)
     assert driver.steps(0.0) == ["demote a"]
-    driver.core.evicted("a", 1.0)
-    assert driver.steps(1.0) == []
+    assert driver.evicted("a", 1.0) == []
     assert driver.states() == {"a": "stopped", "b": "standby", "c": "standby", "all": "stopped"}
 
 
@@ -275,12 +264,9 @@ def test_a_sleeper_that_cannot_be_stopped_spares_no_other():
     driver = short(12, *sleepers, backend("c", "2", ram=6), backend("all", "0", "1", "2"))
     for name in "ab":
         assert driver.core.adopt_standby(name, 0.0, "sleep", {}, 5)
-    driver.request("c", 1.0)
-    assert driver.steps(1.0) == ["demote a"]
-    driver.core.evict_failed("a", 2.0, "no")
-    assert driver.steps(2.0) == ["demote b"]
-    driver.core.evicted("b", 3.0)
-    assert driver.steps(3.0) == ["load c"]
+    assert driver.asked("c", 1.0) == ["demote a"]
+    assert driver.evict_failed("a", 2.0, "no") == ["demote b"]
+    assert driver.evicted("b", 3.0) == ["load c"]
 
 
 def test_a_rung_that_keeps_as_much_of_the_host_is_passed_over_when_that_is_short():
@@ -311,8 +297,7 @@ def test_who_is_often_called_stays_high_and_who_is_not_makes_way_for_it():
     assert driver.steps(9.0) == ["demote a"]
     driver.core.evicted("a", 10.0)
     assert driver.core.next_step(10.0) == Evict("b", "sleep")
-    driver.core.evicted("b", 11.0, level="sleep", host_bytes=6)
-    assert driver.steps(11.0) == ["load c"]
+    assert driver.evicted("b", 11.0, level="sleep", host_bytes=6) == ["load c"]
 
 
 def test_a_swap_waits_for_that_no_longer_than_for_a_drain():
@@ -356,7 +341,7 @@ def test_what_all_hold_never_exceeds_gpu_or_host(layout):
     most = []
     for seed in seeds(10, of=40):
         config, trace, engines = world(layout, "eager", seed)
-        audited = Audited(config, engines, None, Costs())
+        audited = Audited(config, engines, None, Costs(), answers=Counter(), batching={})
         audited.most = 0
         for name, way in itertools.product(audited._scheduler.layout.memories[""]._slots, LEVELS[:-1]):
             audited._scheduler.layout.memories[""]._footprints.learn(name, way, {}, {}, host_bytes=4)
@@ -385,25 +370,20 @@ def test_memory_that_is_the_gpus_and_the_hosts_counts_once():
     a, b = backend("a", vram=60, ram=10), backend("b", vram=45)
     driver = unified(a, b).with_resident("a")
     assert driver.core.slots["a"].ram == 70
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]  # 70 and 45 are more than 108
-    driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["load b"]
-    driver.core.loaded("b", 3.0)
+    assert driver.asked("b", 1.0) == ["evict a"]  # 70 and 45 are more than 108
+    driver.swaps("a", 2.0, "b", 3.0)
     driver.sound()
 
 
 def test_models_whose_memory_fits_stay_side_by_side_on_unified_memory():
     driver = unified(backend("a", vram=60, ram=3), backend("b", vram=45)).with_resident("a")
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["load b"]
+    assert driver.asked("b", 1.0) == ["load b"]
 
 
 def test_what_a_gpu_has_of_its_own_is_no_host_memory():
     driver = unified(backend("a", vram=150), own=96)
     assert driver.core.slots["a"].ram == 150 - 96
-    driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["load a"]
+    assert driver.asked("a", 1.0) == ["load a"]
 
 
 def test_what_is_too_large_for_the_host_is_refused_at_once_on_unified_memory():
@@ -414,8 +394,7 @@ def test_what_is_too_large_for_the_host_is_refused_at_once_on_unified_memory():
 def test_of_a_model_that_takes_the_gpu_whole_what_it_held_is_host_memory():
     driver = unified(backend("a"), backend("b")).with_resident("a")
     assert driver.core.slots["a"].ram == 0
-    driver.core.unload("a", 1.0)
-    driver.steps(1.0)
+    driver.unload("a", 1.0)
     driver.core.evicted("a", 2.0, freed={"0": 70})
     assert driver.core.slots["a"].ram == 70
     assert driver.with_resident("a", 3.0)

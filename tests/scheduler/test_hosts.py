@@ -32,8 +32,7 @@ def test_the_size_of_a_gpu_is_that_of_its_host():
         on("h", "c", vram=6),
         gpus=(Gpu("0", vram=10), Gpu("0", vram=20, host="h")),
     )
-    fleet.request("b", 0.0)
-    fleet.loaded("b", 1.0)
+    fleet.with_resident("b", 0.0, 1.0)
     fleet.request("c", 2.0)
     assert [step.backend for step in fleet.steps] == ["c"]
 
@@ -86,8 +85,6 @@ def test_a_queue_goes_elsewhere_when_its_host_is_lost():
 
 
 HERE = ("a", "b", "c", "d")
-
-
 SLOW = [Cost("", "m", "stop", 0.0, 30.0, 1, host) for host in HERE]
 
 
@@ -142,16 +139,14 @@ def test_queues_that_begin_together_go_to_different_gpus():
 
 def test_what_is_ready_on_any_host_serves_and_nothing_is_loaded_beside_it():
     fleet = Fleet(*M)
-    fleet.request("m", 0.0)
-    fleet.loaded("m0", 2.0)
+    fleet.with_resident("m0", 0.0, 2.0)
     assert fleet.request("m", 3.0).backend == "m0"
     assert fleet.steps == []
 
 
 def test_a_load_that_another_host_made_needless_is_given_up_while_it_only_drains():
     fleet = Fleet(*M, on("", "a"), drain_timeout=60.0)
-    fleet.request("a", 0.0)
-    fleet.loaded("a", 1.0)
+    fleet.with_resident("a", 0.0, 1.0)
     fleet.take(fleet.core.host_lost("h", 2.0))
     waiting = fleet.request("m", 3.0)
     assert fleet.state("a") == "draining"
@@ -184,8 +179,7 @@ def test_the_leases_of_a_lost_host_are_severed_and_its_queues_fail_if_nobody_els
 
 def test_that_a_host_is_lost_is_no_state_of_its_backends_and_its_gpus_go_to_nobody():
     fleet = Fleet(on("h", "a"), on("h", "b"), max_wait=1.0)
-    fleet.request("a", 0.0)
-    fleet.loaded("a", 1.0)
+    fleet.with_resident("a", 0.0, 1.0)
     fleet.take(fleet.core.host_lost("h", 2.0))
     fleet.request("b", 3.0)
     assert fleet.take(fleet.core.time_passed(100.0)) == []
@@ -291,8 +285,7 @@ def test_what_was_found_beside_another_and_cannot_stay_is_stopped_before_anythin
 
 def test_a_host_that_is_declared_gone_holds_nothing_and_is_still_lost():
     fleet = Fleet(on("h", "a"))
-    fleet.request("a", 0.0)
-    fleet.loaded("a", 1.0)
+    fleet.with_resident("a", 0.0, 1.0)
     assert fleet.core.host_gone("h", 1.5) is NOTHING
     fleet.take(fleet.core.host_lost("h", 2.0))
     fleet.take(fleet.core.host_gone("h", 3.0))
@@ -306,8 +299,7 @@ def test_a_host_that_is_declared_gone_holds_nothing_and_is_still_lost():
 def test_a_lost_host_keeps_what_the_configuration_has_no_longer_until_it_is_back():
     a, b = on("h", "a"), on("", "b")
     fleet = Fleet(a, b)
-    fleet.request("a", 0.0)
-    fleet.loaded("a", 1.0)
+    fleet.with_resident("a", 0.0, 1.0)
     fleet.take(fleet.core.host_lost("h", 2.0))
     fleet.take(fleet.core.reconfigured(Config(backends=(b,), policy="eager"), 3.0))
     assert [slot.name for slot in fleet.core.layout.leaving] == ["a"]
@@ -340,8 +332,7 @@ def test_one_that_goes_to_another_host_holds_its_gpus_where_it_was_until_it_has_
 def test_one_that_goes_to_another_host_ties_groups_there_only_once_it_is_there():
     apart = on("h", "b", "0"), on("h", "c", "1")
     fleet = Fleet(on("", "a"), *apart)
-    fleet.request("a", 0.0)
-    fleet.loaded("a", 1.0)
+    fleet.with_resident("a", 0.0, 1.0)
     fleet.take(
         fleet.core.reconfigured(Config(backends=(on("h", "a", "0", "1"), *apart), policy="eager"), 2.0)
     )

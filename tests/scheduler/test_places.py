@@ -82,9 +82,7 @@ def test_who_only_wants_it_loaded_takes_no_place_and_waits_for_none():
 
 def test_who_waits_for_a_place_loads_nothing_and_is_never_overdue():
     driver, _ = full(ONE, B, places=1, max_wait=5.0)
-    driver.request("a", 2.0)
-    assert driver.steps(2.0) == []
-    assert driver.until == inf
+    assert (driver.asked("a", 2.0), driver.until) == ([], inf)
     assert driver.steps(1000.0) == []
 
 
@@ -92,13 +90,10 @@ def test_a_drain_gives_free_places_to_nobody_and_a_reprieve_does():
     driver, (first, second) = full(TWO, B)
     third = driver.request("a", 2.0)
     other = driver.request("b", 3.0)
-    assert driver.steps(3.0) == []
-    assert driver.state("a") == "draining"
+    assert (driver.steps(3.0), driver.state("a")) == ([], "draining")
     driver.core.release(first, 4.0)
     assert third.backend is None
-    driver.core.give_up(other, 5.0)
-    assert driver.steps(5.0) == []
-    assert driver.state("a") == "ready"
+    assert (driver.give_up(other, 5.0), driver.state("a")) == ([], "ready")
     assert third.backend == "a"
     assert second.backend == "a"
     driver.sound()
@@ -107,15 +102,10 @@ def test_a_drain_gives_free_places_to_nobody_and_a_reprieve_does():
 def test_the_line_of_a_model_that_was_put_out_is_overdue_max_wait_after_that_not_before():
     driver, (first,) = full(ONE, B, places=1, max_wait=60.0, policy=OnlyForB())
     waiting = driver.request("a", 2.0)
-    driver.request("b", 100.0)
-    assert driver.steps(100.0) == []
-    driver.core.release(first, 110.0)
-    assert driver.steps(110.0) == ["evict a"]
-    driver.core.evicted("a", 111.0)
-    assert driver.steps(111.0) == ["load b"]
-    driver.core.loaded("b", 120.0)
-    assert driver.steps(120.0) == []
-    assert driver.until == 160.0
+    assert driver.asked("b", 100.0) == []
+    assert driver.release(first, 110.0) == ["evict a"]
+    assert driver.evicted("a", 111.0) == ["load b"]
+    assert (driver.loaded("b", 120.0), driver.until) == ([], 160.0)
     driver.core.release(driver.core.state.woken[-1], 130.0)
     assert driver.steps(160.0) == ["evict b"]
     assert waiting.backend is None
@@ -126,8 +116,7 @@ def test_the_line_of_a_model_that_died_loads_it_again():
     driver, _ = full(ONE, places=1)
     waiting = driver.request("a", 2.0)
     at = driver.core.slots["a"].loaded + SOON_SECONDS + 0.5
-    driver.core.died("a", at, "killed")
-    assert driver.steps(at) == ["load a"]
+    assert driver.died("a", at, "killed") == ["load a"]
     driver.core.loaded("a", 5.0)
     assert waiting.backend == "a"
 

@@ -42,14 +42,8 @@ def seen(*lines, now=10.0, residents=(), swapping=()):
 
 
 A_IS_UP = (Resident("a", "a", since=1.0, leases=0, last_used=8.0),)
-
-
 OLD = Queue("b", waiting=2, oldest=3.0, newest=9.5, evicts=("a",), load_seconds=12.0)
-
-
 YOUNG = Queue("c", waiting=1, oldest=9.0, newest=9.0, evicts=("a",))
-
-
 B_COMES = (Swapping("b", evicts=("z",), state="evicting", since=8.0),)
 
 
@@ -94,21 +88,12 @@ def test_debounce_holds_a_swap_until_its_line_is_quiet_or_held_long_enough(snaps
 
 # cost_aware: the five checks, in the order of llmux's v3
 LATE = Cause("waited_enough", waiting=2)
-
-
 SERVES = Cause("swap_cost")
-
-
 MORE = Cause("more_awaited")
-
-
 ENOUGH_WAITED = Cause("none_awaited", waiting=2)
-
-
 PAIR = Queue(
     "b", 2, oldest=99.0, newest=99.5, evicts=("a",), evict_seconds=1.0, load_seconds=7.0, learned=True
 )
-
 """Its swap costs 8 s, so that 4 requests are worth it."""
 
 
@@ -225,11 +210,7 @@ def test_debounce_and_cost_aware_need_not_be_asked_when_a_lease_ends(policy):
 
 # time_slice
 SLICED = Resident("a", "a", since=90.0, leases=3, last_used=99.0, reload_seconds=2.0)
-
-
 ONE = Queue("b", 1, oldest=99.0, newest=99.0, evicts=("a",))
-
-
 NOT_OVER = Cause("slice", residents=("a",))
 
 
@@ -304,8 +285,6 @@ def test_time_slice_need_not_be_asked_when_a_lease_ends_before_the_shortest_slic
 
 # adaptive. A load of 9 s there and of 3 s back; b's line grows slowly, a is asked for once a second.
 THERE = Queue("b", 1, 9.0, 9.0, ("a",), 1.0, 9.0, growth=0.2, service_seconds=2.0, max_wait=60.0)
-
-
 LOVED = Resident(
     "a",
     "a",
@@ -318,10 +297,7 @@ LOVED = Resident(
     service_seconds=4.0,
     reload_seconds=3.0,
 )
-
-
 CLOSED = replace(LOVED, since=5.0, last_used=9.0, growth=0.01, service_seconds=0.5)
-
 """The same rate, from clients that wait for their answers: its line would not grow."""
 
 
@@ -376,7 +352,6 @@ def test_adaptive_waits_for_clients_that_ask_again_after_their_answers_but_not_f
 
 
 SERVING = replace(CLOSED, since=0.0, leases=1, pause_seconds=0.5, service_seconds=2.0, growth=0.0)
-
 """It answers one client at a time, for 2 s each; the way there and back takes 1 + 9 + 3 s."""
 
 

@@ -29,11 +29,7 @@ from tests.seeds import seeds
 
 
 MANY = tuple(Queue(f"m{n}", 1 + n % 5, n / 10, n / 10 + n % 7, ("a",) if n % 3 else ()) for n in range(1000))
-
-
 BUSY = replace(LOVED, leases=10**6, last_used=10.0)
-
-
 ODD = {
     "nobody": seen(),
     "nobody waits": seen(residents=A_IS_UP),

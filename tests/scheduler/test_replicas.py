@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient
 from tests.running import serving
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "bin" / "demo-engine"
-
 ASK = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 STREAM = b'{"model":"m","stream":true}'
 LONG = json.dumps({"model": "m", "messages": [{"role": "user", "content": "so it goes " * 2000}]}).encode()
@@ -68,11 +68,8 @@ def test_an_answer_and_the_log_say_which_replica_it_was_and_why(rig: Rig) -> Non
 
 
 def test_a_model_with_one_backend_says_nothing_of_routing() -> None:
-    rig = Rig()
-    try:
+    with closing(Rig()) as rig:
         assert answered(ask(rig, b'{"model":"a"}'), rig.engine.next()) == b""
-    finally:
-        rig.close()
 
 
 def explained(rig: Rig, body: bytes = ASK) -> dict[str, Any]:
@@ -115,22 +112,16 @@ def test_a_replica_that_is_not_resident_is_ruled_out_by_its_state(rig: Rig) -> N
 def test_numbers_that_nobody_knows_are_null() -> None:
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
     policy = {"selector": {"metric": {"by": ["predicted_ttft"]}}}
-    rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
-    try:
+    with closing(Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})) as rig:
         rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.other.url})
         assert explained(rig)["stages"]["neutral"][0]["metrics"] == {"predicted_ttft": None}
-    finally:
-        rig.close()
 
 
 def test_a_model_with_one_backend_has_nothing_to_explain() -> None:
-    rig = Rig()
-    try:
+    with closing(Rig()) as rig:
         assert explained(rig, b'{"model":"a"}')["stages"] == {}
         assert explained(rig, b'{"model":"a"}')["model"] == "a"
         assert json.loads(ask_explained(rig, b'{"model":"x"}').body)["error"]["code"] == "model_not_found"
-    finally:
-        rig.close()
 
 
 def test_why_explains_the_choice_for_a_request_of_that_length(rig: Rig) -> None:
@@ -145,8 +136,7 @@ def test_why_says_so_when_the_policy_would_let_no_replica_take_it() -> None:
         "filters": [{"metric": {"metric": "prefix_miss_tokens", "threshold": 1000, "in_fallback": True}}],
         "selector": "round_robin",
     }
-    rig = fleet("small", routing_policies={"small": small})
-    try:
+    with closing(fleet("small", routing_policies={"small": small})) as rig:
         verdicts = {
             tokens: json.loads(rig.client().get(b"/why?model=m&tokens=%d" % tokens).body)["sentence"]
             for tokens in (999, 1000)
@@ -154,8 +144,6 @@ def test_why_says_so_when_the_policy_would_let_no_replica_take_it() -> None:
         assert verdicts[999].startswith("A request for m is served at once: ")
         refusal = "A request for m is refused: the routing policy lets none of its replicas take it."
         assert verdicts[1000] == refusal
-    finally:
-        rig.close()
 
 
 def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +161,7 @@ def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFix
 
 
 def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
-    rig = fleet("num_requests", routing_mode="full")
-    try:
+    with closing(fleet("num_requests", routing_mode="full")) as rig:
         rig.mux.tell(rig.mux.scheduler.observed, "a", EngineLoad(running=3, waiting=1, usage=0.5))
         a, b = explained(rig)["stages"]["neutral"]
         assert b["engine"]["running"] is None
@@ -188,8 +175,6 @@ def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.Captu
         assert head.endswith("ITS ENGINE")
         assert re.search(r"3 run, 1 wait, cache 50.0% full, \S+ s ago$", lines[0])
         assert re.search(r"nothing for \S+ s$", lines[1])
-    finally:
-        rig.close()
 
 
 def test_without_the_mode_full_nothing_is_told_of_engines(rig: Rig) -> None:
@@ -214,15 +199,12 @@ def test_a_conversation_returns_to_the_replica_that_knows_it(rig: Rig) -> None:
 
 
 def test_a_session_named_in_a_header_stays() -> None:
-    rig = fleet("sticky")
-    try:
+    with closing(fleet("sticky")) as rig:
         held, waiting = ask(rig, extra=b"X-Session-ID: s\r\n"), rig.engine.next()
         again = ask(rig, extra=b"X-Session-ID: s\r\n")
         assert b"its session's replica" in answered(again, rig.engine.next())
         answered(ask(rig), rig.other.next())
         answered(held, waiting)
-    finally:
-        rig.close()
 
 
 def said(cached: int | None) -> bytes:
@@ -380,8 +362,7 @@ def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig: Rig
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
 def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes) -> None:
-    rig = fleet("load_balance", routing_mode="full")
-    try:
+    with closing(fleet("load_balance", routing_mode="full")) as rig:
         client = ask(rig, body)
         asked = rig.engine.next()
         rig.mux.tell(rig.mux.scheduler.silent, "a")
@@ -390,8 +371,6 @@ def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes
         rig.other.next().send(JSON_OK)
         assert asked.was_left()
         assert (client.read().header(b"x-anvil-backend") or b"").startswith(b"b; load_balance: ")
-    finally:
-        rig.close()
 
 
 def test_a_request_under_which_two_replicas_end_is_refused_and_the_next_one_is_served(rig: Rig) -> None:
@@ -415,15 +394,12 @@ def test_a_replica_that_fails_takes_those_on_its_node_out_with_it() -> None:
         Backend("b", "m", ("1",), node="two", failure_domain="left"),
         Backend("c", "m", ("2",), node="one", preload=True),
     )
-    rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
-    try:
+    with closing(Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})) as rig:
         rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.other.url})
         rig.events.wait("stuck")  # nobody knows how to load c
         for _ in range(2):
             told = answered(ask(rig), rig.other.next())
             assert told == b"b; one: its turn; not a (failover), c (schedulability)"
-    finally:
-        rig.close()
 
 
 def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
@@ -432,8 +408,7 @@ def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
         "selector": "round_robin",
     }
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
-    rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
-    try:
+    with closing(Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})) as rig:
         rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.other.url})
         clients, asked = [], []
         for engine in (rig.engine, rig.other):
@@ -443,8 +418,6 @@ def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
         assert refused.status == 503
         assert b"overloaded" in refused.body
         assert [answered(*pair)[:1] for pair in zip(clients, asked, strict=True)] == [b"a", b"b"]
-    finally:
-        rig.close()
 
 
 # A real anvil-mux before three demo engines

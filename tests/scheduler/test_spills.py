@@ -23,8 +23,7 @@ def busy(*more, requests=3, **settings):
 
 def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_load():
     driver, _ = busy()
-    assert driver.steps(0.0) == []
-    assert driver.until == 5.0  # two wait behind the first
+    assert (driver.steps(0.0), driver.until) == ([], 5.0)  # two wait behind the first
     assert driver.steps(5.0) == ["load r1"]
     assert driver.log[-1].cause == Cause("replicas_busy", waiting=2)
     driver.core.loaded("r1", 15.0)
@@ -35,8 +34,7 @@ def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_l
 
 def test_a_request_that_waits_behind_nobody_loads_no_other_replica():
     driver, _ = busy(requests=1)
-    assert driver.steps(0.0) == []
-    assert driver.until == inf
+    assert (driver.steps(0.0), driver.until) == ([], inf)
     assert driver.steps(1000.0) == []
 
 
@@ -45,8 +43,7 @@ def test_requests_that_are_answered_do_not_wait():
     for ticket in held[:2]:
         driver.core.in_flight("m").first_byte(ticket)
     assert driver.steps(100.0) == []
-    driver.core.release(held[0], 100.0)
-    assert driver.steps(100.0) == []
+    assert driver.release(held[0], 100.0) == []
 
 
 def test_no_backend_with_requests_is_put_out_for_another_replica():
@@ -54,8 +51,7 @@ def test_no_backend_with_requests_is_put_out_for_another_replica():
     driver.core.adopt("b", 0.0)
     other = driver.request("b", 0.0)
     assert driver.steps(1000.0) == []
-    driver.core.release(other, 1000.0)
-    assert driver.steps(1000.0) == ["evict b"]
+    assert driver.release(other, 1000.0) == ["evict b"]
     driver.core.evicted("b", 1001.0)
     for ticket in held:
         driver.core.release(ticket, 1001.0)
@@ -72,8 +68,7 @@ def test_another_replica_is_not_loaded_once_nobody_waits_and_only_memory_was_mad
     assert driver.steps(5.0) == ["demote s"]
     for ticket in others:
         driver.core.release(ticket, 5.5)
-    driver.core.evicted("s", 6.0)
-    assert driver.steps(6.0) == []
+    assert driver.evicted("s", 6.0) == []
     driver.sound()
 
 
@@ -131,10 +126,8 @@ def test_a_pinned_model_is_not_put_out_for_another_replica():
 
 def test_a_line_goes_before_another_replica():
     driver, _ = busy(backend("b", "1"))
-    driver.request("b", 1000.0)
-    assert driver.steps(1000.0) == ["load b"]
-    driver.core.loaded("b", 1010.0)
-    assert driver.steps(1010.0) == []
+    assert driver.asked("b", 1000.0) == ["load b"]
+    assert driver.loaded("b", 1010.0) == []
 
 
 def test_a_policy_may_ask_for_another_replica_itself():

@@ -55,12 +55,9 @@ P, D = (backend(kind, gpu, model="m", infer_type=kind) for kind, gpu in (("prefi
 def staged(*others):
     """Both stages are resident at 2.0: the first request has brought the second one too."""
     driver = Driver(P, D, *others)
-    driver.request("m", 0.0, takes_lease=False)
-    assert driver.steps(0.0) == ["load prefill"]
-    driver.core.loaded("prefill", 1.0)
-    assert driver.steps(1.0) == ["load decode"]
-    driver.core.loaded("decode", 2.0)
-    assert driver.steps(2.0) == []
+    assert driver.asked("m", 0.0, takes_lease=False) == ["load prefill"]
+    assert driver.loaded("prefill", 1.0) == ["load decode"]
+    assert driver.loaded("decode", 2.0) == []
     return driver
 
 
@@ -69,8 +66,7 @@ def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
     answered = Ticket(8, "m", 2.5, prefill=Ticket(7, "m", 2.5))
     driver.core.request(answered, 2.5)
     driver.core.release(answered.prefill, 2.5)
-    driver.core.died("prefill", 3.0, "killed")
-    assert driver.steps(3.0) == []
+    assert driver.died("prefill", 3.0, "killed") == []
     assert driver.core.request(Ticket(9, "m", 4.0), 4.0)  # the next step is to be asked for
     assert driver.steps(4.0) == ["load prefill"]
     assert driver.log[-1].cause == Cause("missing_stage")
@@ -80,13 +76,9 @@ def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
 
 def test_who_has_had_work_stays_when_a_stage_could_have_its_place():
     driver = staged(B)
-    driver.request("b", 3.0)
-    assert driver.steps(3.0) == ["evict prefill"]
-    driver.core.evicted("prefill", 3.0)
-    assert driver.steps(3.0) == ["load b"]
-    driver.core.loaded("b", 4.0)
-    driver.request("m", 5.0)
-    assert driver.steps(5.0) == []
+    assert driver.asked("b", 3.0) == ["evict prefill"]
+    driver.swaps("prefill", 3.0, "b", 4.0)
+    assert driver.asked("m", 5.0) == []
     assert driver.states() == {"prefill": "stopped", "decode": "ready", "b": "ready"}
     driver.sound()
 
@@ -94,14 +86,11 @@ def test_who_has_had_work_stays_when_a_stage_could_have_its_place():
 def test_a_stage_that_could_not_be_loaded_cools_down():
     driver = staged()
     driver.core.died("prefill", 3.0, "killed")
-    driver.request("m", 4.0)
-    assert driver.steps(4.0) == []
-    driver.request("m", 8.0)
-    assert driver.steps(8.0) == ["load prefill"]
+    assert driver.asked("m", 4.0) == []
+    assert driver.asked("m", 8.0) == ["load prefill"]
     driver.core.load_failed("prefill", 9.0, LoadError("no"))
     for at, steps in ((10.0, []), (18.0, []), (19.0, ["load prefill"])):
-        driver.request("m", at)
-        assert driver.steps(at) == steps
+        assert driver.asked("m", at) == steps
 
 
 # Backends that take either stage
@@ -115,7 +104,6 @@ SPEED = Profile(
         (8, ((0.0, 80.0), (8192.0, 80.0))),
     ),
 )
-
 """Four answers at once keep slo_adaptive's 42.5 ms, a fifth does not."""
 
 

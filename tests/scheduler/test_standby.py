@@ -54,8 +54,7 @@ def sleeper(*levels, after=10.0, others=()):
 
 def test_a_sleeper_is_demoted_when_its_time_on_the_rung_is_over():
     driver = sleeper("sleep")
-    assert driver.steps(1.0) == []
-    assert driver.until == 11.0
+    assert (driver.steps(1.0), driver.until) == ([], 11.0)
     assert driver.core.next_step(11.0) == Demote("a", "sleep", "stop")
     assert driver.state("a") == "demoting"
     driver.core.evicted("a", 12.0)
@@ -83,8 +82,7 @@ def test_a_sleeper_is_woken_for_a_deeper_sleep_while_its_gpu_is_free():
 
 def test_it_is_stopped_instead_while_another_has_its_gpu():
     driver = sleeper("sleep", "sleep-2", others=(backend("b"),))
-    driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["load b"]
+    assert driver.asked("b", 2.0) == ["load b"]
     driver.core.loaded("b", 3.0)
     assert driver.core.next_step(11.0) == Demote("a", "sleep", "stop")
 
@@ -95,15 +93,13 @@ def test_who_is_asked_for_on_the_way_down_stays_up():
     ticket = driver.request("a", 11.5)
     driver.core.loaded("a", 12.0, "sleep")
     assert ticket.backend == "a"
-    driver.core.release(ticket, 13.0)
-    assert driver.steps(13.0) == []
+    assert driver.release(ticket, 13.0) == []
     assert asleep(driver, "a", 20.0).core.slots["a"].level == "sleep"
 
 
 def test_who_is_waited_for_is_not_demoted():
     driver = sleeper("sleep", others=(backend("b"),))
-    driver.request("b", 2.0)
-    driver.steps(2.0)
+    driver.asked("b", 2.0)
     driver.request("a", 10.5)
     assert driver.steps(11.0) == []
 
@@ -119,16 +115,13 @@ def test_who_cannot_be_demoted_stays_standby_and_is_stopped_later():
 
 def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
     driver = sharing()
-    driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["demote a"]
+    assert driver.asked("c", 2.0) == ["demote a"]
     driver.core.evict_failed("a", 3.0, "no answer")
     assert isinstance(driver.request("c", 4.0).error, Stuck)
-    assert driver.steps(4.0) == []
-    assert driver.until == 8.0
+    assert (driver.steps(4.0), driver.until) == ([], 8.0)
     assert driver.steps(8.0) == ["demote a"]
     driver.core.evicted("a", 9.0)
-    driver.request("c", 9.0)
-    assert driver.steps(9.0) == ["load c"]
+    assert driver.asked("c", 9.0) == ["load c"]
 
 
 def unstoppable(*others, **settings):
@@ -153,9 +146,7 @@ def test_a_load_for_which_several_that_could_not_be_stopped_leave_no_room_fails_
     assert driver.steps(7.0) == ["demote a"]
     again = driver.request("c", 7.5)
     assert not again.settled, "there will be room once it has been stopped"
-    driver.core.evicted("a", 7.75)
-    assert driver.steps(7.75) == ["load c"]
-    driver.core.loaded("c", 9.0)
+    driver.swaps("a", 7.75, "c", 9.0)
     driver.sound()
 
 
@@ -166,10 +157,8 @@ def test_nobody_waits_behind_a_queue_for_which_several_that_could_not_be_stopped
     for name in "ab":
         driver.request(name, 5.0, takes_lease=False)
     assert driver.steps(6.0) == ["load a"]
-    driver.core.loaded("a", 7.0)
-    assert driver.steps(7.0) == ["load b"]
-    driver.core.loaded("b", 8.0)
-    assert driver.steps(8.0) == []
+    assert driver.loaded("a", 7.0) == ["load b"]
+    assert driver.loaded("b", 8.0) == []
     driver.request("c", 9.0)
     assert driver.steps(10.0) == ["evict a", "evict b"], "what runs again can be evicted again"
 
@@ -183,8 +172,7 @@ def test_a_load_for_which_the_pinned_and_one_that_could_not_be_stopped_leave_no_
     driver.core.evict_failed("a", 2.0, "no")
     assert isinstance(waiting.error, Stuck)
     driver.core.pin("p", 3.0, False)
-    driver.request("c", 3.0)
-    assert driver.steps(3.0) == ["evict p"]
+    assert driver.asked("c", 3.0) == ["evict p"]
 
 
 def test_a_load_for_which_others_and_one_that_could_not_be_stopped_leave_no_room_fails_once_it_is_overdue():
@@ -230,12 +218,10 @@ def test_a_sleeper_is_put_out_by_hand_only_when_none_of_its_replicas_serves():
     driver = Driver(one, other)
     for name in "ab":
         assert driver.core.adopt(name, 0.0)
-    driver.core.unanswering("a", 1.0)
-    driver.steps(1.0)
+    driver.unanswering("a", 1.0)
     driver.core.evicted("a", 2.0, level="sleep")
     for expected in ("evict b", "demote a"):
-        driver.core.unload("m", 3.0)
-        assert driver.steps(3.0) == [expected]
+        assert driver.unload("m", 3.0) == [expected]
         if expected == "evict b":
             driver.core.evicted("b", 3.0)
 
@@ -253,12 +239,9 @@ def sharing():
 def test_a_victim_that_keeps_more_than_the_target_leaves_room_for_is_put_down_as_well():
     a, b = backend("a", vram=6, evict_to=("sleep",)), backend("b", vram=9)
     driver = Driver(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
-    driver.core.evicted("a", 2.0, {"0": 3}, "sleep")
-    assert driver.steps(2.0) == ["demote a"]
-    driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["load b"]
+    assert driver.asked("b", 1.0) == ["evict a"]
+    assert driver.evicted("a", 2.0, {"0": 3}, "sleep") == ["demote a"]
+    assert driver.evicted("a", 3.0) == ["load b"]
 
 
 def test_nobody_else_goes_for_a_target_that_nobody_waits_for_any_more():
@@ -308,15 +291,13 @@ def test_a_victim_that_is_not_needed_any_more_stays():
         driver.with_resident(name)
     held = {name: driver.request(name, 1.0) for name in "ab"}
     driver.core.slots["d"].last_used = 2.0
-    driver.request("c", 3.0)
-    driver.steps(3.0)
+    driver.asked("c", 3.0)
     draining = [name for name, state in driver.states().items() if state == "draining"]
     assert len(draining) == 1, "the idle one is stopped at once"
     stopping = next(name for name, state in driver.states().items() if state == "evicting")
     driver.core.evicted(stopping, 4.0)
     other = next(name for name in "abd" if name not in (*draining, stopping))
-    driver.core.died(other, 5.0, "killed")
-    assert driver.steps(5.0) == ["load c"]
+    assert driver.died(other, 5.0, "killed") == ["load c"]
     assert driver.state(draining[0]) == "ready"
     for ticket in held.values():
         driver.core.release(ticket, 6.0)
@@ -325,13 +306,10 @@ def test_a_victim_that_is_not_needed_any_more_stays():
 def test_who_is_to_be_measured_has_its_gpu_to_itself_until_it_has_left_it_once():
     a, b = backend("a", vram_measured=True), backend("b", vram=4)
     driver = Driver(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
-    driver.core.evicted("a", 2.0, freed={"0": 6})
-    assert driver.steps(2.0) == ["load b"]
+    assert driver.asked("b", 1.0) == ["evict a"]
+    assert driver.evicted("a", 2.0, freed={"0": 6}) == ["load b"]
     driver.core.loaded("b", 3.0)
-    driver.request("a", 4.0)
-    assert driver.steps(4.0) == ["load a"], "6 and 4 fit on 10"
+    assert driver.asked("a", 4.0) == ["load a"], "6 and 4 fit on 10"
 
 
 def test_who_waits_until_it_is_stopped_is_refused_then_if_one_that_could_not_be_stopped_is_in_the_way():
@@ -350,18 +328,15 @@ def test_who_waits_until_it_is_stopped_is_refused_then_if_one_that_could_not_be_
 
 def beside_a_stuck_one(driver, at):
     """``a``, which shares the GPU with ``b``, could not be stopped."""
-    driver.core.unload("a", at)
-    assert driver.steps(at) == ["evict a"]
+    assert driver.unload("a", at) == ["evict a"]
     driver.core.evict_failed("a", at, "no")
 
 
 def test_who_waits_until_its_load_is_cancelled_is_refused_then_if_another_is_stuck():
     driver = Driver(*(backend(name, vram=4) for name in "ab"), gpus=TEN).with_resident("a")
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["load b"]
+    assert driver.asked("b", 1.0) == ["load b"]
     beside_a_stuck_one(driver, 2.0)
-    driver.core.unload("b", 3.0)
-    assert driver.steps(3.0) == ["cancel b"]
+    assert driver.unload("b", 3.0) == ["cancel b"]
     waiting = driver.request("b", 4.0)
     assert not waiting.settled
     driver.core.load_cancelled("b", 5.0)
@@ -386,12 +361,10 @@ def test_who_is_found_to_need_more_than_one_that_could_not_be_stopped_leaves_is_
     a, b = backend("a", vram=4, evict_to=("sleep",)), backend("b", vram_measured=True)
     driver = Driver(a, b, backend("c", vram=4), gpus=TEN)
     assert driver.core.adopt_standby("a", 0.0, "sleep", {"0": 3}, 0)
-    driver.core.unload("a", 0.0)
-    assert driver.steps(0.0) == ["demote a"]
+    assert driver.unload("a", 0.0) == ["demote a"]
     driver.core.evict_failed("a", 1.0, "no")
     driver.with_resident("b", 1.0)
-    driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["evict b"]
+    assert driver.asked("c", 2.0) == ["evict b"]
     waiting = driver.request("b", 2.5)
     driver.core.evicted("b", 3.0, freed={"0": 8})
     assert isinstance(waiting.error, Stuck)

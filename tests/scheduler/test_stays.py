@@ -42,8 +42,7 @@ def test_a_ttl_of_zero_puts_a_model_out_after_its_last_answer():
     assert driver.steps(1.0) == ["load a"]
     driver.core.loaded("a", 4.0)
     assert (driver.steps(4.0), first.backend) == ([], "a")
-    driver.core.release(first, 5.0)
-    assert driver.steps(5.0) == ["evict a"]
+    assert driver.release(first, 5.0) == ["evict a"]
 
 
 @pytest.mark.parametrize(("ttl", "keep_alive"), [(None, 5.0), (10.0, 5.0), (10.0, 20.0)])
@@ -56,8 +55,7 @@ def test_keep_alive_takes_the_place_of_the_ttl_until_the_next_load(ttl, keep_ali
     assert driver.steps(2.0 + keep_alive) == ["evict a"]
     assert driver.log[-1].cause == Cause("idle", seconds=keep_alive)
     driver.core.evicted("a", 30.0)
-    driver.request("a", 30.0)
-    assert driver.steps(30.0) == ["load a"]
+    assert driver.asked("a", 30.0) == ["load a"]
     driver.core.loaded("a", 31.0)
     assert (slot.ttl, slot in driver.core.state.idlers) == (ttl, ttl is not None)
     driver.sound()
@@ -69,16 +67,14 @@ def test_a_model_that_is_kept_for_ever_goes_for_another():
     driver.core.state.keep_alive(driver.core.slots["a"], inf)
     driver.core.release(lease, 2.0)
     assert (driver.steps(1000.0), driver.until) == ([], inf)
-    driver.request("b", 1000.0)
-    assert driver.steps(1000.0) == ["evict a"]
+    assert driver.asked("b", 1000.0) == ["evict a"]
 
 
 def test_a_swap_that_is_held_back_does_not_hide_that_a_model_is_kept_for_a_time_only():
     driver = Driver(A, B, policy=Never(), max_wait=60.0)
     assert driver.core.adopt("a", 0.0)
     lease = driver.request("a", 1.0)
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == []
+    assert driver.asked("b", 1.0) == []
     driver.core.state.keep_alive(driver.core.slots["a"], 5.0)
     assert driver.core.release(lease, 3.0)
     assert (driver.steps(3.0), driver.until) == ([], 8.0)
@@ -92,8 +88,7 @@ def test_when_the_ttl_of_the_resident_ends_the_line_that_the_policy_holds_back_h
     assert (driver.steps(5.0), driver.until) == ([], 10.0)
     assert driver.steps(10.0) == ["evict a"]
     assert driver.steps(10.0) == []  # the GPU is not free yet
-    driver.core.evicted("a", 11.0)
-    assert driver.steps(11.0) == ["load b"]
+    assert driver.evicted("a", 11.0) == ["load b"]
     assert driver.log[-1].cause == Cause("room_free", waiting=1)
     driver.core.loaded("b", 12.0)
     assert waiting.backend == "b"
@@ -108,8 +103,7 @@ def test_a_request_during_the_stop_of_a_model_loads_it_again(by_hand, at):
     assert driver.steps(at) == ["evict a"]
     again = driver.request("a", at + 0.5)
     assert (driver.steps(at + 0.5), again.settled) == ([], False)
-    driver.core.evicted("a", at + 1.0)
-    assert driver.steps(at + 1.0) == ["load a"]
+    assert driver.evicted("a", at + 1.0) == ["load a"]
     driver.core.loaded("a", at + 2.0)
     assert again.backend == "a"
     driver.sound()
@@ -127,8 +121,7 @@ def test_the_ttl_of_a_model_that_ran_before_counts_from_its_adoption():
 
 def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_told_why():
     driver = Driver(backend("a", min_residency=20.0), B)
-    driver.request("a", 0.0, takes_lease=False)
-    driver.steps(0.0)
+    driver.asked("a", 0.0, takes_lease=False)
     driver.core.loaded("a", 3.0)  # counted from here
     driver.request("b", 5.0)
     assert (driver.steps(5.0), driver.until) == ([], 23.0)
@@ -156,8 +149,7 @@ def test_an_overdue_line_breaks_a_min_residency():
 def test_another_goes_in_place_of_one_that_may_stay():
     backends = backend("a", vram=5, min_residency=20.0), backend("b", vram=5), backend("c", vram=5)
     driver = Driver(*backends, gpus=TEN).with_resident("a").with_resident("b", 1.0)
-    driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["evict b"]  # although a was used longer ago
+    assert driver.asked("c", 2.0) == ["evict b"]  # although a was used longer ago
 
 
 def test_a_min_residency_neither_forbids_an_unload_nor_outlasts_a_ttl():
@@ -176,8 +168,7 @@ def test_the_stay_that_is_told_is_that_of_who_is_in_the_way():
     assert driver.steps(0.0) == ["load a", "load c"]
     for name in "ac":
         driver.core.loaded(name, 0.0)
-    driver.request("b", 2.0)
-    assert driver.steps(2.0) == driver.steps(3.0) == []
+    assert driver.asked("b", 2.0) == driver.steps(3.0) == []
     (deferred,) = (event for event in driver.log if event.kind == "deferred")
     assert (deferred.seconds, deferred.cause) == (27.0, Cause("min_residency", residents=("a",)))
 
@@ -186,8 +177,7 @@ def test_a_model_that_ran_before_counts_as_resident_for_long():
     watched = Watched()
     driver = Driver(backend("a", min_residency=100.0), B, policy=watched)
     driver.core.adopt("a", 50.0)
-    driver.request("b", 51.0)
-    assert driver.steps(51.0) == ["evict a"]
+    assert driver.asked("b", 51.0) == ["evict a"]
     assert [(r.model, r.since, r.last_used) for r in watched.seen[0].residents] == [("a", -inf, 50.0)]
 
 
@@ -218,8 +208,7 @@ def test_the_end_of_a_lease_asks_the_policy_unless_its_answer_holds_for_those_le
     driver = Driver(A, B, policy=Holds(leases))
     driver.core.adopt("a", 0.0)
     held = [driver.request("a", 1.0) for _ in range(4)]
-    driver.request("b", 2.0)
-    driver.steps(2.0)
+    driver.asked("b", 2.0)
     assert [driver.core.release(ticket, 3.0) for ticket in held] == asked
 
 
@@ -228,6 +217,5 @@ def test_the_end_of_a_lease_asks_the_policy_anyway_where_it_may_change_who_would
     driver.core.adopt("a", 0.0)
     driver.core.adopt("b", 0.0)
     held = [driver.request("a", 1.0) for _ in range(2)]
-    driver.request("c", 2.0)
-    driver.steps(2.0)
+    driver.asked("c", 2.0)
     assert [driver.core.release(ticket, 3.0) for ticket in held] == [True, True]

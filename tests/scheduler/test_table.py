@@ -25,11 +25,8 @@ def test_what_a_swap_cost_is_its_eviction_and_its_load_without_the_drain_and_wha
     driver.request("b", 1.0)
     for moment in (1.0, 3.0):  # deferred, then a drains
         assert driver.steps(moment) == []
-    driver.core.release(lease, 9.0)
-    assert driver.steps(9.0) == ["evict a"]
-    driver.core.evicted("a", 11.0)
-    assert driver.steps(11.0) == ["load b"]
-    driver.core.loaded("b", 17.0)
+    assert driver.release(lease, 9.0) == ["evict a"]
+    driver.swaps("a", 11.0, "b", 17.0)
     assert learned(driver) == {("", "a"): (0.0, 0.0, 1), ("a", "b"): (2.0, 6.0, 1)}
 
 
@@ -37,25 +34,18 @@ def test_each_of_several_victims_goes_once_it_is_idle_and_their_eviction_counts_
     small = [backend(name, vram=5) for name in "ab"]
     driver = Driver(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
     lease = driver.request("b", 1.0)
-    driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["evict a"]
+    assert driver.asked("c", 2.0) == ["evict a"]
     assert driver.state("b") == "draining"
-    driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == []
-    driver.core.release(lease, 5.0)
-    assert driver.steps(5.0) == ["evict b"]
-    driver.core.evicted("b", 6.5)
-    assert driver.steps(6.5) == ["load c"]
-    driver.core.loaded("c", 10.5)
+    assert driver.evicted("a", 3.0) == []
+    assert driver.release(lease, 5.0) == ["evict b"]
+    driver.swaps("b", 6.5, "c", 10.5)
     assert learned(driver)["a+b", "c"] == (1.5, 4.0, 1)
 
 
 def test_a_swap_that_failed_teaches_nothing():
     driver = Driver(A, B).with_resident("a")
-    driver.request("b", 1.0)
-    driver.steps(1.0)
-    driver.core.evicted("a", 2.0)
-    driver.steps(2.0)
+    driver.asked("b", 1.0)
+    driver.evicted("a", 2.0)
     driver.core.load_failed("b", 3.0, LoadError("no"))
     assert set(learned(driver)) == {("", "a")}
     driver.core.adopt("a", 4.0)
@@ -71,8 +61,7 @@ def test_a_line_is_seen_with_what_its_own_swap_would_cost_first_as_an_estimate_a
         for step in driver.steps(moment):
             if step.startswith("evict"):
                 moment += 2.0
-                driver.core.evicted(step.removeprefix("evict "), moment)
-                assert driver.steps(moment) == [f"load {name}"]
+                assert driver.evicted(step.removeprefix("evict "), moment) == [f"load {name}"]
         (line,) = watched.lines()
         seen.append((line.evicts, line.evict_seconds, line.load_seconds, line.learned))
         moment += load
@@ -120,10 +109,8 @@ def test_a_line_that_was_admitted_says_how_fast_the_next_one_will_grow():
     watched = Watched()
     driver = Driver(A, B, policy=watched).with_resident("a")
     for moment in (1.0, 1.5, 2.0, 2.5):
-        driver.request("b", moment)
-        driver.steps(moment)
-    driver.core.evicted("a", 3.0)
-    driver.steps(3.0)
+        driver.asked("b", moment)
+    driver.evicted("a", 3.0)
     driver.core.loaded("b", 6.0)
     b = Demand()
     for moment in (1.0, 1.5, 2.0, 2.5):
@@ -166,22 +153,18 @@ def reached(state):
         return Driver(one, B)
     if state in ("loading", "cancelling"):
         driver = Driver(one, B)
-        driver.request("a", 0.0)
-        driver.steps(0.0)
+        driver.asked("a", 0.0)
         if state == "cancelling":
-            driver.core.unload("a", 0.0)
-            driver.steps(0.0)
+            driver.unload("a", 0.0)
         return driver
     driver = Driver(one, B).with_resident("a")
     if state == "ready":
         return driver
     if state == "draining":
         driver.request("a", 0.0)
-        driver.request("b", 0.0)
-        driver.steps(0.0)
+        driver.asked("b", 0.0)
         return driver
-    driver.core.unload("a", 0.0)
-    driver.steps(0.0)
+    driver.unload("a", 0.0)
     if state in ("standby", "demoting"):
         driver.core.evicted("a", 0.0, {"0": 0}, "sleep")
         assert state == "standby" or driver.steps(1.5) == ["demote a"]
@@ -253,8 +236,7 @@ def evicted(way):
     driver = Driver(backend("a", evict_to=("sleep",)), B).with_resident("a")
     driver.request("b", 1.0)
     assert driver.core.next_step(1.0) == Evict("a", "sleep")
-    driver.core.evicted("a", 2.0, {"0": 0}, way)
-    assert driver.steps(2.0) == ["load b"]
+    assert driver.evicted("a", 2.0, {"0": 0}, way) == ["load b"]
     driver.core.loaded("b", 3.0)
     driver.core.release(next(iter(driver.core.slots["b"].holders)), 3.0)
     return driver
@@ -264,8 +246,7 @@ def evicted(way):
 def test_a_backend_is_brought_back_by_the_way_it_really_went(way, state):
     driver = evicted(way)
     assert driver.state("a") == state
-    driver.request("a", 4.0)
-    assert driver.steps(4.0) == ["evict b"]
+    assert driver.asked("a", 4.0) == ["evict b"]
     driver.core.evicted("b", 5.0)
     assert driver.core.next_step(5.0) == Load("a", way)
 
@@ -274,8 +255,7 @@ def test_who_rested_before_we_came_is_brought_back_by_the_way_it_rests():
     driver = Driver(backend("a", evict_to=("sleep",)), B)
     assert driver.core.adopt("b", 0.0)
     assert driver.core.adopt_standby("a", 0.0, "sleep-2", {"0": 5})
-    driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["evict b"]
+    assert driver.asked("a", 1.0) == ["evict b"]
     driver.core.evicted("b", 2.0)
     assert driver.core.next_step(2.0) == Load("a", "sleep-2")
 
@@ -292,16 +272,14 @@ def test_a_sleeper_whose_remains_do_not_fit_beside_those_who_run_is_not_taken_ov
 def test_who_died_while_standby_is_started_from_nothing():
     driver = evicted("sleep")
     driver.core.died("a", 3.5, "killed")
-    driver.request("a", 4.0)
-    driver.steps(4.0)
+    driver.asked("a", 4.0)
     driver.core.evicted("b", 5.0)
     assert driver.core.next_step(5.0) == Load("a", "stop")
 
 
 def test_who_could_not_be_put_out_is_stopped_and_not_asked_to_sleep_again():
     driver = Driver(backend("a", evict_to=("sleep",)), B).with_resident("a")
-    driver.request("b", 1.0)
-    driver.steps(1.0)
+    driver.asked("b", 1.0)
     driver.core.evict_failed("a", 2.0, "does not stop")
     assert driver.core.next_step(10.0) == Evict("a", "stop")
 
@@ -311,8 +289,7 @@ def test_a_swap_is_learned_under_the_way_that_really_brought_the_model_back(how)
     costs = Costs()
     driver = Driver(backend("a", evict_to=("sleep",)), B)
     driver.core.state.costs = costs
-    driver.request("a", 0.0)
-    driver.steps(0.0)
+    driver.asked("a", 0.0)
     driver.core.loaded("a", 7.0, how)
     assert [(cost.target, cost.way, cost.load_seconds) for cost in costs] == [("a", how, 7.0)]
 

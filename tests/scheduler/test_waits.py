@@ -88,23 +88,20 @@ def test_a_request_joins_the_swap_that_is_under_way() -> None:
     driver = Driver(A, B)
     driver.core.adopt("a", 0.0)
     running = driver.request("a", 1.0)
-    driver.request("b", 2.0)
-    driver.steps(2.0)
+    driver.asked("b", 2.0)
     found = ask(driver, "b", 12.0)
     assert found.sentence == (
         "A request for b waits at most 31 s: it waits for a to make room; 1 request still runs "
         "there, for at most 20 s (request #1 of a has run for 11 s)."
     )
-    driver.core.release(running, 13.0)
-    assert driver.steps(13.0) == ["evict a"]
+    assert driver.release(running, 13.0) == ["evict a"]
     assert ask(driver, "b", 13.0).because == "it waits for a to be evicted, then it is loaded."
 
 
 def test_a_load_under_way_says_how_much_is_left_of_it() -> None:
     driver = Driver(A, B)
     driver.costs.learn("", "a", "stop", 0.0, 20.0)
-    driver.request("a", 0.0)
-    driver.steps(0.0)
+    driver.asked("a", 0.0)
     found = ask(driver, "a", 8.0)
     because = "it has been loading for 8.0 s (40%, 12 s left); loads have taken 20 s."
     assert (found.seconds, found.because) == (12.0, because)
@@ -115,8 +112,7 @@ def test_a_load_under_way_says_how_much_is_left_of_it() -> None:
 
 def test_what_the_engine_says_of_its_first_load_is_better_than_a_guess() -> None:
     driver = Driver(A, B)
-    driver.request("a", 0.0)
-    driver.steps(0.0)
+    driver.asked("a", 0.0)
     because = "it has been loading for 4.0 s{}; it was never loaded before."
     found = ask(driver, "a", 4.0)
     assert (found.seconds, found.at_most, found.because) == (None, 596.0, because.format(""))
@@ -129,10 +125,8 @@ def test_a_load_from_elsewhere_is_better_than_a_guess() -> None:
     driver = Driver(A, B).with_resident("a")
     driver.costs.learn("c", "b", "stop", 1.0, 4.0)
     assert ask(driver, "b", 1.0).because.endswith("; then its load takes 4.0 s.")
-    driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["evict a"]
-    driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["load b"]
+    assert driver.asked("b", 1.0) == ["evict a"]
+    assert driver.evicted("a", 2.0) == ["load b"]
     assert ask(driver, "b", 3.0).because == (
         "it has been loading for 1.0 s (25%, 3 s left); loads have taken 4.0 s."
     )
@@ -141,8 +135,7 @@ def test_a_load_from_elsewhere_is_better_than_a_guess() -> None:
 def test_one_that_leaves_comes_back_later() -> None:
     driver = Driver(A, B).with_resident("a")
     driver.request("a", 1.0)
-    driver.request("b", 2.0)
-    driver.steps(2.0)
+    driver.asked("b", 2.0)
     assert ask(driver, "a", 3.0).because == (
         "it is being evicted for b, and can be loaded again after that; 1 request still runs there, for at "
         "most 29 s (request #2 of a has run for 2.0 s); its turn comes in 60 s at the latest."
@@ -173,8 +166,7 @@ def test_a_host_is_not_waited_for_where_another_could_have_the_model() -> None:
 
 def test_the_gpu_may_be_in_another_swap() -> None:
     driver = Driver(A, B, C)
-    driver.request("a", 0.0)
-    driver.steps(0.0)
+    driver.asked("a", 0.0)
     assert ask(driver, "c", 1.0).because.startswith("its GPUs are not free: a is loading; ")
 
 
@@ -196,8 +188,7 @@ def test_memory_that_other_programs_hold_is_named_as_what_it_waits_for() -> None
 
 def test_a_refusal_says_what_the_client_would_read() -> None:
     driver = Driver(A, B)
-    driver.request("a", 0.0)
-    driver.steps(0.0)
+    driver.asked("a", 0.0)
     driver.core.load_failed("a", 1.0, LoadError("exited with code 1"))
     found = ask(driver, "a", 2.0)
     assert found.verdict == "refused"
@@ -253,8 +244,7 @@ def test_the_policy_is_shown_the_request_as_if_it_had_come_and_no_queue_has_it()
     shown: list[object] = []
     driver = Driver(A, B, C).with_resident("a")
     driver.core.set_policy(Looks())
-    driver.request("b", 1.0)
-    driver.steps(1.0)
+    driver.asked("b", 1.0)
     shown.clear()
     ask(driver, "c", 1.5)
     ask(driver, "b", 1.5)

@@ -134,8 +134,7 @@ def test_it_comes_back_beside_another_that_was_loaded_meanwhile_but_not_in_its_p
     fleet.take(fleet.core.memory_seen({"0": 20}, 1.0))
     fleet.evicted("a", 2.0)
     fleet.take(fleet.core.memory_seen({}, 10.0))
-    fleet.request("b", 11.0)
-    fleet.loaded("b", 12.0)
+    fleet.with_resident("b", 11.0, 12.0)
     assert fleet.take(fleet.core.time_passed(900.0)) == (["load a"] if room else [])
 
 

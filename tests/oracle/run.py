@@ -1,6 +1,7 @@
-"""Runs worlds (JSON lines on standard input) in the frozen commit's simulator; prints a log for each.
+"""Runs worlds (JSON lines on standard input) in the simulator of a checkout; prints a log for each.
 
-Started with that commit's checkout as PYTHONPATH, so it must go on fitting that commit and nothing else.
+Started once with this checkout as PYTHONPATH and once with that of the frozen commit, whose names it knows:
+what was only moved or renamed since is taken from where it is, and is no difference in a log.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ from typing import Any
 
 import worlds
 
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.sim import simulate, study, workload
+
+try:
+    from anvil_mux.config.machines import Gpu
+    from anvil_mux.lab import engines, simulate, study, workload
+    from tests.lab import facts
+except ImportError:  # the frozen commit
+    from anvil_mux.config.config import Gpu  # type: ignore[no-redef, attr-defined]
+    from anvil_mux.sim import simulate, study, workload  # type: ignore[no-redef, import-not-found]
+
+    engines = facts = simulate
 
 WHAT = {"Load": "load", "Cancel": "cancel", "Evict": "evict", "Demote": "demote"}
 
 
 def config_of(about: dict[str, Any]) -> Config:
-    backends = tuple([Backend(**{k: _value(v) for k, v in each.items()}) for each in about["backends"]])
+    known = [{k: v for k, v in each.items() if v is not None} for each in about["backends"]]
+    backends = tuple([Backend(**{k: _value(v) for k, v in each.items()}) for each in known])
     gpus = tuple([Gpu(id, vram=vram) for id, vram in about.get("gpus", {}).items()])
     rest = {key: value for key, value in about.items() if key not in ("backends", "gpus")}
     return Config(backends=backends, gpus=gpus, **rest)
@@ -36,8 +47,8 @@ def entry_of(entry: list[Any]) -> Any:
     if what == "request":
         return request_of(at, *rest)
     if what == "reload":
-        return simulate.Reload(at, config_of(rest[0]))
-    return {"death": simulate.Death, "unload": simulate.Unloading}[what](at, *rest)
+        return facts.Reload(at, config_of(rest[0]))
+    return {"death": facts.Death, "unload": facts.Unloading}[what](at, *rest)
 
 
 def request_of(at: float, model: str, seconds: float, patience: float, leases: bool, sender: str) -> Any:
@@ -48,13 +59,13 @@ def request_of(at: float, model: str, seconds: float, patience: float, leases: b
 def perform_of(world: dict[str, Any], config: Config) -> Any:
     gpus = {backend.name: backend.gpus for backend in config.backends if backend.vram}
 
-    def perform(step: Any, nth: int) -> simulate.Outcome:
+    def perform(step: Any, nth: int) -> Any:
         what = WHAT[type(step).__name__]
-        how, to = getattr(step, "how", ""), getattr(step, "to", "")
-        ending = worlds.outcome(world["engines"], what, step.backend, nth, how, to)
+        level = getattr(step, "level", "") or getattr(step, "how", "")
+        ending = worlds.outcome(world["engines"], what, step.backend, nth, level, getattr(step, "to", ""))
         error = {"": None, "load": LoadError("no"), "engine": BackendError("no")}[ending.error]
         residual = dict.fromkeys(gpus.get(step.backend, ()), ending.residual) if ending.residual else {}
-        return simulate.Outcome(ending.seconds, error, ending.how or None, residual, ending.host_bytes)
+        return engines.Outcome(ending.seconds, error, ending.how or None, residual, ending.host_bytes)
 
     return perform
 
@@ -85,27 +96,35 @@ def _workload_log(world: dict[str, Any]) -> Any:
     made = workload.PROFILES[name](world["seed"]) if name in workload.PROFILES else None
     traffic = made or workload.read(workload.find(name))
     config = study.replace(traffic.config(), policy=world["policy"])
-    engines = traffic.engines(config)
+    perform = traffic.engines(config)
     return simulate.simulate(
         config,
         traffic.requests,
-        engines,
+        perform,
         resident=traffic.residents(config),
         follow=traffic.follow() if traffic.follow else None,
-        costs=engines.costs(config),
+        costs=perform.costs(config),
     )
+
+
+def detail(cause: Cause) -> str:
+    return cause.detail.replace("weighted_prefill ", "delay ")  # a metric
 
 
 def written(event: Event) -> list[Any]:
     """An event as JSON has it."""
-    cause = event.cause and event.cause._asdict()
+    cause = event.cause and {**event.cause._asdict(), "detail": detail(event.cause)}
     return list(event._replace(cause=cause))  # type: ignore[arg-type]
 
 
 def main() -> None:
     for line in sys.stdin:
         world = json.loads(line)
-        print(json.dumps([world["name"], [written(event) for event in log_of(world)]]), flush=True)
+        try:
+            log = [written(event) for event in log_of(world)]
+        except Exception as error:  # a world that cannot be run any more is a difference too
+            log = [[0.0, "error", f"{type(error).__name__}: {error}"]]
+        print(json.dumps([world["name"], log]), flush=True)
 
 
 if __name__ == "__main__":
