@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +124,7 @@ def suggest(given: argparse.Namespace) -> int:
     problems, warnings = _checked(made, files) if found else ([], ())
     text = made.written.text() if found else ""
     if given.json:
-        rows = [row.to_json() for row in made.rows]
+        rows = [asdict(row) for row in made.rows]
         print_json({"services": rows, "suggestion": text, "problems": problems})
         return 0 if found else FAILED
     for line in tabled(SERVICES, made.rows):

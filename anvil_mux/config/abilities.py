@@ -45,7 +45,9 @@ from anvil_mux.protocol import foreign
 
 # Standby levels
 
-LOADS_A_MODEL = ("-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo")
+DOWNLOADS = ("-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo")
+"""Flags of llama.cpp by which it gets the file that it names."""
+LOADS_A_MODEL = ("-m", "--model", *DOWNLOADS)
 LOADS_A_MODEL_BY = ("LLAMA_ARG_MODEL", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_HF_REPO", "LLAMA_ARG_DOCKER_REPO")
 SLEEP_FLAGS = {
     "vllm": ("--enable-sleep-mode",),

@@ -378,16 +378,7 @@ def _read_names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_read_text(each) for each in value))
 
 
-FLAGS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 def _read_flag(value: Any) -> bool:
@@ -469,34 +460,21 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-class TooLong(ValueError):
-    """A time of more than a year."""
-
-
-def read_seconds(value: Any) -> float:
-    """A time from outside: seconds, or text such as 2m; at most a year."""
+def read_seconds(value: Any, must: str = "must be seconds, or a time such as 30s or 2m") -> float:
+    """A time from outside: seconds, or text such as 2m; at most a year. ``must``: what is said of others."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     seconds = value if is_number else seconds_in(value) if isinstance(value, str) else None
     if seconds is None or not 0 <= seconds < math.inf:
-        raise unfit(f"must be seconds, or a time such as 30s or 2m, not {show(value)}", _seconds_near(value))
+        raise unfit(f"{must}, not {show(value)}", _seconds_near(value))
     if seconds > YEAR_SECONDS:
-        raise TooLong(Diagnostic(f"must be at most a year (8760h), not {show(value)}", value="8760h"))
+        raise unfit(f"must be at most a year (8760h), not {show(value)}", "8760h")
     return float(seconds)
 
 
 def seconds_or(word: str, stands_for: float | str, meaning: str = "") -> ValueKind:
     """A time, or a word; ``meaning``: what is said of it to whoever wrote neither."""
-
-    def read(value: Any) -> float:
-        try:
-            return read_seconds(value)
-        except TooLong:
-            raise
-        except ValueError:
-            text = f"must be seconds, a time such as 30s or 2m, or {word}{meaning}"
-            raise unfit(f"{text}, not {show(value)}", _seconds_near(value)) from None
-
-    return or_word(ValueKind("seconds", read, SECONDS.shape), word, stands_for)
+    must = f"must be seconds, a time such as 30s or 2m, or {word}{meaning}"
+    return or_word(replace(SECONDS, read=lambda value: read_seconds(value, must)), word, stands_for)
 
 
 def seconds_or_none(seconds: float) -> str:

@@ -384,18 +384,16 @@ def _read_base_url(value: Any) -> str:
         raise unfit(
             said, f"https://{text}" if re.fullmatch(r"[\w.-]+\.\w+(:\d+)?(/\S*)?", text) else URL_EXAMPLE
         )
+    root, path = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}", parts.path.rstrip("/")
     if parts.username is not None or parts.password is not None:
-        said = "must hold no key or password: name a variable with api_key_env"
-        raise unfit(said, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
+        raise unfit("must hold no key or password: name a variable with api_key_env", root + parts.path)
     if parts.query or parts.fragment:
-        said = "must end with its path, as https://api.openai.com/v1 does"
-        raise unfit(said, f"{parts.scheme}://{parts.netloc}{parts.path}")
-    path = parts.path.rstrip("/")
+        raise unfit("must end with its path, as https://api.openai.com/v1 does", root + parts.path)
     for route in ("/chat/completions", "/completions", "/models"):
         if path.endswith(route):
             said = "must be the base URL of the API, without the route: https://HOST/v1"
-            raise unfit(said, f"{parts.scheme}://{parts.netloc}{path.removesuffix(route)}")
-    return f"{parts.scheme}://{parts.netloc}{path}"
+            raise unfit(said, root + path.removesuffix(route))
+    return root + path
 
 
 URL = ValueKind("http(s)://HOST[:PORT][/PATH]", _read_base_url, kinds.text_shape("^https?://"))

@@ -19,7 +19,6 @@ import errno
 import logging
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ from anvil_mux.host.docker_api import (
     find_endpoint,
 )
 from anvil_mux.host.engines import listen_port
+from anvil_mux.host.processes import free_port
 from anvil_mux.host.project import Project, how_it_ended
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, NotBegun, url_of
 from anvil_mux.state import state_folder, write_whole
@@ -452,13 +452,10 @@ def _log_begins(container: Container, start_time: float) -> float:
 
 def _is_taken(ip: str, port: int) -> bool:
     """Whether a program of this machine listens there already."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
+    try:
+        free_port(ip, port)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
     return False
 
 

@@ -42,6 +42,7 @@ from anvil_mux.errors import BackendError, CheckpointFailed, MuxError
 from anvil_mux.host.cuda_driver import Driver
 from anvil_mux.host.docker_api import find_endpoint
 from anvil_mux.host.gpus import Gpus, nvidia_gpus
+from anvil_mux.host.runs import stat_of
 from anvil_mux.host.seam import HostConfig, Runtime
 from anvil_mux.state import text_of
 
@@ -232,14 +233,10 @@ def _why_not_gpus(found: Gpus, gpus: Sequence[str], insist: bool) -> str | None:
 
 def is_frozen(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> bool:
     """Whether the process is stopped by a signal, or by the freezer of its control groups."""
-    try:
-        stat = (proc / str(pid) / "stat").read_text(errors="replace")
-        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-    except OSError:
-        return False
-    if stat[stat.rindex(")") + 2 :][0] in "Tt":
-        return True
-    for line in lines:
+    stat = stat_of(pid, proc)
+    if stat is None or stat.is_stopped:
+        return stat is not None
+    for line in text_of(proc / str(pid) / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         group = path.lstrip("/")
         if controllers == "freezer":

@@ -42,7 +42,8 @@ from urllib.parse import quote, urlencode, urlsplit
 from anvil_mux.clock import count_in
 from anvil_mux.command import without_keys
 from anvil_mux.errors import BackendError
-from anvil_mux.protocol.foreign import Lines
+from anvil_mux.protocol.foreign import Lines, read_or_none
+from anvil_mux.state import text_of
 
 ASK_TIMEOUT = 20.0
 START_TIMEOUT = 60.0
@@ -575,11 +576,8 @@ def _of_context(name: str, contexts: Path) -> Endpoint:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
-    return {}
+    found = read_or_none(text_of(path))
+    return found if isinstance(found, dict) else {}
 
 
 class Connection(http.client.HTTPConnection):

@@ -84,9 +84,9 @@ class Engine:
 class SleepApi(Protocol):
     """The way in which one engine sleeps and wakes."""
 
-    levels: ClassVar[tuple[int, ...]]
+    levels: ClassVar[tuple[int, ...]] = (1,)
     """1 keeps the weights in host memory, 2 drops them and reads them anew from disk."""
-    is_silent: ClassVar[bool]
+    is_silent: ClassVar[bool] = False
     """Whether it cannot say whether it sleeps."""
 
     def sleep(self, client: EngineClient, level: int) -> None: ...
@@ -178,11 +178,11 @@ class EngineClient:
             return self.probe()
         if status >= 300:
             return NotReady(f"{self.place}: GET {path} answers {status}")
-        return self._judge(_model_ids(body))
+        return self._judge(model_ids(foreign.read_or_none(body)))
 
     def model_ids(self) -> list[str]:
         """The ids in its list of models."""
-        return _model_ids(self.ask("GET", self.engine.models)[1])
+        return model_ids(foreign.read_or_none(self.ask("GET", self.engine.models)[1]))
 
     def _judge(self, ids: list[str]) -> NotReady | None:
         if not ids:
@@ -327,9 +327,9 @@ def has_error(answer: bytes) -> bool:
     return isinstance(found, dict) and bool(found.get("error") or found.get("object") == "error")
 
 
-def _model_ids(body: bytes) -> list[str]:
-    """The ids in a list of models, or in the description of the one loaded model."""
-    match foreign.read_or_none(body):
+def model_ids(answer: object) -> list[str]:
+    """The ids in a list of models, or in the description of the one loaded model; [] in anything else."""
+    match answer:
         case {"data": list(entries)}:
             return [
                 each["id"] for each in entries if isinstance(each, dict) and isinstance(each.get("id"), str)

@@ -84,9 +84,8 @@ CARD_BYTES = 1 << 20
 # How engines sleep
 
 
-class Vllm:
-    levels: ClassVar[tuple[int, ...]] = (1, 2)
-    is_silent: ClassVar[bool] = False
+class Vllm(SleepApi):
+    levels = (1, 2)
 
     def sleep(self, client: EngineClient, level: int) -> None:
         # Whatever still runs was severed by the drain.
@@ -117,9 +116,8 @@ class Vllm:
         raise client.nonsense("/is_sleeping", answer)
 
 
-class Sglang:
-    levels: ClassVar[tuple[int, ...]] = (1,)
-    is_silent: ClassVar[bool] = True
+class Sglang(SleepApi):
+    is_silent = True
     TAGS: ClassVar[tuple[str, ...]] = ("kv_cache", "weights")
 
     def sleep(self, client: EngineClient, level: int) -> None:
@@ -155,10 +153,7 @@ class Sglang:
 LOADS = ("num_reqs", "num_running_reqs", "num_waiting_reqs")
 
 
-class Ollama:
-    levels: ClassVar[tuple[int, ...]] = (1,)
-    is_silent: ClassVar[bool] = False
-
+class Ollama(SleepApi):
     def sleep(self, client: EngineClient, level: int) -> None:
         client.tell("/api/generate", {"model": client.model, "keep_alive": 0, "stream": False})
         self._await(client, asleep=True)
@@ -187,10 +182,7 @@ class Ollama:
         raise BackendError(f"{client.place} {what} {client.model} although it was told otherwise")
 
 
-class LlamaCpp:
-    levels: ClassVar[tuple[int, ...]] = (1,)
-    is_silent: ClassVar[bool] = False
-
+class LlamaCpp(SleepApi):
     def sleep(self, client: EngineClient, level: int) -> None:
         self._bring_to(client, "/models/unload", "unloaded")
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import nearest
 from anvil_mux.config.values import Site, site
+from anvil_mux.host.engine_client import model_ids
 from anvil_mux.host.seam import LOG_LINES, Awake, Evicted, Found, Host, Loaded
 from anvil_mux.protocol import cards, foreign
 from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard
@@ -179,16 +180,8 @@ def _judged(backend: Backend, status: int, body: bytes) -> Finding:
     if status >= 300:
         return Finding(f"answers {status} to GET {site(backend.url).path(MODELS)}")
     found, model = foreign.read_or_none(body), backend.served_model or backend.model
-    listed = _ids(found)
+    listed = model_ids(found)
     if listed and model not in listed:
         hint = nearest(model, listed[:20])
         return Finding(hint=f"does not list the model {model}; {hint} (set served_model)")
     return Finding(card=cards.read(found, model))
-
-
-def _ids(found: Any) -> list[str]:
-    """The ids in a list of models; none where it is no such list."""
-    try:
-        return [each["id"] for each in found["data"] if isinstance(each["id"], str)]
-    except (KeyError, TypeError):
-        return []

@@ -163,6 +163,7 @@ class LocalHost:
         self._watch.start()
         self._load_logs.worker.start()
         self._cards.worker.start()
+        self._read_ahead.worker.start()
         for backend in self._config.backends:
             self._prompts.tell(backend)
 
@@ -301,6 +302,7 @@ class LocalHost:
 
     def close(self) -> None:
         self._read_ahead.order(())
+        self._read_ahead.worker.close()
         self._board.close()
         self._load_logs.worker.close()
         self._cards.worker.close()

@@ -214,7 +214,7 @@ class ProcessRuntime:
     def is_frozen(self, backend: Backend) -> bool:
         record = self._records.read(backend.name)
         stat = stat_of(record.pid) if record is not None and record.is_alive() else None
-        return stat is not None and stat.state in "Tt"
+        return stat is not None and stat.is_stopped
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:
@@ -389,7 +389,7 @@ def _claim_port(backend: Backend, address: str) -> tuple[int, socket.socket | No
     """
     for wanted in _ports() if backend.port is None else [backend.port]:
         try:
-            port = _tried(address, wanted)
+            port = free_port(address, wanted)
             return port, None if backend.port else _claim(port)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
@@ -416,8 +416,8 @@ def _ports() -> Iterator[int]:
     yield from repeat(0, PORT_TRIES)
 
 
-def _tried(address: str, port: int) -> int:
-    """The port if nobody has it; OSError."""
+def free_port(address: str, port: int) -> int:
+    """The port, or one that the kernel chooses in place of 0; OSError if somebody has it."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((address, port))

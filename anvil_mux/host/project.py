@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from anvil_mux import command
 from anvil_mux.command import Done
@@ -59,10 +58,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 # Commands
 
 
-class Run(Protocol):
-    """Runs a command to its end."""
-
-    def __call__(self, argv: Sequence[str], timeout: float) -> Done: ...
+Run = Callable[[Sequence[str], float], Done]
+"""Runs a command to its end, within so many seconds."""
 
 
 def compose_command(config: HostConfig, *words: str) -> list[str]:

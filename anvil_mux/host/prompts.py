@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from anvil_mux.config.abilities import prompts_folder
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import HERE
-from anvil_mux.errors import Cancelled
+from anvil_mux.errors import BackendError, Cancelled
 from anvil_mux.host.engine_client import EngineClient
 from anvil_mux.host.engines import client_of
 from anvil_mux.host.weights import shards
@@ -52,10 +52,6 @@ RESTORE_SECONDS = 30.0
 MOST_SLOTS = 10_000
 """More than any engine has: each is asked for."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-class Unkept(Exception):
-    """Prompts are not kept; the text says why."""
 
 
 class KeptPrompt(NamedTuple):
@@ -166,7 +162,7 @@ def _save(client: EngineClient, files: PromptFiles) -> list[KeptPrompt]:
     loaded_from = files.loaded_from()
     if not loaded_from or loaded_from != _depends_on(client, props):
         files.clear()
-        raise Unkept("what it was loaded from is not known, or has changed since")
+        raise BackendError("what it was loaded from is not known, or has changed since")
     used, prompts = _used(client, props), files.prompts(loaded_from)
     stale = [each for each in prompts if each.slot in used]
     files.remove(stale)
@@ -202,11 +198,11 @@ def _save_slot(client: EngineClient, files: PromptFiles, slot: int, loaded_from:
         case {"n_saved": int(tokens), "n_written": int(size)} if count(tokens) is not None:
             if saved := files.finish(slot, tokens, size, loaded_from):
                 return saved
-            raise Unkept(
+            raise BackendError(
                 f"{files.place(slot)} has not the {size} bytes that llama-server says it wrote: "
                 "is that another folder than the engine's?"
             )
-    raise Unkept("llama-server does not say what it saved")
+    raise BackendError("llama-server does not say what it saved")
 
 
 def _used(client: EngineClient, props: dict[str, Any]) -> dict[int, int]:
@@ -257,7 +253,7 @@ def _restore_slot(client: EngineClient, prompt: KeptPrompt) -> bool:
             case {"n_restored": prompt.tokens}:
                 return True
         _act(client, prompt.slot, "erase", "")
-    except Unkept as error:
+    except BackendError as error:
         log.warning("%s: a saved prompt is removed: %s", client.backend.name, error)
     return False
 
@@ -266,12 +262,10 @@ def _restore_slot(client: EngineClient, prompt: KeptPrompt) -> bool:
 
 
 def _act(client: EngineClient, slot: int, action: str, file: str) -> Any:
-    """Have a slot saved, restored or erased; Unkept if the engine does not."""
+    """Have a slot saved, restored or erased; BackendError if the engine does not."""
     path = f"/slots/{slot}?action={action}"
     status, answer = client.ask("POST", path, {"filename": file}, client.deadline - client.now())
-    if status >= 300:
-        words = answer[:300].decode("utf-8", "replace")
-        raise Unkept(f"{client.place}: POST {path} answers {status}: {words}")
+    client.check(path, status, answer)
     return foreign.read_or_none(answer)
 
 
@@ -284,27 +278,31 @@ def _props(client: EngineClient) -> dict[str, Any]:
             0 <= slots <= MOST_SLOTS
         ):
             return dict(props)
-    raise Unkept(f"{client.place}: GET /props answers {status}, and not which model file and version it is")
+    raise BackendError(
+        f"{client.place}: GET /props answers {status}, and not which model file and version it is"
+    )
 
 
 def _depends_on(client: EngineClient, props: dict[str, Any], began: float | None = None) -> str:
     """A digest of all that the engine's prompts depend on.
 
-    Unkept if a model file cannot be seen, or changed after ``began``.
+    BackendError if a model file cannot be seen, or changed after ``began``.
     """
     service = client.backend.service
     files: dict[str, list[int]] = {}
     for inside in _model_files(service.command, props["model_path"]):
         path = service.on_host(inside)
         if not path:
-            raise Unkept(f"{inside} is in no folder of this machine, so a changed model would not be noticed")
+            raise BackendError(
+                f"{inside} is in no folder of this machine, so a changed model would not be noticed"
+            )
         for file in shards(Path(path)):
             try:
                 status = file.stat()
             except OSError as error:
-                raise Unkept(f"{file} cannot be looked at: {error.strerror}") from None
+                raise BackendError(f"{file} cannot be looked at: {error.strerror}") from None
             if began is not None and status.st_ctime >= began:
-                raise Unkept(f"{file} changed while it was loaded")
+                raise BackendError(f"{file} changed while it was loaded")
             files[str(file)] = [status.st_size, status.st_mtime_ns]
     described = [service.command, service.environment, service.image]
     return _digest([props["build_info"], props["total_slots"], described, files])

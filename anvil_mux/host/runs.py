@@ -248,11 +248,16 @@ class ProcessStat(NamedTuple):
     def has_ended(self) -> bool:
         return self.state in "ZX"
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds it."""
+        return self.state in "Tt"
 
-def stat_of(pid: int) -> ProcessStat | None:
+
+def stat_of(pid: int, proc: Path = Path("/proc")) -> ProcessStat | None:
     """The kernel's account of a process; None: there is none."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
     except OSError as error:
         _check_shortage(error)
         return None

@@ -7,9 +7,9 @@ links resolved. Where a service names nothing of that sort, nothing is guessed.
 
 The weights of backends that are waited for are read into the page cache before their load begins. While a
 policy holds a swap back, leases drain and victims leave their GPUs, the disk is idle; what is read then the
-load finds in memory. One thread reads, when nobody else uses the disk. It begins when there is something to
-read, and ends when there is not. It reads nothing while any load is under way on this host, no more than the
-page cache has room for, and no file that is not on a disk of this machine.
+load finds in memory. One thread reads, when nobody else uses the disk. It reads nothing while any load is
+under way on this host, no more than the page cache has room for, and no file that is not on a disk of this
+machine.
 
 A part is read by ``sendfile`` to /dev/null, which copies nothing: 0.03 s of CPU for a GiB. ``posix_fadvise``
 would read no more than one window of the device at a time, and not say when that is there. Whether a page is
@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux import state
-from anvil_mux.clock import Clock
+from anvil_mux.clock import Worker
+from anvil_mux.config.abilities import DOWNLOADS
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import HERE, Mounts, Service, flag_values
 from anvil_mux.host.gpus import cache_room
@@ -51,8 +52,6 @@ MOST_INDEX = 64 << 20
 WEIGHTS = (".gguf", ".safetensors")
 MODEL_FLAGS = ("-m", "--model", "--model-path", "serve")
 """Words after which a command names its model."""
-DOWNLOADS = ("-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo")
-"""Flags of llama.cpp by which it gets the file that it names."""
 SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})\.gguf$")
 """The end of the name of a GGUF file that is one of several."""
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
@@ -267,7 +266,7 @@ def is_on_disk(file: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
 
 
 class ReadAhead:
-    """Reads weights ahead, as ordered. Any thread; only ``weights`` and ``tell`` are called in its own.
+    """Reads weights ahead, as ordered. Any thread; ``weights`` and ``tell`` are called in its own.
 
     ``weights`` finds a backend's files. ``tell`` learns its name, the bytes that were read ahead for it, and
     the seconds that took. ``room``: bytes that the page cache has room for.
@@ -280,13 +279,12 @@ class ReadAhead:
         *,
         room: Callable[[], int] = cache_room,
         on_disk: Callable[[Path], bool] = is_on_disk,
-        clock: Clock | None = None,
     ) -> None:
         self._weights = weights
         self._tell = tell
         self._room = room
         self._on_disk = on_disk
-        self._clock = clock or Clock()
+        self.worker = Worker("read-weights", self._turn, first=None)
         self._seen_room, self._seen_at = 0, -math.inf  # of its thread alone
         self._lock = threading.Lock()
         # The lock guards what follows.
@@ -296,15 +294,13 @@ class ReadAhead:
         """The backends among them that were dealt with, and how large their files are."""
         self._loads = 0
         """The loads under way."""
-        self._is_reading = False
-        """Whether there is a thread."""
 
     def order(self, backends: Sequence[Backend]) -> None:
         """Read the weights of these ahead, in this order, and those of no others. Never blocks."""
         with self._lock:
             self._wanted = {each.name: each for each in backends}
             self._held = {name: size for name, size in self._held.items() if name in self._wanted}
-        self._begin()
+        self.worker.wake()
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -316,41 +312,23 @@ class ReadAhead:
         finally:
             with self._lock:
                 self._loads -= 1
-            self._begin()
+            self.worker.wake()
 
-    def _begin(self) -> None:
-        """Start the thread if there is something to read and it is not there."""
-        with self._lock:
-            if self._is_reading or self._next() is None:
-                return
-            self._is_reading = True
-        try:
-            self._clock.spawn(self._run, "read-weights")
-        except RuntimeError:  # no thread can be started
-            with self._lock:
-                self._is_reading = False
-
-    def _next(self) -> Backend | None:
-        """The backend to be read next. Under the lock."""
-        left = (backend for name, backend in self._wanted.items() if name not in self._held)
-        return None if self._loads else next(left, None)
-
-    def _run(self) -> None:
+    def _turn(self) -> float | None:
+        """Read the weights of the next backend, if there is one."""
         step_back()
-        while True:
-            with self._lock:
-                backend = self._next()
-                if backend is None:
-                    self._is_reading = False
-                    return
-            size = 0
-            try:
-                size = self._read(backend)
-            except Exception:
-                log.exception("%s: a mistake while its weights were read ahead", backend.name)
+        with self._lock:
+            left = [backend for name, backend in self._wanted.items() if name not in self._held]
+            if self._loads or not left:
+                return None
+        backend, size = left[0], 0
+        try:
+            size = self._read(backend)
+        finally:
             with self._lock:
                 if self._goes_on(backend):
                     self._held[backend.name] = size
+        return 0.0
 
     def _goes_on(self, backend: Backend) -> bool:
         """Whether a backend is still to be read. Under the lock."""

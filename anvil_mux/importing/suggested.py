@@ -57,9 +57,6 @@ class Row:
     gpus: str = ""
     why: str = ""
 
-    def to_json(self) -> dict[str, str]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 @dataclass
 class _EngineFound:
@@ -108,11 +105,8 @@ class Suggestion:
         self._rest: ServiceKeys = {}
         """The other keys of the files."""
         self._engines: dict[str, _EngineFound] = {}
-        self._pulled: dict[str, None] = {}
-        self._downloaders: set[str] = set()
-        """The services that only download models."""
-        self._readers: dict[str, list[str]] = {}
-        """Service -> those that depend on it."""
+        self._roles: dict[str, Role] = {}
+        """Service -> its role, where that could be found."""
         self._read()
         self._find_roles()
         self._left_alone()
@@ -190,7 +184,6 @@ class Suggestion:
 
     def _find_roles(self) -> None:
         for name, described in self._services.items():
-            self._note_readers(name, described)
             try:
                 role = find_role(described, self._folder)
                 variables = service.environment(described, self._variables)
@@ -199,9 +192,7 @@ class Suggestion:
             except ValueError as error:
                 self._row(name, "", why=str(error))
                 continue
-            self._pulled |= dict.fromkeys(role.pulls)
-            if role.downloads:
-                self._downloaders.add(name)
+            self._roles[name] = role
             if "x-anvil" in described or labelled:
                 self._row(name, "", why="it has x-anvil already")
             elif role.engine:
@@ -209,10 +200,9 @@ class Suggestion:
             else:
                 self._row(name, "", why=role.why)
 
-    def _note_readers(self, name: str, described: ServiceKeys) -> None:
-        needed = described.get("depends_on")
-        for other in needed if isinstance(needed, (list, dict)) else ():
-            self._readers.setdefault(str(other), []).append(name)
+    def _downloads(self, name: str) -> bool:
+        """Whether a service only downloads models."""
+        return name in self._roles and self._roles[name].downloads
 
     def _left_alone(self) -> None:
         """Leave alone the services that take a port of another one beside which they may run."""
@@ -233,7 +223,8 @@ class Suggestion:
 
     def _describe(self, engine: _EngineFound) -> None:
         described, role = engine.described, engine.role
-        found = models(described, role, engine.variables, [*self._pulled])
+        pulled = dict.fromkeys(model for each in self._roles.values() for model in each.pulls)
+        found = models(described, role, engine.variables, [*pulled])
         names = [name for name in found if name]
         engine.model = shown_name(names[0], engine.name) if names else engine.name
         if names and is_path(names[0]) and names[0] not in service.served_model(described, role.engine):
@@ -307,9 +298,9 @@ class Suggestion:
 
     def _give_profile(self, name: str) -> None:
         """Keep Compose from starting the engine, unless others depend on it: Compose refuses that."""
-        depending = self._readers.get(name, ())
-        downloaders = [each for each in depending if each in self._downloaders]
-        if readers := [each for each in depending if each not in self._downloaders]:
+        depending = [other for other, each in self._services.items() if name in _needed(each)]
+        downloaders = [*filter(self._downloads, depending)]
+        if readers := [each for each in depending if each not in downloaders]:
             self._note(
                 "depends_on",
                 f"take {name} out of the depends_on of {', '.join(readers)}, which would start it beside "
@@ -359,7 +350,7 @@ class Suggestion:
             name
             for name, described in self._services.items()
             if name not in self._engines
-            and name not in self._downloaders
+            and not self._downloads(name)
             and self._point(name, described, hosts, ports)
         ]
         if pointed:
@@ -480,6 +471,12 @@ def _of_webui(changed: Mapping[str, str], given: Mapping[str, str], base: str) -
         found["OPENAI_API_BASE_URLS"] = f"{base}/v1"
         found["OPENAI_API_KEYS"] = KEY
     return found
+
+
+def _needed(described: ServiceKeys) -> list[str]:
+    """The services that a service depends on."""
+    needed = described.get("depends_on")
+    return [*map(str, needed)] if isinstance(needed, (list, dict)) else []
 
 
 def _published(described: ServiceKeys) -> list[service.Port]:

@@ -92,6 +92,7 @@ FILES = """
     services: {a: {image: x}} -> compose.yaml:1: services: none serves a model; add `x-anvil: {}`
     services: {a: 3} -> services.a: must be a mapping
     services: {a: {labels: {anvil.modle: x}}} -> a.labels.anvil.modle: unknown key; did you mean model?
+    services: {a: {labels: {anvil.set: "{x"}}} -> a.labels.anvil.set: is not JSON
     services: {../a: {x-anvil: {}}} -> services.../a: its name may hold letters, digits, ., _ and - only
     include: [other.yaml] -> compose.yaml:1: include: needs the Docker
     - a -> compose.yaml:1: is not a Compose file

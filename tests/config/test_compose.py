@@ -27,12 +27,6 @@ from tests.config.files import GIB, SERVICE, one, plain, problems, write
 SHIPPED = sorted((Path(__file__).resolve().parent.parent.parent / "compose").glob("*.yaml"))
 
 
-# Standby levels
-
-
-# Caveats
-
-
 # Reading without the Compose program
 
 

@@ -21,19 +21,9 @@ from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.errors import ConfigError
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.plugins import load
+from tests.config.files import GIB, plain
 from tests.config.test_compose import has_compose
-from tests.config.test_hosts import (
-    AB,
-    GIB,
-    ONE_HERE,
-    RESERVED,
-    TWO_HERE,
-    composed,
-    machine,
-    one,
-    places,
-    read,
-)
+from tests.config.test_hosts import AB, ONE_HERE, RESERVED, TWO_HERE, composed, machine, one, places
 
 # How they are described anew
 
@@ -131,7 +121,7 @@ def test_engines_are_published_on_the_address_of_their_host(
     tmp_path: Path, own: str, ports: str, expected: list[Any]
 ) -> None:
     text = f"services: {{m: {{image: x, ports: {ports}, x-anvil: {{{own}}}}}}}"
-    found = read(tmp_path, text, hosts=AB, present=TWO_HERE)
+    found = plain(tmp_path, text, hosts=AB, present=TWO_HERE)
     (host,) = found.generated_compose
     made = composed(found, host)["services"][found.backends[0].name]
     assert expected == [
@@ -142,7 +132,7 @@ def test_engines_are_published_on_the_address_of_their_host(
 
 def test_on_the_network_of_its_host_nothing_is_published(tmp_path: Path) -> None:
     text = "services: {m: {image: x, network_mode: host, x-anvil: {hosts: b, port: 5}}}"
-    made = composed(read(tmp_path, text, hosts=AB), "b")["services"]["m.b"]
+    made = composed(plain(tmp_path, text, hosts=AB), "b")["services"]["m.b"]
     assert ("ports" in made, made["network_mode"]) == (False, "host")
 
 
@@ -170,7 +160,7 @@ secrets: {token: {file: ./t}, more: {file: ./m}}
 
 
 def test_a_service_elsewhere_has_all_that_it_needs_and_nothing_of_this_machine(tmp_path: Path) -> None:
-    found = read(tmp_path, f"name: p\n{WHOLE}", hosts=AB, present=TWO_HERE, environ={"HOME": "/home/u"})
+    found = plain(tmp_path, f"name: p\n{WHOLE}", hosts=AB, present=TWO_HERE, environ={"HOME": "/home/u"})
     home = os.path.expanduser("~")
     text = composed(found, "b")
     assert text == {
@@ -277,7 +267,7 @@ TOO_FEW = re.compile("fits nowhere|do not fit on|are needed|that 10.0 GiB fit|us
 def test_whatever_is_written_each_backend_has_gpus_of_its_own_host(tmp_path: Path, seed: int) -> None:
     text, hosts, present, runtime = drawn(random.Random(seed))
     try:
-        found = read(tmp_path, text, hosts=hosts, present=present)
+        found = plain(tmp_path, text, hosts=hosts, present=present)
     except ConfigError as error:
         unexpected = [text for text in error.problems if not TOO_FEW.search(text)]
         if not unexpected:
@@ -315,7 +305,7 @@ def test_a_large_cluster_has_each_backend_once(tmp_path: Path) -> None:
     text = "".join(
         f"  m{index}: {{ports: ['80'], {RESERVED}, x-anvil: {{hosts: any}}}}\n" for index in range(8)
     )
-    found = read(tmp_path, f"services:\n{text}", hosts=hosts)
+    found = plain(tmp_path, f"services:\n{text}", hosts=hosts)
     assert len({each.name for each in found.backends}) == 8 * 25 * 8
     assert len(found.gpus) == 25 * 8
     assert len(found.warnings) == 8, "one of each service, since it has no profile"

@@ -10,7 +10,8 @@ import pytest
 from anvil_mux.config import service
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.service import GivenGpus
-from tests.config.test_hosts import GIB, composed, one, places, problems
+from tests.config.files import GIB
+from tests.config.test_hosts import composed, one, places, problems
 
 
 def card(id: str, number: int, vram: int | None = 24 * GIB) -> dict[str, Gpu]:

@@ -12,10 +12,8 @@ from anvil_mux.config import change
 from anvil_mux.config.config import SERVICE_NAME, Config
 from anvil_mux.config.machines import Gpu, Machine, Wake
 from anvil_mux.errors import ConfigError
-from anvil_mux.plugins import load
-
-GIB = 1 << 30
-Sizes = int | list[int]
+from tests.config import files
+from tests.config.files import GIB, plain
 
 
 def machine(
@@ -30,19 +28,18 @@ TWO_HERE = {"0": Gpu("0", 24 * GIB), "GPU-x": Gpu("0", 24 * GIB), "1": Gpu("1", 
 ONE_HERE = {"0": Gpu("0", 24 * GIB)}
 
 
-def read(folder: Path, text: str, **given: Any) -> Config:
-    """Read without the Compose program."""
-    file = folder / "compose.yaml"
-    file.write_text(text)
-    return load([file], **{"environ": {}, "compose": None, **given})
+def described(own: str, rest: str = "", top: str = "") -> str:
+    """A file with one service ``m``: its ``x-anvil``, and the rest of it."""
+    quiet = "image: x, profiles: [llm], ports: ['127.0.0.1::80']"
+    return f"x-anvil: {{{top}}}\nservices: {{m: {{{quiet}, x-anvil: {{{own}}}, {rest}}}}}"
 
 
 def one(folder: Path, own: str, rest: str = "", top: str = "", **given: Any) -> Config:
-    """The configuration of a file with one service ``m``: its ``x-anvil``, and the rest of it."""
-    quiet = "image: x, profiles: [llm], ports: ['127.0.0.1::80']"
-    return read(
-        folder, f"x-anvil: {{{top}}}\nservices: {{m: {{{quiet}, x-anvil: {{{own}}}, {rest}}}}}", **given
-    )
+    return plain(folder, described(own, rest, top), **given)
+
+
+def problems(folder: Path, own: str, rest: str = "", top: str = "", **given: Any) -> list[str]:
+    return files.problems(folder, described(own, rest, top), **given)
 
 
 def places(config: Config) -> dict[str, str]:
@@ -54,12 +51,6 @@ def composed(config: Config, host: str = "") -> dict[str, Any]:
     """The file for a host, with variables' signs as they are meant."""
     found: dict[str, Any] = json.loads(config.generated_compose[host].replace("$$", "$"))
     return found
-
-
-def problems(folder: Path, own: str, rest: str = "", **given: Any) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        one(folder, own, rest, **given)
-    return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
 
 
 RESERVED = "gpus: [{count: 1}]"
@@ -106,7 +97,7 @@ def test_a_reservation_of_one_gpu_is_the_gpu_where_there_is_but_one(tmp_path: Pa
 
 def test_two_models_that_reserve_one_gpu_each_may_run_side_by_side(tmp_path: Path) -> None:
     text = f"services: {{m: {{x-anvil: {{}}, {RESERVED}}}, n: {{x-anvil: {{}}, {RESERVED}}}}}"
-    found = read(tmp_path, text, present=TWO_HERE)
+    found = plain(tmp_path, text, present=TWO_HERE)
     assert places(found) == {"m.0": "/0", "m.1": "/1", "n.0": "/0", "n.1": "/1"}
     assert not [text for text in found.warnings if "turns" in text]
 
@@ -189,7 +180,7 @@ def test_most_is_what_all_services_of_a_model_have_together(tmp_path: Path) -> N
       three: {x-anvil: {model: m, gpus: ["0"]}}
       other: {x-anvil: {gpus: ["0"]}}
     """
-    found = read(tmp_path, text, present=TWO_HERE)
+    found = plain(tmp_path, text, present=TWO_HERE)
     assert {each.most for each in found.backends if each.model == "m"} == {4}
     assert found.backends[-1].most is None
 
@@ -199,7 +190,7 @@ def test_each_stage_of_a_model_has_its_own_most(tmp_path: Path) -> None:
       one: {x-anvil: {model: m, gpu_count: 1, infer_type: prefill}}
       two: {x-anvil: {model: m, gpu_count: 1, infer_type: decode, most: 2}}
     """
-    found = read(tmp_path, text, present=TWO_HERE)
+    found = plain(tmp_path, text, present=TWO_HERE)
     assert [(each.infer_type, each.most) for each in found.backends] == [
         *[("prefill", 1)] * 2,
         *[("decode", 2)] * 2,
@@ -244,7 +235,7 @@ def test_what_cannot_be_chosen_is_told_with_its_key(
 
 def test_an_engine_elsewhere_needs_a_port_that_is_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"services.m.x-anvil: port is needed, since its engine is reached"):
-        read(tmp_path, "services: {m: {image: x, x-anvil: {hosts: b}}}", hosts=AB)
+        plain(tmp_path, "services: {m: {image: x, x-anvil: {hosts: b}}}", hosts=AB)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +283,7 @@ def test_a_host_that_is_too_small_among_several_is_a_warning(tmp_path: Path) -> 
 
 def test_without_a_cluster_the_models_are_known_and_wait(tmp_path: Path) -> None:
     text = "services: {m: {x-anvil: {hosts: b, port: 1}}, n: {x-anvil: {hosts: any, gpu_count: 1, port: 1}}}"
-    found = read(tmp_path, text)
+    found = plain(tmp_path, text)
     assert places(found) == {"m.b": "b/", "n.any.0": "any/0"}
     assert found.generated_compose == {}
     (warning,) = [text for text in found.warnings if "--cluster" in text]
@@ -379,7 +370,7 @@ services:
   m: {command: x --port 9292, x-anvil: {hosts: a, gpus: ["0"]}}
   n: {command: x --port 9292, x-anvil: {hosts: b, gpus: ["0"]}}
 """
-    assert [each.port for each in read(tmp_path, text, hosts=AB).backends] == [9292, 9292]
+    assert [each.port for each in plain(tmp_path, text, hosts=AB).backends] == [9292, 9292]
 
 
 def test_backends_of_one_host_may_not_have_the_same_port(tmp_path: Path) -> None:
@@ -389,7 +380,7 @@ services:
   n: {command: x --port 7, x-anvil: {hosts: [local, b], gpus: ["1"]}}
 """
     with pytest.raises(ConfigError) as caught:
-        read(tmp_path, text, hosts=AB)
+        plain(tmp_path, text, hosts=AB)
     (problem,) = caught.value.problems
     assert problem.endswith(":4: services.n: port 7 is also that of m.b, and both may run at once")
 
@@ -424,16 +415,16 @@ def test_pinned_models_that_have_a_choice_of_gpus_need_not_fit_together(tmp_path
     text = (
         f"services: {{m: {{x-anvil: {{pin: true}}, {RESERVED}}}, n: {{x-anvil: {{pin: true}}, {RESERVED}}}}}"
     )
-    assert len(read(tmp_path, text, present=TWO_HERE).backends) == 4
+    assert len(plain(tmp_path, text, present=TWO_HERE).backends) == 4
     with pytest.raises(ConfigError, match="the pinned m, n do not fit on GPU 0 together"):
-        read(tmp_path, text, present=ONE_HERE)
+        plain(tmp_path, text, present=ONE_HERE)
 
 
 def test_a_model_with_a_choice_is_refused_only_where_all_of_it_is_pinned(tmp_path: Path) -> None:
     pinned = "p: {x-anvil: {pin: true, gpus: ['0']}}"
     for more, count in (("", 0), (", q: {x-anvil: {pin: true, gpus: ['1']}}", 1)):
         text = f"services: {{m: {{x-anvil: {{}}, {RESERVED}}}, {pinned}{more}}}"
-        warnings = read(tmp_path, text, present=TWO_HERE).warnings
+        warnings = plain(tmp_path, text, present=TWO_HERE).warnings
         assert len([text for text in warnings if "services.m: does not fit" in text]) == count
 
 

@@ -8,16 +8,10 @@ import pytest
 
 from anvil_mux.config.abilities import prompts_folder
 from anvil_mux.config.service import Service
-from tests.config.files import one, plain, problems
+from tests.config.files import one, plain, problems, table
 
 SERVES = "image: llama.cpp:server, x-anvil: {prompt_cache: 4GiB}"
 SAVES = "--port 8080 -np 2 --slot-save-path /prompts"
-
-
-def found_wrong(tmp_path: Path, said: str) -> str:
-    [text] = problems(tmp_path, f"services: {{chat: {{{said}}}}}")
-    assert "services.chat.x-anvil.prompt_cache: " in text or "x-anvil.prompt_cache" in text
-    return text
 
 
 def warned(tmp_path: Path, command: str, more: str = "") -> list[str]:
@@ -64,28 +58,26 @@ def test_a_process_sees_the_host(tmp_path: Path) -> None:
     assert found.on_host("models/a.gguf") == str(tmp_path / "models/a.gguf")
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        ("image: vllm/vllm-openai, x-anvil: {prompt_cache: 4GiB}", "engine vllm cannot save prompts"),
-        (SERVES, "needs a folder for them: write command: [..., --slot-save-path, /prompts]"),
-        (f"{SERVES}, command: {SAVES}", "/prompts is in no folder of the host"),
-        (f"{SERVES}, command: {SAVES}, volumes: [big:/prompts]", "/prompts is in no folder of the host"),
-        (
-            f"{SERVES}, command: --slot-save-path here, volumes: ['.:/app']",
-            "must be an absolute path, not here",
-        ),
-        (f"{SERVES}, command: {SAVES} --lora /m/a.gguf, volumes: ['.:/prompts']", "with which LoRA adapters"),
-        (
-            "image: llama.cpp, x-anvil: {prompt_cache: 4GiB, evict_to: [sleep]}, command: "
-            "--slot-save-path /p, volumes: ['.:/p']",
-            "router mode has no slots of its own",
-        ),
-        ("image: llama.cpp, x-anvil: {prompt_cache: plenty}", "must be a size such as 20GiB"),
-    ],
-)
+REFUSED = """
+    image: vllm/vllm-openai, x-anvil: {prompt_cache: 4GiB} -> engine vllm cannot save prompts
+    SERVES -> needs a folder for them: write command: [..., --slot-save-path, /prompts]
+    SERVES, command: SAVES -> /prompts is in no folder of the host
+    SERVES, command: SAVES, volumes: [big:/prompts] -> /prompts is in no folder of the host
+    SERVES, command: --slot-save-path here, volumes: ['.:/app'] -> must be an absolute path, not here
+    SERVES, command: SAVES --lora /m/a.gguf, volumes: ['.:/prompts'] -> with which LoRA adapters
+    image: llama.cpp, x-anvil: {prompt_cache: 4GiB, evict_to: [sleep]}, command: --slot-save-path /p,
+        volumes: ['.:/p'] -> router mode has no slots of its own
+    image: llama.cpp, x-anvil: {prompt_cache: plenty} -> must be a size such as 20GiB
+"""
+
+
+@pytest.mark.parametrize(("said", "why"), table(REFUSED))
 def test_what_cannot_work_is_refused_with_what_to_write_instead(tmp_path: Path, said: str, why: str) -> None:
-    assert why in found_wrong(tmp_path, said)
+    [text] = problems(
+        tmp_path, f"services: {{chat: {{{said.replace('SERVES', SERVES).replace('SAVES', SAVES)}}}}}"
+    )
+    assert "services.chat.x-anvil.prompt_cache: " in text
+    assert why in text
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,9 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
-from tests.config.files import plain, problems
+from tests.config.files import plain, problems, table
 
 # What is wrong
-
-PROCESS = (
-    "x-anvil: {runtime: process}\nservices: {a: {command: %s, x-anvil: {}}, b: {command: %s, x-anvil: {}}}"
-)
-
 
 ROUTED = """
     x-anvil:
@@ -54,12 +49,7 @@ def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_pat
         ("mode: full", "mode: fool", 6, "routing.mode: must be one of lite, full, not 'fool'"),
         ("default: mine", "default: mime", 4, "no policy mime; did you mean mine?"),
         ("routing: sticky", "routing: stick", 15, "services.c.x-anvil.routing: no policy stick"),
-        (
-            "routing: mine}",
-            "routing: lmetric}",
-            14,
-            "is lmetric, but a, a replica of",
-        ),
+        ("routing: mine}", "routing: lmetric}", 14, "is lmetric, but a, a replica of"),
         ("kappa_work: {kappa", "kappa_work: {k", 9, "unknown setting of kappa_work; known: kappa"),
         ("          mine:\n", "          sticky:\n", 8, "is the name of a policy that is shipped"),
         ("metric: tax,", "metric: kv_cache_usage_ratio_projected,", 14, "services.b: needs kv_tokens"),
@@ -189,31 +179,31 @@ def test_replicas_that_are_processes_may_each_have_a_gpu_and_see_no_other(tmp_pa
     assert found.warnings == ()
 
 
+UNSCALED = """
+    x-anvil: {gpus: [["0"], ["1"]]} -> Compose gives all containers of a service the same GPUs
+    x-anvil: {}, ports: ['81:80'] -> port 81 cannot be that of all its replicas: publish any, "127
+    x-anvil: {port: 81}, network_mode: host -> port 81 cannot be that of all its replicas
+    x-anvil: {}, container_name: a -> services.a: is scaled, so it can have no container_name
+    x-anvil: {}}, a-2: {image: x, x-anvil: {} -> a replica of a scaled service is called a-2 too
+    x-anvil: {infer_type: decode} -> a.x-anvil.infer_type: is decode, but no service of a is
+"""
+UNSCALED_PROCESSES = """
+    x-anvil: {gpus: [["0"]]} -> services.a: has 2 replicas, and gpus for 1
+    x-anvil: {gpus: [["0"], ["7"]]} -> GPU 7 is not declared
+    x-anvil: {port: 81, gpus: []} -> leave it out, and each has one of its own in $PORT
+"""
+
+
 @pytest.mark.parametrize(
-    ("service", "top", "text"),
-    [
-        ('x-anvil: {gpus: [["0"], ["1"]]}', "", "Compose gives all containers of a service the same GPUs"),
-        ('x-anvil: {gpus: [["0"]]}', PROCESS, "services.a: has 2 replicas, and gpus for 1"),
-        ('x-anvil: {gpus: [["0"], ["7"]]}', PROCESS, "GPU 7 is not declared"),
-        (
-            "x-anvil: {}, ports: ['81:80']",
-            "",
-            'port 81 cannot be that of all its replicas: publish any, "127',
-        ),
-        ("x-anvil: {port: 81}, network_mode: host", "", "port 81 cannot be that of all its replicas"),
-        ("x-anvil: {port: 81, gpus: []}", PROCESS, "leave it out, and each has one of its own in $PORT"),
-        ("x-anvil: {}, container_name: a", "", "services.a: is scaled, so it can have no container_name"),
-        ("x-anvil: {}}, a-2: {image: x, x-anvil: {}", "", "a replica of a scaled service is called a-2 too"),
-        ("x-anvil: {infer_type: decode}", "", "a.x-anvil.infer_type: is decode, but no service of a is"),
-    ],
+    ("top", "service", "text"),
+    [*[("", *row) for row in table(UNSCALED)], *[(PROCESS, *row) for row in table(UNSCALED_PROCESSES)]],
 )
 def test_what_cannot_be_scaled_is_told_once_with_its_line(
-    tmp_path: Path, service: str, top: str, text: str
+    tmp_path: Path, top: str, service: str, text: str
 ) -> None:
-    told = problems(tmp_path, f"{top}\nservices: {{a: {{image: x, command: [x], scale: 2, {service}}}}}")
-    assert len(told) == 1, told
-    assert told[0].startswith("compose.yaml:2: ")
-    assert text in told[0]
+    (told,) = problems(tmp_path, f"{top}\nservices: {{a: {{image: x, command: [x], scale: 2, {service}}}}}")
+    assert told.startswith("compose.yaml:2: ")
+    assert text in told
 
 
 @pytest.mark.parametrize("ports", ["8001-8002:8080", "127.0.0.1::8080", "8080"])

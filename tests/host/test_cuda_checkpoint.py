@@ -337,7 +337,7 @@ def test_a_frozen_container_is_seen_by_its_control_group(
 ) -> None:
     process, groups = tmp_path / "41", tmp_path / "groups"
     process.mkdir()
-    (process / "stat").write_text("41 (a (b) c) S 1 41 41 0")
+    (process / "stat").write_text("41 (a (b) c) S 1 41 41" + " 0" * 20)
     (process / "cgroup").write_text(lines + "\n")
     (groups / file).parent.mkdir(parents=True)
     (groups / file).write_text(text)

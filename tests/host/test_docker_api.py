@@ -119,11 +119,6 @@ def test_an_image_is_there_or_not(docker: Docker, engine: ContainerEngine, name:
     assert engine.image_id(name)
 
 
-def test_the_runtimes_are_listed(docker: Docker, engine: ContainerEngine):
-    docker.runtimes = ("runc", "nvidia")
-    assert engine.runtimes() == ["runc", "nvidia"]
-
-
 # Logs
 
 

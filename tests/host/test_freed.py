@@ -58,15 +58,6 @@ def test_a_sleeper_has_to_give_up_most_of_what_is_no_context(
             desk.memory.left(held, runs=True)
 
 
-def test_memory_is_read_again_every_quarter_of_a_second() -> None:
-    desk = Desk()
-    desk.holds(10)
-    held = desk.held()
-    desk.time._then = [lambda: None, lambda: desk.holds(0.5)]
-    desk.memory.left(held, runs=True)
-    assert desk.time.pauses == [0.25, 0.25]
-
-
 def test_of_who_was_stopped_nothing_may_be_left() -> None:
     desk = Desk()
     desk.holds(10)
@@ -78,10 +69,12 @@ def test_of_who_was_stopped_nothing_may_be_left() -> None:
     assert desk.memory.left(held, runs=False) == After({}, dict.fromkeys("01", 10 * GIB))
 
 
-def test_what_a_sleeper_gave_back_is_its_own_whatever_others_took() -> None:
+def test_what_a_backend_holds_and_gives_back_is_its_own_whatever_others_take() -> None:
     desk = Desk()
     desk.holds(10)
+    desk.ledger.hold(PID + 1, ("0",), 2 * GIB)
     held = desk.held()
+    assert held.bytes == dict.fromkeys("01", 10 * GIB)
     desk.holds(1)
     desk.ledger.hold(PID + 1, ("0",), 6 * GIB)
     assert desk.memory.left(held, runs=True).freed == dict.fromkeys("01", 9 * GIB)
@@ -114,13 +107,6 @@ def test_our_own_are_no_other_processes() -> None:
     desk.ledger.hold(me, ("0",), 3 * GIB)
     memory = FreedCheck(desk.ledger.probe, owner={me: "b"}.get)
     assert (memory.others(["0"]), FreedCheck().others(["0"])) == ("", "")
-
-
-def test_what_somebody_else_holds_is_not_the_backends() -> None:
-    desk = Desk()
-    desk.holds(4)
-    desk.ledger.hold(PID + 1, ("0",), 15 * GIB)
-    assert desk.held().bytes == dict.fromkeys("01", 4 * GIB)
 
 
 def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_residents() -> None:

@@ -161,14 +161,6 @@ def test_a_model_answers_a_token_by_its_own_name_before_its_wake_counts(scene: S
     assert engine.asked[-1] == "POST /v1/chat/completions"
 
 
-def test_weights_that_were_dropped_are_read_again(scene: Scene) -> None:
-    engine = scene.resident(A)
-    assert scene.swapper.evict(A, "sleep-2").level == "sleep-2"
-    assert engine.garbage
-    assert scene.swapper.load(A, "sleep-2").level == "sleep-2"
-    assert not engine.garbage
-
-
 def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene: Scene) -> None:
     scene.resident(A)
     assert scene.swapper.evict(A, "freeze") == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
@@ -433,11 +425,13 @@ def test_a_wake_of_which_it_is_not_sure_that_it_is_whole_is_a_cold_start(
     assert scene.used == 18 * GIB + CONTEXT
 
 
-def test_a_second_wake_from_level_two_that_fails_is_a_cold_start(scene: Scene) -> None:
+def test_dropped_weights_are_read_again_and_a_later_wake_that_fails_is_a_cold_start(scene: Scene) -> None:
     engine = scene.resident(A)
     for _ in range(2):
         scene.swapper.evict(A, "sleep-2")
+        assert engine.garbage
         assert scene.swapper.load(A, "sleep-2").level == "sleep-2"
+        assert not engine.garbage
     scene.swapper.evict(A, "sleep-2")
     engine.faults.add("wake answers 500")
     assert scene.swapper.load(A, "sleep-2").level == "stop"

@@ -352,13 +352,6 @@ def test_what_does_not_run_neither_differs_nor_is_frozen_nor_has_a_log(house: Ho
             call(backend)
 
 
-def test_stopping_what_has_ended_is_no_error(house: House):
-    backend = shell("true")
-    runtime = house.ended(backend)
-    runtime.stop(backend)
-    runtime.stop(backend)
-
-
 @either_parent
 def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(house: House):
     gate = house.gate()

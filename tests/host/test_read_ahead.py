@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend
 from anvil_mux.host import weights
 from anvil_mux.host.weights import (
@@ -28,24 +27,6 @@ A, B, C = (Backend(name, name) for name in "abc")
 PIECES = 3
 SIZE = PIECES * PIECE
 PLENTY = 1 << 40
-
-
-class HeldClock(Clock):
-    """Threads that run when they are told to, one after another, in the thread that tells them."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-
-    def spawn(self, run: Callable[[], None], name: str) -> threading.Thread:
-        self.waiting.append(run)
-        return threading.current_thread()
-
-    def run(self) -> int:
-        """Run them; how many there were."""
-        begun, self.waiting = self.waiting, []
-        for each in begun:
-            each()
-        return len(begun)
 
 
 class FakeFile:
@@ -76,15 +57,18 @@ class FakeFile:
 
 class Rig:
     def __init__(self) -> None:
-        self.clock, self.told, self.left = HeldClock(), list[tuple[str, int]](), PLENTY
+        self.told, self.left = list[tuple[str, int]](), PLENTY
         self.files = {"a": ["a1", "a2"], "b": ["b1"], "c": ["locked", "c1"]}
         self.ahead = ReadAhead(
             lambda backend: [Path("/weights", each) for each in self.files[backend.name]],
             lambda backend, size, seconds: self.told.append((backend, size // PIECE)),
             room=lambda: self.left,
             on_disk=lambda path: path.name != "in-memory",
-            clock=self.clock,
         )
+
+    def run(self) -> int:
+        """Take the turns of its thread until nothing is left to be read; how many there were."""
+        return len([*iter(self.ahead._turn, None)])
 
     @property
     def cached(self) -> dict[str, int]:
@@ -100,37 +84,37 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig()
 
 
-def test_all_files_are_read_in_order_by_one_thread_that_ends(rig: Rig) -> None:
+def test_all_files_are_read_in_order_and_once(rig: Rig) -> None:
     rig.ahead.order([B, A])
     rig.ahead.order([B, A])
-    assert rig.clock.run() == 1
+    assert rig.run() == 2
     assert rig.told == [("b", PIECES), ("a", 2 * PIECES)]
     assert list(rig.cached) == ["b1", "a1", "a2"]
     rig.ahead.order([B, A])
-    assert rig.clock.run() == 0
+    assert rig.run() == 0
 
 
 def test_what_is_there_is_not_read_and_not_told(rig: Rig) -> None:
     FakeFile.cached = {"a1": {0, 1, 2}, "a2": {1}, "b1": {0, 1, 2}}
     rig.ahead.order([A, B])
-    rig.clock.run()
+    rig.run()
     assert rig.told == [("a", 2)]
 
 
 def test_files_that_cannot_be_read_or_are_in_memory_are_left_out(rig: Rig) -> None:
     rig.files["a"] = ["in-memory"]
     rig.ahead.order([A, C])
-    rig.clock.run()
+    rig.run()
     assert (rig.told, rig.cached) == ([("c", PIECES)], {"c1": PIECES})
 
 
 def test_it_stops_at_once_when_nobody_waits_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeFile, "before", staticmethod(lambda name, piece: rig.ahead.order([B])))
     rig.ahead.order([A])
-    rig.clock.run()
+    rig.run()
     assert rig.cached == {"a1": 1, "b1": PIECES}
     rig.ahead.order([])
-    assert rig.clock.run() == 0
+    assert rig.run() == 0
 
 
 def test_nothing_is_read_while_an_engine_loads_and_it_goes_on_afterwards(
@@ -138,14 +122,14 @@ def test_nothing_is_read_while_an_engine_loads_and_it_goes_on_afterwards(
 ) -> None:
     with rig.ahead.pausing(), rig.ahead.pausing():
         rig.ahead.order([B])
-        assert rig.clock.run() == 0
+        assert rig.run() == 0
     load = rig.ahead.pausing()
     monkeypatch.setattr(FakeFile, "before", staticmethod(lambda name, piece: load.__enter__()))
-    assert rig.clock.run() == 1
+    assert rig.run() == 1
     assert (rig.cached, rig.told) == ({"b1": 1}, [("b", 1)])
     monkeypatch.setattr(FakeFile, "before", staticmethod(lambda name, piece: None))
     load.__exit__(None, None, None)
-    assert rig.clock.run() == 1
+    assert rig.run() == 1
     assert (rig.cached, rig.told) == ({"b1": PIECES}, [("b", 1), ("b", PIECES - 1)])
 
 
@@ -154,34 +138,35 @@ def test_no_more_is_read_than_there_is_room_for_with_what_was_read_before(
 ) -> None:
     rig.left = SIZE + PIECE
     rig.ahead.order([B, A])
-    rig.clock.run()
+    rig.run()
     assert rig.cached == {"b1": PIECES, "a1": 1}
     rig.ahead.order([A])  # b was loaded, and its pages count as mapped, or may go
-    assert rig.clock.run() == 0
+    assert rig.run() == 0
     rig.left = PLENTY
     monkeypatch.setattr(FakeFile, "before", staticmethod(lambda name, piece: setattr(rig, "left", 0)))
     rig.ahead.order([])
     rig.ahead.order([A])
-    rig.clock.run()
+    rig.run()
     assert rig.cached == {"b1": PIECES, "a1": 2}
 
 
 def test_one_that_waits_again_is_looked_at_again(rig: Rig) -> None:
     rig.ahead.order([B])
-    rig.clock.run()
+    rig.run()
     rig.ahead.order([])
     FakeFile.cached["b1"].clear()
     rig.ahead.order([B])
-    rig.clock.run()
+    rig.run()
     assert rig.told == [("b", PIECES)] * 2
 
 
-def test_a_mistake_costs_only_that_backend(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_costs_only_that_backend(rig: Rig) -> None:
     del rig.files["a"]
     rig.ahead.order([A, B])
-    rig.clock.run()
+    with pytest.raises(KeyError):  # its thread goes on
+        rig.run()
+    rig.run()
     assert rig.told == [("b", PIECES)]
-    assert "a mistake while its weights were read ahead" in caplog.text
 
 
 def test_a_real_file_is_in_the_page_cache_afterwards(uncached: Callable[[str, int], Path]) -> None:
@@ -193,8 +178,10 @@ def test_a_real_file_is_in_the_page_cache_afterwards(uncached: Callable[[str, in
         done.set()
 
     ahead = ReadAhead(lambda backend: [path], tell, room=lambda: PLENTY)
+    ahead.worker.start()
     ahead.order([A])
     assert done.wait(120)  # whoever else uses the disk comes first
+    ahead.worker.close()
     with CachedFile(path) as cached:
         assert cached.missing() == []
     assert told == [("a", 2 * PIECE)]

@@ -117,24 +117,31 @@ def test_a_status_that_is_nonsense_is_no_status(make: Make) -> None:
         engines.is_asleep(backend("vllm"), engine.url)
 
 
-def test_an_engine_without_the_routes_cannot_sleep(make: Make) -> None:
-    engine = make("vllm", "has no sleep routes")
-    assert engines.is_asleep(backend("vllm"), engine.url) is None
-    with pytest.raises(BackendError, match=r"POST /sleep.* answers 404"):
-        engines.sleep(backend("vllm"), engine.url, 1)
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("vllm", r"POST /sleep.* answers 404"),
+        ("sglang", "does not say whether it is idle"),
+        ("llamacpp", "POST /models/unload answers 404"),  # it has a model of its own
+    ],
+)
+def test_an_engine_without_the_routes_cannot_sleep(make: Make, kind: str, why: str) -> None:
+    engine = make(kind, "has no sleep routes")
+    assert engines.is_asleep(backend(kind), engine.url) is None
+    with pytest.raises(BackendError, match=why):
+        engines.sleep(backend(kind), engine.url, 1)
 
 
-@pytest.mark.parametrize("call", [engines.sleep, engines.wake])
+@pytest.mark.parametrize(("call", "level"), [("sleep", (1,)), ("wake", (1,)), ("probe", ())])
 def test_an_engine_that_hangs_is_given_up(
-    make: Make, call: Callable[[Backend, str, int], None], monkeypatch: pytest.MonkeyPatch
+    make: Make, call: str, level: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make("vllm", "sleep hangs", "wake hangs")
-    if call is engines.wake:
+    engine = make("vllm", "sleep hangs", "wake hangs", "answers nothing")
+    if call == "wake":
         engine.asleep = {"weights", "kv_cache"}
-    monkeypatch.setattr(engines, "SLEEP_TIMEOUT", 0.5)
-    monkeypatch.setattr(engines, "WAKE_TIMEOUT", 0.5)
+    monkeypatch.setattr(engines, f"{call.upper()}_TIMEOUT", 0.5)
     with pytest.raises(BackendError, match="was not answered in time"):
-        call(backend("vllm"), engine.url, 1)
+        getattr(engines, call)(backend("vllm"), engine.url, *level)
 
 
 def test_an_engine_that_is_gone_is_said_to_be(make: Make) -> None:
@@ -142,13 +149,6 @@ def test_an_engine_that_is_gone_is_said_to_be(make: Make) -> None:
     engine.end("killed")
     with pytest.raises(BackendError, match="nothing listens there"):
         engines.wake(backend("vllm"), engine.url, 1)
-
-
-def test_a_probe_that_is_not_answered_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make("vllm", "answers nothing")
-    monkeypatch.setattr(engines, "PROBE_TIMEOUT", 0.5)
-    with pytest.raises(BackendError, match="one token was not answered in time"):
-        engines.probe(backend("vllm"), engine.url)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +220,6 @@ def test_sglang_that_does_not_become_idle_is_not_told_to_release(
     assert "POST /release_memory_occupation" not in engine.asked
 
 
-def test_sglang_that_does_not_say_whether_it_is_idle_is_not_told_to_release(make: Make) -> None:
-    engine = make("sglang", "has no sleep routes")
-    with pytest.raises(BackendError, match="does not say whether it is idle"):
-        engines.sleep(backend("sglang"), engine.url, 1)
-
-
 # Ollama and llama.cpp
 
 
@@ -241,13 +235,6 @@ def test_a_model_of_ollama_that_makes_embeddings_is_loaded_by_an_empty_one(make:
     engines.wake(backend("ollama"), engine.url, 1)
     assert not engine.asleep
     engines.probe(backend("ollama"), engine.url)
-
-
-def test_a_llama_server_with_a_model_of_its_own_cannot_unload_it(make: Make) -> None:
-    engine = make("llamacpp", "has no sleep routes")
-    assert engines.is_asleep(backend("llamacpp"), engine.url) is None
-    with pytest.raises(BackendError, match="POST /models/unload answers 404"):
-        engines.sleep(backend("llamacpp"), engine.url, 1)
 
 
 def test_a_llama_server_that_unloaded_by_itself_is_asleep_already(make: Make) -> None:

@@ -30,7 +30,7 @@ from tests.values.witness import strict
 from tests.values.work import list_ns
 
 TRANSLATED: dict[str, Callable[[dict[str, Any]], Translation]] = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
-REFUSALS = (MuxError, requests.RequestException, prompts.Unkept)
+REFUSALS = (MuxError, requests.RequestException)
 LISTS, LISTS_PER_BYTE = 2_000_000, 50.0
 ROUNDS = 20
 """Rounds through all readers, for each case of a usual run of the witness."""
