@@ -7,13 +7,13 @@ they are asked here, and all that is wrong is reported at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from anvil_mux.config.compose import Compose, run_compose
 from anvil_mux.config.config import Config, Judge
-from anvil_mux.config.kinds import Diagnostic, as_diagnostic, meant, nearest
+from anvil_mux.config.kinds import Diagnostic, as_diagnostic, no_such
 from anvil_mux.config.loading import ConfigReader
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.reading import Problems
@@ -67,12 +67,13 @@ def load(
 
 
 def _check_routing(config: Config, services: Mapping[str, str], problems: Problems) -> None:
-    shipped = {name: pipeline.build(name) for name in pipeline.shipped()}
-    own = {name: _own(problems, name, each, shipped) for name, each in config.routing_policies.items()}
-    policies = {**shipped, **own}
-    if config.routing not in policies:
-        problems.of_setting("routing", _no_policy(config.routing, policies))
+    shipped, written = pipeline.shipped(), config.routing_policies
     used = dict.fromkeys(backend.routing for backend in config.backends)
+    policies = {name: pipeline.build(name) for name in used if name in shipped}
+    policies |= {name: _own(problems, name, each, shipped) for name, each in written.items()}
+    known = {**shipped, **written}
+    if config.routing not in known:
+        problems.of_setting("routing", _no_policy(config.routing, known))
     for name in [name for name in used if name in policies and policies[name].mode == "full"]:
         if config.routing_mode != "full":
             problems.of_setting("routing", _asks_for_full(name, shipped))
@@ -80,7 +81,7 @@ def _check_routing(config: Config, services: Mapping[str, str], problems: Proble
     for backend in config.backends:
         service, name = ("services", services[backend.name]), backend.routing
         if backend.has_own("routing") and name not in policies:
-            problems.add((*service, "x-anvil", "routing"), _no_policy(name, policies))
+            problems.add((*service, "x-anvil", "routing"), _no_policy(name, known))
         first, other = models.setdefault(backend.model, (backend.name, name))
         if other != name:
             text = f"is {name}, but {first}, a replica of the same model, has {other}"
@@ -103,9 +104,8 @@ def _own(problems: Problems, name: str, written: object, shipped: Container[str]
     return routing
 
 
-def _no_policy(name: str, policies: Mapping[str, Routing]) -> Diagnostic:
-    text = f"no policy {name}; {nearest(name, policies)}"
-    return Diagnostic(text, value=meant(name, policies))
+def _no_policy(name: str, policies: Collection[str]) -> Diagnostic:
+    return no_such(f"no policy {name}", name, policies)
 
 
 def _asks_for_full(policy: str, shipped: Container[str]) -> str:

@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+IN_CHROMIUM = [
+    pytest.mark.page,
+    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
+]
+"""The marks of a test that needs one."""
 GUARD = 60.0
 FLAGS = (
     "--headless=new --no-sandbox --remote-debugging-pipe --no-first-run --disable-gpu "

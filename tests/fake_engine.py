@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from anvil_mux.command import API_KEYS
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.keys import Keyring
+from anvil_mux.config.keys import Keyring, load
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import Cancelled
-from anvil_mux.host.seam import Evicted, Loaded, Sight
+from anvil_mux.host.seam import Evicted, GpuUses, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.dispatch import Patience
 from anvil_mux.proxy.exchange import Relay
@@ -57,6 +58,25 @@ def error_in(stream: bytes) -> dict[str, str]:
     events = [line[6:] for line in stream.splitlines() if line.startswith(b'data: {"error"')]
     assert len(events) == 1, stream
     return json.loads(events[0])["error"]  # type: ignore[no-any-return]
+
+
+def keyring(*lines: str) -> Keyring:
+    """The keys of such lines."""
+    return load(None, {API_KEYS: ";".join(lines)})
+
+
+def shows(key: str) -> bytes:
+    """The field that shows a key."""
+    return b"Authorization: Bearer %b\r\n" % key.encode()
+
+
+def answer_of(body: bytes, *fields: bytes) -> bytes:
+    """A whole answer with this body, of JSON unless a field says otherwise."""
+    kinds = [field for field in fields if field.startswith(b"Content-Type: ")]
+    lines = b"\r\n".join(
+        [b"HTTP/1.1 200 OK", *fields, *([] if kinds else [b"Content-Type: application/json"])]
+    )
+    return b"%b\r\nContent-Length: %d\r\n\r\n%b" % (lines, len(body), body)
 
 
 class Asked:
@@ -168,6 +188,12 @@ class FakeEngine:
     def next(self) -> Asked:
         return self.asked.get(timeout=GUARD)
 
+    def answers(self, answer: bytes = JSON_OK) -> list[Asked]:
+        """Has it give the same answer to all; the list grows by what it is asked from now on."""
+        heard: list[Asked] = []
+        self.answer = lambda asked: (heard.append(asked), answer)[1]
+        return heard
+
     def stop_listening(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -194,9 +220,18 @@ class Answer:
     """The body ended as its framing says."""
 
     @property
+    def json(self) -> Any:
+        """The document that it is."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]  # type: ignore[no-any-return]
+
+    @property
     def code(self) -> str:
         """The code of an error."""
-        return json.loads(self.body)["error"]["code"]  # type: ignore[no-any-return]
+        return self.error["code"]  # type: ignore[no-any-return]
 
     def header(self, name: bytes) -> bytes | None:
         for line in self.head.split(b"\r\n")[1:]:
@@ -423,7 +458,7 @@ class Rig:
         mechanism: Mechanism | None = None,
         keep_pause: Keep = lambda pause: True,
         only_local_hosts: bool = True,
-        sight: Callable[[], Sight] = dict,
+        gpu_uses: Callable[[], GpuUses] = dict,
         has_pages: bool = False,
         **settings: object,
     ) -> None:
@@ -464,7 +499,7 @@ class Rig:
             checks={"docker": lambda: ""},
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
             keep_pause=keep_pause,
-            sight=sight,
+            gpu_uses=gpu_uses,
         )
         self.handler = Handler(
             self.config,
@@ -511,6 +546,40 @@ class Rig:
         client = self.client()
         client.post(body, path, extra, type)
         return client, self.engine.next()
+
+    def passes(
+        self,
+        body: bytes = ASK_A,
+        path: bytes = b"/v1/chat/completions",
+        *,
+        answer: bytes = JSON_OK,
+        client: RawClient | None = None,
+        engine: FakeEngine | None = None,
+        **more: bytes,
+    ) -> Asked:
+        """A question as its engine gets it, which answers it."""
+        client = client or self.client()
+        client.post(body, path, **more)
+        asked = (engine or self.engine).next()
+        asked.send(answer)
+        assert client.read().status == 200
+        return asked
+
+    def ask(
+        self,
+        body: bytes = ASK_A,
+        path: bytes = b"/v1/chat/completions",
+        extra: bytes = b"",
+        type: bytes = b"application/json",
+    ) -> Answer:
+        """The answer to a question on a connection of its own."""
+        return self.client().ask(body, path, extra, type)
+
+    def get(self, path: bytes, method: bytes = b"GET", extra: bytes = b"") -> Answer:
+        return self.client().get(path, method, extra)
+
+    def json(self, path: bytes, extra: bytes = b"") -> Any:
+        return self.client().json(path, extra)
 
     def streaming(self) -> tuple[RawClient, Asked]:
         """A client that has the first event of a stream, and the question that the engine answers so."""

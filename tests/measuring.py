@@ -6,8 +6,9 @@
     meter.end()
     assert meter.flaws() == []
 
-The samples of each life are cut into quarters. The first is its warming up; from the second to the last the
-medians may grow by ``ALLOWED`` at most.
+The samples of each life are cut into quarters. The first is its warming up; from the second to the last a
+quarter's figures may grow by ``ALLOWED`` at most: the median of its memory, and the fewest threads and
+descriptors that it had, since a request in flight has some of these, and a leak keeps some for ever.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Meter:
         ]
 
     def table(self) -> list[str]:
-        """The medians of each quarter of each life, and of long ones the curve of their memory."""
+        """The figures of each quarter of each life, and of long ones the curve of their memory."""
         rows = []
         for life, samples in sorted(self.samples.items()):
             if len(samples) < 4:
@@ -104,20 +105,20 @@ def usage_of(pid: int) -> Usage:
 
 
 def quarters(samples: Sequence[Usage]) -> list[Usage]:
-    """The medians of each quarter, of at least four samples."""
+    """The figures of each quarter, of at least four samples."""
     return parts(samples, 4)
 
 
 def parts(samples: Sequence[Usage], count: int) -> list[Usage]:
-    """The medians of ``count`` parts of equal length, of at least as many samples."""
+    """The figures of ``count`` parts of equal length, of at least as many samples."""
     cuts = [len(samples) * number // count for number in range(count + 1)]
-    cut = [samples[since:until] for since, until in pairwise(cuts)]
-    return [Usage(*(median(figures) for figures in zip(*part, strict=True))) for part in cut]
+    columns = (zip(*samples[since:until], strict=True) for since, until in pairwise(cuts))
+    return [Usage(median(rss), min(threads), min(descriptors)) for rss, threads, descriptors in columns]
 
 
-def growths(medians: Sequence[Usage]) -> list[str]:
+def growths(figures: Sequence[Usage]) -> list[str]:
     """Which figures of the last quarter are larger than the second quarter's allow."""
-    second, last = medians[1], medians[-1]
+    second, last = figures[1], figures[-1]
     found = []
     for name, (amount, share) in ALLOWED.items():
         before, after = getattr(second, name), getattr(last, name)

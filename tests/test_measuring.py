@@ -11,9 +11,17 @@ def climbing(by: float, count: int = LEAST) -> list[Usage]:
     return [Usage(60.0 + by * number / count, 100.0, 200.0) for number in range(count)]
 
 
-def test_the_medians_are_those_of_each_quarter() -> None:
-    samples = [Usage(float(number), 1.0, 2.0) for number in (1, 2, 9, 4, 4, 4, 0, 6, 7, 8, 8, 8)]
+def test_a_quarter_has_its_median_of_memory_and_its_fewest_threads_and_descriptors() -> None:
+    numbers = (1, 2, 9, 4, 4, 4, 0, 6, 7, 8, 8, 8)
+    samples = [Usage(float(number), number + 1.0, number + 2.0) for number in numbers]
     assert [each.rss for each in quarters(samples)] == [2.0, 4.0, 6.0, 8.0]
+    assert [each.threads for each in quarters(samples)] == [2.0, 5.0, 1.0, 9.0]
+    assert [each.descriptors for each in quarters(samples)] == [3.0, 6.0, 2.0, 10.0]
+
+
+def test_more_requests_at_once_are_no_growth() -> None:
+    busier = [Usage(60.0, 20.0 + number * (number % 5), 30.0) for number in range(LEAST)]
+    assert growths(quarters(busier)) == []
 
 
 def test_what_warms_up_and_stays_is_no_growth() -> None:
@@ -24,7 +32,7 @@ def test_what_warms_up_and_stays_is_no_growth() -> None:
 def test_what_climbs_to_the_end_is_growth() -> None:
     assert growths(quarters(climbing(60.0))) == ["rss grew from 82 to 112"]
     leaking = [Usage(60.0, 20.0 + number, 30.0 + 2 * number) for number in range(LEAST)]
-    assert growths(quarters(leaking)) == ["threads grew from 64 to 124", "descriptors grew from 119 to 239"]
+    assert growths(quarters(leaking)) == ["threads grew from 50 to 110", "descriptors grew from 90 to 210"]
 
 
 def test_a_life_that_is_too_short_to_tell_is_not_judged() -> None:

@@ -58,8 +58,8 @@ MUTANTS = {
     ),
     "those who wait for a place are taken as they came": (
         "scheduler/model",
-        "            del self.tickets[ticket]\n        return ticket",
-        "            ticket = self.first\n            del self.tickets[ticket]\n        return ticket",
+        "            self.leave(ticket)\n            if",
+        "            ticket = self.first\n            self.leave(ticket)\n            if",
     ),
     "a request that gets a place is not woken": (
         "scheduler",
@@ -83,8 +83,8 @@ MUTANTS = {
     ),
     "a step is lost": (
         "multiplexer/driver",
-        "            self._jobs.extend(jobs)\n",
-        "            self._jobs.extend(list(jobs)[:1])\n",
+        "                self._jobs.extend(begun)\n",
+        "                self._jobs.extend(begun[:1])\n",
     ),
     "steps are performed at once, each after the other": (
         "multiplexer/driver",
@@ -158,8 +158,8 @@ MUTANTS = {
     ),
     "the most valuable sleeper yields": (
         "scheduler/memory",
-        "for _, name in sorted(leaving):",
-        "for _, name in sorted(leaving, reverse=True):",
+        "(self._worth(slot, now), slot.name)):",
+        "(self._worth(slot, now), slot.name), reverse=True):",
     ),
     "nobody is demoted while its time goes by": (
         "scheduler/group",
@@ -264,8 +264,8 @@ MUTANTS = {
     ),
     "nothing is learned from a swap": (
         "scheduler/swaps",
-        "        self.learn(slot, level, seconds)\n",
-        "",
+        "        if swap := self.end_to(slot):\n",
+        "        if not self.end_to(slot):\n",
     ),
     "costs are learned without their direction": (
         "costs",
@@ -388,7 +388,9 @@ SCRIPTED = {
             "                self._close_idle(run)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self.submit(begun)\n",
+            "            with self.lock:\n"
+            "                self._jobs.extend(begun)\n"
+            "                self._changed.notify()\n",
             "        for job in jobs:\n"
             "            if isinstance(job.step, Cancel):\n"
             "                self._host.cancel(job.backend, job.step.number)\n"
@@ -396,7 +398,9 @@ SCRIPTED = {
             "                self._close_idle(run)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self.submit(begun)\n"
+            "            with self.lock:\n"
+            "                self._jobs.extend(begun)\n"
+            "                self._changed.notify()\n"
             "        for ticket in effects.cut:\n"
             "            cut(ticket)\n",
         ),

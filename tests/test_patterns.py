@@ -242,11 +242,14 @@ def _patterns_in(name: str) -> Iterator[tuple[str, str | bytes, int, str]]:
     assert spec
     assert spec.origin
     with open(spec.origin) as file:
-        tree = ast.parse(file.read())
+        text = file.read()
+    if "import re\n" not in text:
+        return
+    tree, lines = ast.parse(text), text.splitlines()
     compiled = {
         target.id
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and "re.compile" in ast.unparse(node.value)
+        if isinstance(node, ast.Assign) and any("re.compile" in each for each in _lines_of(node, lines))
         for each in node.targets
         for target in ast.walk(each)
         if isinstance(target, ast.Name)
@@ -269,6 +272,10 @@ def _patterns_in(name: str) -> Iterator[tuple[str, str | bytes, int, str]]:
     for each in sorted(compiled):
         for pattern in _compiled(getattr(module, each, None)):
             yield f"{name}.{each}", pattern.pattern, pattern.flags, _kind(uses.get(each, {"search"}))
+
+
+def _lines_of(node: ast.stmt, lines: list[str]) -> list[str]:
+    return lines[node.lineno - 1 : node.end_lineno]
 
 
 def _compiled(value: object) -> Iterator[re.Pattern[Any]]:

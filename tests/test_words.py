@@ -61,7 +61,7 @@ ALLOWED = re.compile(
 )
 
 NAMES = {
-    *("line", "lines", "--lines"),  # of a log
+    *("line", "lines", "-n --lines N"),  # of a log
     "rest",  # an attribute
 }
 """Names that stand in the program as strings."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anvil_mux.cli.output import say
 from anvil_mux.clock import count_in
@@ -24,88 +26,89 @@ if TYPE_CHECKING:
     from anvil_mux.lab.workload import ClientGroups
     from anvil_mux.serve.remote import RunningMux
 
+Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
+
 # Arguments
 
 
+def argument(command: argparse.ArgumentParser, words: str, about: str, **how: Any) -> None:
+    """Add an argument to a command; ``words``: its names, and at the end what its value is called."""
+    names = words.split()
+    if len(names) > 1 and not names[-1].startswith("-"):
+        how["metavar"] = names.pop()
+    command.add_argument(*names, help=about, **how)
+
+
+def subcommand(commands: Subcommands, name: str, about: str) -> argparse.ArgumentParser:
+    """Add a command of its own arguments; ``about``: what it does."""
+    made: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about}.")
+    return made
+
+
 def add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON")
+    argument(command, "--json", "print JSON", action="store_true")
 
 
 def add_files(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "files",
-        nargs="*",
-        metavar="FILE",
-        help="compose files; by default compose.yaml in this folder or one above",
+    argument(
+        command, "files FILE", "compose files; by default compose.yaml in this folder or one above", nargs="*"
     )
 
 
 def add_cluster(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--cluster",
-        metavar="HEAD:PORT",
-        help="also use the hosts of a Ray cluster; `local` simulates three hosts on this machine",
+    argument(
+        command,
+        "--cluster HEAD:PORT",
+        "also use the hosts of a Ray cluster; `local` simulates three hosts on this machine",
     )
-    command.add_argument(
-        "--insecure-cluster", action="store_true", help="allow a cluster that requires no token"
-    )
+    argument(command, "--insecure-cluster", "allow a cluster that requires no token", action="store_true")
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="the model's name")
+    argument(command, "model MODEL", "the model's name")
 
 
 def add_file(command: argparse.ArgumentParser, default: Any = None) -> None:
-    command.add_argument(
-        "--file", action="append", dest="files", default=default or [], metavar="FILE", help="compose file"
-    )
+    argument(command, "--file FILE", "compose file", action="append", dest="files", default=default or [])
 
 
 def add_url(command: argparse.ArgumentParser, default: Any = None) -> None:
-    command.add_argument("--url", default=default, help="address of anvil-mux; see `ps`")
+    argument(command, "--url", "address of anvil-mux; see `ps`", default=default)
 
 
 def add_address(command: argparse.ArgumentParser) -> None:
     add_file(command)
-    command.add_argument(
-        "--url", help="address of anvil-mux; by default ANVIL_URL, or the one that runs here"
-    )
+    argument(command, "--url", "address of anvil-mux; by default ANVIL_URL, or the one that runs here")
     add_json(command)
 
 
 def add_clients(command: argparse.ArgumentParser) -> None:
     """The settings of the profile ``clients``; ``clients`` reads them."""
-    add = command.add_argument
+    add = partial(argument, command)
     add(
-        "--clients",
-        type=reader("lab.workload:read_clients"),
-        metavar="N+N..",
-        help="for --profile clients: how many clients each model has (default 4+4), each of whom asks again "
+        "--clients N+N..",
+        "for --profile clients: how many clients each model has (default 4+4), each of whom asks again "
         "when it is answered",
+        dest="counts",
+        type=reader("lab.workload:read_clients"),
     )
-    for name, what in (
-        ("load", "a load (default 1.2)"),
-        ("evict", "an eviction (default 0.2)"),
-        ("answer", "an answer, at the mean (default 2)"),
-        ("think", "the time between an answer and the client's next request (default 0)"),
-        ("seconds", "the whole run (default 600)"),
+    for name, dest, what in (
+        ("load", "load_seconds", "a load (default 1.2)"),
+        ("evict", "stop_seconds", "an eviction (default 0.2)"),
+        ("answer", "answer_seconds", "an answer, at the mean (default 2)"),
+        ("think", "think_seconds", "the time between an answer and the client's next request (default 0)"),
+        ("seconds", "seconds", "the whole run (default 600)"),
     ):
-        add(f"--{name}", type=_seconds, metavar="S", help=f"for --profile clients: seconds of {what}")
+        about = f"for --profile clients: seconds of {what}"
+        add(f"--{name} S", about, dest=dest, type=reader("config.kinds:read_seconds"))
 
 
 def clients(given: argparse.Namespace) -> ClientGroups:
     """The clients of the profile of that name; refuses their settings without it."""
     from anvil_mux.lab.workload import ClientGroups
 
-    fields = {
-        "counts": given.clients,
-        "load_seconds": given.load,
-        "stop_seconds": given.evict,
-        "answer_seconds": given.answer,
-        "think_seconds": given.think,
-        "seconds": given.seconds,
-    }
-    chosen = {name: value for name, value in fields.items() if value is not None}
+    values = {each.name: getattr(given, each.name) for each in fields(ClientGroups)}
+    chosen = {name: value for name, value in values.items() if value is not None}
     if chosen and "clients" not in given.profile:
         given.refuse("--clients, --load, --evict, --answer, --think and --seconds are for --profile clients")
     return ClientGroups(**chosen)
@@ -136,26 +139,11 @@ def read_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted({max(int(word), 1) for word in text.split(",")}))
 
 
-def read_positive(text: str) -> int:
-    if not count_in(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
-    return int(text)
+read_positive = reader("config.kinds:COUNT.read")
 
 
 def read_counts(text: str) -> tuple[int, ...]:
     return tuple(map(read_positive, text.split(",")))
-
-
-def _seconds(text: str) -> float:
-    from anvil_mux.clock import YEAR_SECONDS
-
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= YEAR_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be seconds, a number of at least 0, not {text}")
-    return value
 
 
 # The configuration

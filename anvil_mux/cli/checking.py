@@ -15,7 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anvil_mux.cli.arguments import add_cluster, add_files, add_json, configuration, left_lines, reached
+from anvil_mux.cli.arguments import (
+    add_cluster,
+    add_files,
+    add_json,
+    argument,
+    configuration,
+    left_lines,
+    reached,
+)
 from anvil_mux.cli.output import (
     Columns,
     answer,
@@ -45,10 +53,11 @@ def add_check(command: argparse.ArgumentParser) -> None:
     add_files(command)
     add_cluster(command)
     add_json(command)
-    command.add_argument(
+    argument(
+        command,
         "--suggest",
+        "explain what files without x-anvil would become, and print what to add; needs no Docker",
         action="store_true",
-        help="explain what files without x-anvil would become, and print what to add; needs no Docker",
     )
 
 
@@ -58,10 +67,6 @@ def check(given: argparse.Namespace) -> int:
         from anvil_mux.cli import importing
 
         return importing.suggest(given)
-    return _check_files(given)
-
-
-def _check_files(given: argparse.Namespace) -> int:
     from anvil_mux.host.check import gpus_by_vendor
     from anvil_mux.serve import polling
     from anvil_mux.serve.files import open_address, secrets
@@ -295,14 +300,12 @@ def _gpu(gpu: HostGpu) -> str:
 def add_config(command: argparse.ArgumentParser) -> None:
     add_files(command)
     add_json(command)
-    command.add_argument("--show-origin", action="store_true", help="show where each value comes from")
-    command.add_argument(
-        "--docs", action="store_true", help="print a description of every setting, as Markdown tables"
+    argument(command, "--show-origin", "show where each value comes from", action="store_true")
+    argument(
+        command, "--docs", "print a description of every setting, as Markdown tables", action="store_true"
     )
-    command.add_argument(
-        "--schema", action="store_true", help="print a JSON Schema of compose files, for editors"
-    )
-    command.add_argument("--routing", action="store_true", help="show the routing policies as YAML")
+    argument(command, "--schema", "print a JSON Schema of compose files, for editors", action="store_true")
+    argument(command, "--routing", "show the routing policies as YAML", action="store_true")
 
 
 def show_config(given: argparse.Namespace) -> int:
@@ -397,7 +400,9 @@ def _print_routing(given: argparse.Namespace) -> int:
     from anvil_mux.config.values import DEFAULT_ROUTING
     from anvil_mux.routing import pipeline
 
-    found = given.files or any((place / name).is_file() for place in _here_and_above() for name in FILE_NAMES)
+    here = Path.cwd()
+    places = [place / name for place in (here, *here.parents) for name in FILE_NAMES]
+    found = given.files or any(place.is_file() for place in places)
     config = configuration(given.files) if found else None
     own = config.routing_policies if config else {}
     default = config.routing if config else DEFAULT_ROUTING
@@ -413,11 +418,6 @@ def _print_routing(given: argparse.Namespace) -> int:
     for model, name in models.items():
         print(f"# {model}: {name}")
     return 0
-
-
-def _here_and_above() -> Sequence[Path]:
-    here = Path.cwd()
-    return (here, *here.parents)
 
 
 def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:

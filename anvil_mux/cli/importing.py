@@ -12,10 +12,11 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anvil_mux.cli.arguments import gpus_present
+from anvil_mux.cli.arguments import argument, gpus_present, subcommand
 from anvil_mux.cli.output import (
     FAILED,
     Columns,
@@ -45,40 +46,26 @@ def _gpus_here() -> list[str]:
 
 def add_import(parser: argparse.ArgumentParser) -> None:
     programs = parser.add_subparsers(metavar="PROGRAM", required=True)
-    about = "Make a compose file of llama-swap's configuration"
-    command = programs.add_parser("llama-swap", help=about, description=f"{about}.")
-    command.add_argument("file", metavar="FILE", help="llama-swap's config.yaml")
+    command = subcommand(programs, "llama-swap", "Make a compose file of llama-swap's configuration")
+    argument(command, "file FILE", "llama-swap's config.yaml")
     command.set_defaults(translate=_llama_swap)
-    about = "Make a compose file of the presets of llama.cpp's router"
-    command = programs.add_parser("llamacpp", help=about, description=f"{about}.")
-    command.add_argument("file", metavar="FILE", help="the file of --models-preset")
-    command.add_argument(
-        "--program", metavar="PATH", default="", help="path of llama-server, if it is not on PATH"
-    )
+    command = subcommand(programs, "llamacpp", "Make a compose file of the presets of llama.cpp's router")
+    argument(command, "file FILE", "the file of --models-preset")
+    argument(command, "--program PATH", "path of llama-server, if it is not on PATH", default="")
     command.set_defaults(translate=_llamacpp)
-    _add_ollama(programs)
-    parser.epilog = "anvil-mux import llama-swap config.yaml > compose.yaml; docs/migrating.md has every key."
-
-
-def _add_ollama(programs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "Make a compose file of the models that Ollama has stored"
-    command = programs.add_parser("ollama", help=about, description=f"{about}.")
-    add = command.add_argument
-    add(
-        "store",
-        nargs="?",
-        metavar="FOLDER",
-        help="Ollama's store; by default OLLAMA_MODELS, or ~/.ollama/models",
-    )
+    command = subcommand(programs, "ollama", "Make a compose file of the models that Ollama has stored")
+    add = partial(argument, command)
+    add("store FOLDER", "Ollama's store; by default OLLAMA_MODELS, or ~/.ollama/models", nargs="?")
     add(
         "--engine",
+        "the engine that serves the models (default llama-server)",
         choices=("llama-server", "ollama"),
         default="llama-server",
-        help="the engine that serves the models (default llama-server)",
     )
-    add("--program", metavar="PATH", default="", help="path of the engine's program, if it is not on PATH")
-    add("--image", metavar="IMAGE", default="", help="run containers of this image instead of processes")
+    add("--program PATH", "path of the engine's program, if it is not on PATH", default="")
+    add("--image IMAGE", "run containers of this image instead of processes", default="")
     command.set_defaults(translate=_ollama)
+    parser.epilog = "anvil-mux import llama-swap config.yaml > compose.yaml; docs/migrating.md has every key."
 
 
 def import_(given: argparse.Namespace) -> int:

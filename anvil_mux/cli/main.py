@@ -30,11 +30,13 @@ from anvil_mux.cli.arguments import (
     add_json,
     add_model,
     add_url,
+    argument,
     ask,
     configuration,
     reached,
     read_port,
     reader,
+    subcommand,
 )
 from anvil_mux.cli.output import (
     BAD_CONFIG,
@@ -147,10 +149,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_more_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    argument(parser, "--version", "show the version and exit", action="store_true")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (about, run, groups) in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=f"{about}.")
+        command = subcommand(commands, name, about)
         command.set_defaults(run=run, json=False, refuse=command.error)
         for add in groups:
             add(command)
@@ -168,85 +170,63 @@ def _more_help() -> str:
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+    add = partial(argument, command)
     add_files(command)
     add(
         "--demo",
+        "serve two simulated models, to try it out: no compose file, GPU or Docker needed",
         action="store_true",
-        help="serve two simulated models, to try it out: no compose file, GPU or Docker needed",
     )
-    add("--host", help="address to listen on; by default the one in the file, or 127.0.0.1")
-    add("--port", type=read_port, help="port to listen on (0: any free one); by default the file's, or 9292")
+    add("--host", "address to listen on; by default the one in the file, or 127.0.0.1")
+    add("--port", "port to listen on (0: any free one); by default the file's, or 9292", type=read_port)
     add(
         "--insecure",
+        "allow an address that others can reach, although no API keys are set",
         action="store_true",
-        help="allow an address that others can reach, although no API keys are set",
     )
     add(
-        "--drain-timeout",
-        metavar="SECONDS",
-        help="how long a swap waits for running requests before it aborts them; 0: not at all",
+        "--drain-timeout SECONDS",
+        "how long a swap waits for running requests before it aborts them; 0: not at all",
     )
-    add("--queue-timeout", metavar="SECONDS", help="the longest time a request waits for its model")
+    add("--queue-timeout SECONDS", "the longest time a request waits for its model")
     add(
-        "--policy",
-        metavar="NAME",
-        help="the policy that decides when to swap: adaptive, eager, ..., or package.module:Class",
+        "--policy NAME", "the policy that decides when to swap: adaptive, eager, ..., or package.module:Class"
     )
-    add("--on-exit", choices=("keep", "stop"), help="whether engines keep running or are stopped at exit")
+    add("--on-exit", "whether engines keep running or are stopped at exit", choices=("keep", "stop"))
     add_cluster(command)
-    add(
-        "--takeover",
-        action="store_true",
-        help="take the cluster over from another anvil-mux, which then exits",
-    )
+    add("--takeover", "take the cluster over from another anvil-mux, which then exits", action="store_true")
     add(
         "--pin",
+        "serve requests on one CPU (default), or on all; engines use all",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="serve requests on one CPU (default), or on all; engines use all",
     )
-    add("--watch", action="store_true", help="reload whenever a configuration file changes")
+    add("--watch", "reload whenever a configuration file changes", action="store_true")
     add(
-        "--access-log",
-        metavar="FILE",
+        "--access-log FILE",
+        "where to log requests: a file, - for standard error (default), or off",
         default="-",
-        help="where to log requests: a file, - for standard error (default), or off",
     )
     add(
         "--log-format",
+        "format of the log and of the access log (default human)",
         choices=("human", "json"),
         default="human",
-        help="format of the log and of the access log (default human)",
     )
+    add("--event-log FILE", "append every event to a file, which `anvil-mux simulate` can read")
     add(
-        "--event-log",
-        metavar="FILE",
-        help="append every event to a file, which `anvil-mux simulate` can read",
-    )
-    add(
-        "--event-log-size",
+        "--event-log-size SIZE",
+        "rotate the event log to FILE.1, FILE.2 and FILE.3 at this size (default 128MiB; 0: never)",
         type=reader("config.kinds:SIZE.read"),
         default=128 << 20,
-        metavar="SIZE",
-        help="rotate the event log to FILE.1, FILE.2 and FILE.3 at this size (default 128MiB; 0: never)",
     )
+    add("-q --quiet", "log only problems", action="store_const", const=-1, default=0, dest="verbosity")
     add(
-        "-q",
-        "--quiet",
-        action="store_const",
-        const=-1,
-        default=0,
-        dest="verbosity",
-        help="log only problems",
-    )
-    add(
-        "-v",
-        "--verbose",
+        "-v --verbose",
+        "log the waits of single requests too",
         action="store_const",
         const=1,
         dest="verbosity",
-        help="log the waits of single requests too",
     )
 
 
@@ -321,7 +301,7 @@ complete -c anvil-mux -n "__fish_seen_subcommand_from %(models)s" -f \
 
 def _add_completion(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", nargs="?", choices=SHELLS)
-    command.add_argument("--models", action="store_true", help="print the models of a running anvil-mux")
+    argument(command, "--models", "print the models of a running anvil-mux", action="store_true")
     add_url(command)
     command.set_defaults(files=[])
     command.epilog = 'In ~/.bashrc: eval "$(anvil-mux completion bash)"'
@@ -399,7 +379,7 @@ COMMANDS: dict[str, tuple[str, Command, Sequence[Add]]] = {
         screen.why,
         [screen.add_why, add_address],
     ),
-    "events": ("Show recent events and their reasons", screen.events, [screen.add_events]),
+    "events": ("Show recent events and their reasons", screen.events, [screen.add_events, add_address]),
     "load": ("Load a model and wait until it is ready", operating.load, [add_model, add_address]),
     "unload": (
         "Unload a model, or stop one in standby; requests still running after drain_timeout are aborted",
@@ -435,7 +415,7 @@ COMMANDS: dict[str, tuple[str, Command, Sequence[Add]]] = {
         [operating.add_usage, add_address],
     ),
     "reload": ("Apply changes of the compose files", operating.reload, [add_address]),
-    "logs": ("Show the last lines of an engine's log", operating.logs, [operating.add_logs]),
+    "logs": ("Show the last lines of an engine's log", operating.logs, [operating.add_logs, add_address]),
     "simulate": (
         "Compare policies on recorded or generated traffic, in virtual time",
         studying.run,

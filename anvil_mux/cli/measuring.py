@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,12 +21,14 @@ from anvil_mux.cli.arguments import (
     add_files,
     add_json,
     address,
+    argument,
     clients,
     configuration,
     read_positive,
     read_sizes,
     reader,
     running_at,
+    subcommand,
     with_scheme,
 )
 from anvil_mux.cli.output import (
@@ -55,89 +58,64 @@ TTFT_AXIS = "time to the first token (s)"
 
 
 def add_replay(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+    add = partial(argument, command)
     add(
-        "--profile",
+        "--profile NAME[,NAME]",
+        "a profile of generated traffic, as in `simulate`",
         type=reader("lab.study:choose_profiles"),
         default=(),
-        metavar="NAME[,NAME]",
-        help="a profile of generated traffic, as in `simulate`",
     )
     add_clients(command)
     add(
-        "--trace",
+        "--trace FILE",
+        "a workload file or prompt trace, or the name of a bundled one; may be repeated",
         action="append",
         default=[],
-        metavar="FILE",
-        help="a workload file or prompt trace, or the name of a bundled one; may be repeated",
     )
-    add("--log", metavar="EVENTS", help="replay the clients of an event log (`serve --event-log`)")
-    add("--url", help="the server to send to; by default ANVIL_URL, or the anvil-mux that runs here")
-    add("--against", metavar="URL", help="a second server to compare with, measured in turns with the first")
+    add("--log EVENTS", "replay the clients of an event log (`serve --event-log`)")
+    add("--url", "the server to send to; by default ANVIL_URL, or the anvil-mux that runs here")
+    add("--against URL", "a second server to compare with, measured in turns with the first")
     add(
-        "--model",
+        "--model [A=]B",
+        "the server's name for model A of the traffic; without A=, for every model",
         action="append",
         default=[],
-        metavar="[A=]B",
-        help="the server's name for model A of the traffic; without A=, for every model",
     )
+    add("--key-env NAME", "the variable that holds the server's API key (default ANVIL_API_KEY)")
+    add("--against-key-env NAME", "the variable that holds the API key of --against")
+    add("--repeat N", "how often to run it (default 1)", type=read_positive, default=1)
+    add("--speed F", "play the traffic F times as fast", type=_factor, default=1.0)
+    add("--limit N", "send at most N requests", type=read_positive)
+    add("--seed N", "the seed for random traffic and prompts (default 0)", type=int, default=0)
+    add("--sessions N", "play N sessions of a prompt trace", type=read_positive)
+    add("--token-scale F", "multiply the token counts of a prompt trace by this", type=_factor, default=1.0)
     add(
-        "--key-env",
-        metavar="NAME",
-        help="the variable that holds the server's API key (default ANVIL_API_KEY)",
-    )
-    add("--against-key-env", metavar="NAME", help="the variable that holds the API key of --against")
-    add("--repeat", type=read_positive, default=1, metavar="N", help="how often to run it (default 1)")
-    add("--speed", type=_factor, default=1.0, metavar="F", help="play the traffic F times as fast")
-    add("--limit", type=read_positive, metavar="N", help="send at most N requests")
-    add(
-        "--seed", type=int, default=0, metavar="N", help="the seed for random traffic and prompts (default 0)"
-    )
-    add("--sessions", type=read_positive, metavar="N", help="play N sessions of a prompt trace")
-    add(
-        "--token-scale",
-        type=_factor,
-        default=1.0,
-        metavar="F",
-        help="multiply the token counts of a prompt trace by this",
-    )
-    add(
-        "--prompt-tokens",
+        "--prompt-tokens N",
+        "prompt length of requests whose workload does not give it (default 32)",
         type=read_positive,
         default=32,
-        metavar="N",
-        help="prompt length of requests whose workload does not give it (default 32)",
     )
     add(
-        "--tokens-per-second",
+        "--tokens-per-second N",
+        "how many tokens correspond to a second of service; by default as measured in the warm-up",
         type=_factor,
-        metavar="N",
-        help="how many tokens correspond to a second of service; by default as measured in the warm-up",
     )
-    add("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
+    add("--chat", "use /v1/chat/completions instead of /v1/completions", action="store_true")
+    add("--most N", "the most requests at once (default 512)", type=read_positive, default=512)
     add(
-        "--most",
-        type=read_positive,
-        default=512,
-        metavar="N",
-        help="the most requests at once (default 512)",
-    )
-    add(
-        "--warm-up",
+        "--warm-up N",
+        "load and measure each model N times before the run (default 1); 0: not at all",
         type=_count,
         default=1,
-        metavar="N",
-        help="load and measure each model N times before the run (default 1); 0: not at all",
     )
     add(
-        "--simulate",
+        "--simulate COMPOSE",
+        "also simulate the same traffic, with this compose file or that of the anvil-mux that runs here",
         nargs="?",
         const="",
-        metavar="COMPOSE",
-        help="also simulate the same traffic, with this compose file or that of the anvil-mux that runs here",
     )
-    add("--csv", metavar="FILE", help="write every request to a CSV file")
-    add("--plot", metavar="FILE", help="plot the resident models, queues and waits (needs matplotlib)")
+    add("--csv FILE", "write every request to a CSV file")
+    add("--plot FILE", "plot the resident models, queues and waits (needs matplotlib)")
     add_json(command)
     command.epilog = (
         "The first table has the columns of `simulate`, as reported by the server if it is an anvil-mux; "
@@ -285,24 +263,22 @@ def _draw(path: str, runs: Iterable[LiveRun], config: Config | None) -> None:
 
 
 def add_profile(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "-o", "--output", metavar="FILE", help="the file to write; by default standard output"
-    )
-    command.add_argument(
-        "--repeat", type=int, default=3, metavar="N", help="requests for each figure (default 3)"
-    )
+    argument(command, "-o --output FILE", "the file to write; by default standard output")
+    argument(command, "--repeat N", "requests for each figure (default 3)", type=int, default=3)
     for name, what in (
         ("prompts", "prompt lengths to measure, in tokens"),
         ("batches", "numbers of concurrent requests to measure"),
         ("lengths", "lengths of the concurrent requests, in tokens"),
     ):
-        command.add_argument(f"--{name}", type=read_sizes, metavar="N,N", help=what)
+        argument(command, f"--{name} N,N", what, type=read_sizes)
 
 
 def profile(given: argparse.Namespace) -> int:
     from anvil_mux.lab import profiler
+    from anvil_mux.lab.player import PlayedServer
 
-    engine = profiler.Profiler(address(given), given.model, os.environ.get("ANVIL_API_KEY", ""))
+    server = PlayedServer(address(given), os.environ.get("ANVIL_API_KEY", ""))
+    engine = profiler.Profiler(server, given.model)
     found = profiler.measure(
         engine,
         say,
@@ -324,28 +300,24 @@ def profile(given: argparse.Namespace) -> int:
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     about = "Measure how long swaps take, and how much of that is anvil-mux's overhead"
-    command = parser.add_subparsers(metavar="WHAT", required=True).add_parser(
-        "swap", help=about, description=f"{about}."
-    )
-    add = command.add_argument
+    command = subcommand(parser.add_subparsers(metavar="WHAT", required=True), "swap", about)
+    add = partial(argument, command)
     add_files(command)
-    add("--repeat", type=read_positive, default=5, metavar="N", help="measure each swap N times (default 5)")
+    add("--repeat N", "measure each swap N times (default 5)", type=read_positive, default=5)
     add(
-        "--burst",
+        "--burst N",
+        "also measure N requests that wait for a swap, compared with N that are sent directly",
         type=read_positive,
         default=0,
-        metavar="N",
-        help="also measure N requests that wait for a swap, compared with N that are sent directly",
     )
     add(
-        "--also",
+        "--also FILE",
+        "also measure the services of another compose file (a separate project); may be repeated",
         action="append",
         default=[],
-        metavar="FILE",
-        help="also measure the services of another compose file (a separate project); may be repeated",
     )
-    add("--csv", metavar="FILE", help="write every swap to a CSV file, with its phases and its engine")
-    add("--plot", metavar="FILE", help="plot the phases, one panel for each engine (needs matplotlib)")
+    add("--csv FILE", "write every swap to a CSV file, with its phases and its engine")
+    add("--plot FILE", "plot the phases, one panel for each engine (needs matplotlib)")
     add_json(command)
     command.epilog = (
         "Swaps all pairs of backends in the file that do not fit side by side, with each of their standby "

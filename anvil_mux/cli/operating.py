@@ -19,13 +19,14 @@ from typing import Any
 from anvil_mux.cli.arguments import (
     add_address,
     add_file,
-    add_json,
     add_url,
     address,
+    argument,
     ask,
     configuration,
     reader,
     running_at,
+    subcommand,
     unserved,
 )
 from anvil_mux.cli.output import (
@@ -83,8 +84,8 @@ def _state_of(given: argparse.Namespace) -> str:
 
 
 def add_unload(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="the model's name")
-    command.add_argument("--all", action="store_true", help="all models, pinned ones too")
+    argument(command, "model MODEL", "the model's name", nargs="?", default="")
+    argument(command, "--all", "all models, pinned ones too", action="store_true")
 
 
 def unload(given: argparse.Namespace) -> int:
@@ -110,7 +111,7 @@ def _say_unloaded(found: Listed) -> None:
 
 
 def add_stop(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--all", action="store_true", help="those of every project that nobody serves")
+    argument(command, "--all", "those of every project that nobody serves", action="store_true")
 
 
 def stop(given: argparse.Namespace) -> int:
@@ -166,12 +167,12 @@ def _done(given: argparse.Namespace, what: str) -> int:
 
 
 def add_pause(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--for",
+    argument(
+        command,
+        "--for TIME",
+        "resume automatically after this time, such as 30m or 2h; by default not before `resume`",
         dest="seconds",
         type=reader("config.kinds:read_seconds"),
-        metavar="TIME",
-        help="resume automatically after this time, such as 30m or 2h; by default not before `resume`",
     )
 
 
@@ -218,8 +219,8 @@ def add_hosts(command: argparse.ArgumentParser) -> None:
         ("undrain", "Use a drained host again"),
         ("gone", "Declare that nothing runs on a lost host any more"),
     ):
-        one = what.add_parser(name, help=about, description=f"{about}.")
-        one.add_argument("host", metavar="HOST", help="the host's name, as `hosts` lists it")
+        one = subcommand(what, name, about)
+        argument(one, "host HOST", "the host's name, as `hosts` lists it")
         # Suppressed, since a default would replace what stands before WHAT.
         add_file(one, argparse.SUPPRESS)
         add_url(one, argparse.SUPPRESS)
@@ -273,11 +274,9 @@ HOSTS: Columns[Listed] = {
 
 
 def add_requests(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "id", nargs="?", default="", metavar="ID", help="show this request: its X-Request-ID"
-    )
-    command.add_argument("--running", action="store_true", help="list the requests that wait or run now")
-    command.add_argument("--cancel", action="store_true", help="end the request ID, which waits or runs")
+    argument(command, "id ID", "show this request: its X-Request-ID", nargs="?", default="")
+    argument(command, "--running", "list the requests that wait or run now", action="store_true")
+    argument(command, "--cancel", "end the request ID, which waits or runs", action="store_true")
 
 
 def requests(given: argparse.Namespace) -> int:
@@ -351,10 +350,8 @@ def _indented(text: str) -> str:
 
 
 def add_usage(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--since", default="7d", metavar="TIME", help="how far back, such as 12h or 30d (default 7d)"
-    )
-    command.add_argument("--csv", action="store_true", help="print CSV")
+    argument(command, "--since TIME", "how far back, such as 12h or 30d (default 7d)", default="7d")
+    argument(command, "--csv", "print CSV", action="store_true")
 
 
 def usage(given: argparse.Namespace) -> int:
@@ -399,14 +396,9 @@ HERE_ONLY = "-f follows a log only where both the engine and anvil-mux run"
 
 
 def add_logs(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="a model, or the service of one replica")
-    add_file(command)
-    command.add_argument("-f", "--follow", action="store_true", help="keep printing what the engine logs")
-    command.add_argument(
-        "-n", "--lines", type=int, default=100, metavar="N", help="number of last lines (default 100)"
-    )
-    add_url(command)
-    add_json(command)
+    argument(command, "model MODEL", "a model, or the service of one replica")
+    argument(command, "-f --follow", "keep printing what the engine logs", action="store_true")
+    argument(command, "-n --lines N", "number of last lines (default 100)", type=int, default=100)
 
 
 def logs(given: argparse.Namespace) -> int:

@@ -157,34 +157,31 @@ def _order(found: tuple[str, str]) -> tuple[int, str, int]:
 
 def _below(diagnostic: str, pages: dict[str, None]) -> Iterator[str]:
     """Yield the lines below a diagnostic; ``pages``: those named so far, to which its own is added."""
+    from anvil_mux.config.reading import page_of
+
     if write := as_diagnostic(diagnostic).write:
         first, *rest = write.splitlines()
         yield f"write: {first}"
         yield from (f"       {line}" for line in rest)
-    page = _page(diagnostic)
+    page = page_of(diagnostic)
     if page and page not in pages:
         pages[page] = None
         yield f"see {page}"
 
 
-def _page(diagnostic: str) -> str:
-    from anvil_mux.config.reading import page_of
-
-    return page_of(diagnostic)
-
-
 def diagnostics_as_json(found: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """Return diagnostics, each with its kind, in their parts."""
-    return [_in_parts(kind, as_diagnostic(diagnostic)) for kind, diagnostic in found]
+    from anvil_mux.config.reading import page_of
 
-
-def _in_parts(kind: str, diagnostic: Any) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "file": diagnostic.place.file,
-        "line": diagnostic.place.line,
-        "key": ".".join(diagnostic.key),
-        "text": str(diagnostic),
-        "write": diagnostic.write,
-        "page": _page(diagnostic),
-    }
+    return [
+        {
+            "kind": kind,
+            "file": diagnostic.place.file,
+            "line": diagnostic.place.line,
+            "key": ".".join(diagnostic.key),
+            "text": str(diagnostic),
+            "write": diagnostic.write,
+            "page": page_of(diagnostic),
+        }
+        for kind, diagnostic in ((kind, as_diagnostic(each)) for kind, each in found)
+    ]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from anvil_mux.cli import arguments
-from anvil_mux.cli.arguments import add_file, add_json, add_url, ask, left_lines, read_positive
+from anvil_mux.cli.arguments import argument, ask, left_lines, read_positive
 from anvil_mux.cli.output import (
     Columns,
     answer,
@@ -51,37 +51,34 @@ StatusJson = Mapping[str, Any]
 
 
 def add_why(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "model",
-        metavar="MODEL",
+    argument(
+        command,
+        "model MODEL",
+        "the model's name; without one, every model that somebody waits for",
         nargs="?",
         default="",
-        help="the model's name; without one, every model that somebody waits for",
     )
-    command.add_argument(
-        "--explain", action="store_true", help="also show which replica would get it, and why not the others"
+    argument(
+        command,
+        "--explain",
+        "also show which replica would get it, and why not the others",
+        action="store_true",
     )
-    command.add_argument(
-        "--tokens",
-        type=read_positive,
-        metavar="N",
-        help="explain for a prompt of N tokens, none of them cached",
+    argument(
+        command, "--tokens N", "explain for a prompt of N tokens, none of them cached", type=read_positive
     )
-    command.add_argument(
-        "--with",
+    argument(
+        command,
+        "--with images,audio,tools",
+        "explain for a request that holds these, where MODEL chooses by them (any_of)",
         dest="contents",
         default="",
-        metavar="images,audio,tools",
-        help="explain for a request that holds these, where MODEL chooses by them (any_of)",
     )
 
 
 def add_events(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only events of this model")
-    command.add_argument("-f", "--follow", action="store_true", help="keep printing new events as they come")
-    add_file(command)
-    add_url(command)
-    add_json(command)
+    argument(command, "model MODEL", "only events of this model", nargs="?", default="")
+    argument(command, "-f --follow", "keep printing new events as they come", action="store_true")
 
 
 def ps(given: argparse.Namespace) -> int:

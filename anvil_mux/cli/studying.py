@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ from anvil_mux import state
 from anvil_mux.cli.arguments import (
     add_clients,
     add_json,
+    argument,
     clients,
     configuration,
     read_counts,
@@ -28,125 +30,106 @@ TTFT_AXIS = "mean time to the first byte (s, simulated)"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+    add = partial(argument, command)
     add(
-        "files",
+        "files COMPOSE",
+        "compose files whose settings and backends to use; by default every model has GPU 0 to itself",
         nargs="*",
-        metavar="COMPOSE",
-        help="compose files whose settings and backends to use; by default every model has GPU 0 to itself",
     )
     add(
-        "--model",
+        "--model [A=]B",
+        "the compose file's name for model A of the traffic; without A=, for every model",
         action="append",
         default=[],
-        metavar="[A=]B",
-        help="the compose file's name for model A of the traffic; without A=, for every model",
     )
     add(
         "--routing",
+        "simulate routing instead: the prompts of each --trace, on replicas of one model",
         action="store_true",
-        help="simulate routing instead: the prompts of each --trace, on replicas of one model",
     )
     add(
-        "--profile",
+        "--profile NAME[,NAME]",
+        "generated traffic for models a and b: single, balanced, bursty, dominant, interleave, mixed, "
+        "two-clients, clients, or all (the default without --trace and --log)",
         type=reader("lab.study:choose_profiles"),
         default=(),
-        metavar="NAME[,NAME]",
-        help="generated traffic for models a and b: single, balanced, bursty, dominant, interleave, mixed, "
-        "two-clients, clients, or all (the default without --trace and --log)",
     )
     add_clients(command)
     add(
-        "--trace",
+        "--trace FILE",
+        "a workload file, or the name of a bundled one; may be repeated. With --routing: "
+        "claude_code_le64k, claude_code_le131k, mooncake_conversation_600s, or a file",
         action="append",
         default=[],
-        metavar="FILE",
-        help="a workload file, or the name of a bundled one; may be repeated. With --routing: "
-        "claude_code_le64k, claude_code_le131k, mooncake_conversation_600s, or a file",
     )
-    add("--log", metavar="EVENTS", help="replay the clients of an event log (`serve --event-log`)")
+    add("--log EVENTS", "replay the clients of an event log (`serve --event-log`)")
     add(
-        "--policy",
-        metavar="NAME[,NAME]",
-        help="the policies to compare (default: all that need no settings). "
+        "--policy NAME[,NAME]",
+        "the policies to compare (default: all that need no settings). "
         "With --routing: routing policies, as listed by `config --routing`",
     )
     add(
-        "--eviction",
+        "--eviction NAME[,NAME]",
+        "also compare these evictions (cost, lru, demand_lru, or all); they differ only where several "
+        "models fit on a GPU",
         type=reader("lab.study:choose_evictions"),
         default=(),
-        metavar="NAME[,NAME]",
-        help="also compare these evictions (cost, lru, demand_lru, or all); they differ only where several "
-        "models fit on a GPU",
     )
     add(
-        "--batching",
-        type=reader("lab.engines:read_batching"),
-        default={},
-        metavar="KEY=VALUE[,..]",
-        help="what every engine does at once: at_once=N answers (default: what its command says, or is usual "
+        "--batching KEY=VALUE[,..]",
+        "what every engine does at once: at_once=N answers (default: what its command says, or is usual "
         "for it, or 256), each longer by slower_each=PART for each other one (default 0.055); "
         "slower_each=0,at_once=inf makes all as fast as one alone",
+        type=reader("lab.engines:read_batching"),
+        default={},
     )
     add(
         "--known-costs",
-        action="store_true",
-        help="policies know from the beginning what loads and evictions take, as in a program that has run "
+        "policies know from the beginning what loads and evictions take, as in a program that has run "
         "for long; by default they only know the loads of models that are loaded in the beginning",
+        action="store_true",
     )
     add(
-        "--seeds",
+        "--seeds N",
+        "repeat with the random seeds 0 to N-1 (default 1) and show the means",
         type=read_positive,
         default=1,
-        metavar="N",
-        help="repeat with the random seeds 0 to N-1 (default 1) and show the means",
     )
-    add("--check", action="store_true", help="check whether the log of --log breaks an invariant")
+    add("--check", "check whether the log of --log breaks an invariant", action="store_true")
     add(
-        "--plot",
-        metavar="FILE",
-        help="plot the resident models, queues and waits; with --routing the means of each policy "
+        "--plot FILE",
+        "plot the resident models, queues and waits; with --routing the means of each policy "
         "(needs matplotlib)",
     )
+    add("--replicas N", "with --routing: the number of replicas (default 8)", type=read_positive)
     add(
-        "--replicas",
-        type=read_positive,
-        metavar="N",
-        help="with --routing: the number of replicas (default 8)",
-    )
-    add(
-        "--sessions",
+        "--sessions N[,N]",
+        "with --routing: use N sessions of a trace, chosen anew for each seed (default: all)",
         type=read_counts,
-        metavar="N[,N]",
-        help="with --routing: use N sessions of a trace, chosen anew for each seed (default: all)",
     )
     add(
-        "--engine",
+        "--engine KEY=VALUE[,..]",
+        "with --routing: a property of the simulated engine, such as kv_tokens=100000 (docs/measuring.md)",
         type=reader("lab.engines:read_engine"),
-        metavar="KEY=VALUE[,..]",
-        help="with --routing: a property of the simulated engine, such as kv_tokens=100000 "
-        "(docs/measuring.md)",
     )
     add(
         "--known",
+        "with --routing: let the router know true token counts and cache sizes, and stream every answer",
         action="store_true",
-        help="with --routing: let the router know true token counts and cache sizes, and stream every answer",
     )
     add(
-        "--engine-profile",
-        type=reader("cli.studying:read_profile"),
-        metavar="FILE",
-        help="simulate engines that slow down with the requests that they answer at once as a profile from "
+        "--engine-profile FILE",
+        "simulate engines that slow down with the requests that they answer at once as a profile from "
         "`anvil-mux profile` says; with --routing, that are as fast as it says",
+        type=reader("cli.studying:read_profile"),
     )
     add(
-        "--slo",
-        type=reader("lab.contest:read_objectives"),
-        metavar="KEY=SECONDS[,..]",
-        help="with --routing: report what share of requests meets these objectives; with a profile, by "
+        "--slo KEY=SECONDS[,..]",
+        "with --routing: report what share of requests meets these objectives; with a profile, by "
         "default ttft=6,tpot=0.05",
+        type=reader("lab.contest:read_objectives"),
     )
-    add("--csv", metavar="FILE", help="with --routing: write every run to a CSV file")
+    add("--csv FILE", "with --routing: write every run to a CSV file")
     add_json(command)
     command.epilog = (
         "Times are in seconds. MAKESPAN is the time from the first arrival to the last answer, SWAPPING that "

@@ -169,7 +169,6 @@ class Agent:
     def _perform(self, call: AgentCall) -> object:
         owner, args = call.owner, call.args
         anybodys: dict[str, Callable[..., object]] = {
-            "hello": self.hello,
             "inventory": self._inventory,
             "log_tail": self._log_tail,
             "recall": self._recall,
@@ -244,7 +243,8 @@ class Agent:
                 self._ownership.check(owner)
                 host, before, is_new = self._host, self._config, self._is_new_owner
                 lock = self._ownership.hold()
-            if not (host and before and _is_one_project(before, config) and _took(host, config, is_new)):
+            is_same = before and (before.project, before.runtime) == (config.project, config.runtime)
+            if not (host and is_same and _took(host, config, is_new)):
                 host = self._make(config, lock)
             self._take(owner, host, config)
 
@@ -287,13 +287,12 @@ class Agent:
         if method not in STEPS:
             raise BackendError(f"a host has no step {method}")
         backend, *more = _arguments(getattr(Host, method), args)
-        cancel: Callable[[], None] = _nothing
+        step = RunningStep(owner, backend.name, partial(getattr(host, method), backend, *more))
         if method == "load":
             if backend.name not in self._known:
                 raise BackendError(f"{backend.name} is not configured on host {self.name}")
-            _, number = more
-            cancel = partial(host.cancel, backend, number)
-        return RunningStep(owner, backend.name, partial(getattr(host, method), backend, *more), cancel)
+            step.cancel = partial(host.cancel, backend, more[1])
+        return step
 
     def _settle(self, owner: Owner, timeout: float) -> bool:
         with self._changed:
@@ -319,7 +318,7 @@ class RunningStep:
     backend: str
     """The backend's name."""
     run: Callable[[], object]
-    cancel: Callable[[], None]
+    cancel: Callable[[], None] = lambda: None
     """Called where nobody waits for it any more."""
     is_done: bool = False
     value: object = None
@@ -443,10 +442,6 @@ def _took(host: Host, config: HostConfig, is_new_owner: bool) -> bool:
     return True
 
 
-def _is_one_project(before: HostConfig, after: HostConfig) -> bool:
-    return (before.project, before.runtime) == (after.project, after.runtime)
-
-
 def _arguments(method: Callable[..., object], values: Sequence[object]) -> list[Any]:
     """Read the arguments of a method, as it declares them after the owner; refuse names that are none."""
     found = frames.arguments(method, values)
@@ -471,10 +466,6 @@ def _check_names(args: Iterable[object]) -> None:
 def _check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise BackendError(f"{name!r} is no name that can be used here")
-
-
-def _nothing() -> None:
-    pass
 
 
 # Whom it belongs to

@@ -95,7 +95,7 @@ class Channel:
         self._now = now
         with log.open("ab") if log else nullcontext() as printed:
             # In a session of its own: an interrupt at the terminal is for the program, which ends its child.
-            self._child = subprocess.Popen(
+            self.child = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -112,14 +112,10 @@ class Channel:
         """When it ended; None: it runs. Read without the lock."""
         self.first = self._waiting[0]
         """The first frame: whether it is of use, and what it says of itself."""
-        send, take = (self._child.stdin,), (self._child.stdout,)
+        send, take = (self.child.stdin,), (self.child.stdout,)
         threading.Thread(target=self._write, args=send, name="cluster-write", daemon=True).start()
         self._reader = threading.Thread(target=self._read, args=take, name="cluster-read", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     def call(self, host: str, method: str, text: str, timeout: float) -> str:
         if len(text) > frames.LONGEST // 2:  # in a frame each quote in it takes two
@@ -147,10 +143,10 @@ class Channel:
         """End the child: it ends by itself when nobody writes to it any more."""
         self._to_send.put(None)
         try:
-            self._child.wait(grace)
+            self.child.wait(grace)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            self.child.kill()
+            self.child.wait()
         self._reader.join(grace)  # it ends with the child's output
 
     def _write(self, pipe: BinaryIO) -> None:
@@ -172,7 +168,7 @@ class Channel:
             left, self._waiting = list(self._waiting.values()), {}
         for answer in left:
             answer.set_result((False, ENDED))
-        self._child.wait()
+        self.child.wait()
 
 
 class ChildControl:
@@ -203,10 +199,6 @@ class ChildControl:
         self.problem = ""
         """Why the last child is of no use; "": it is of use, or it is not known yet. Any thread writes it."""
 
-    def start(self) -> None:
-        """Start the child, and do not wait for it."""
-        self._current()
-
     def open(self) -> None:
         """Start the child; AgentSilent says why it is of no use. Later ends of it mend themselves."""
         self._reach(START_SECONDS)
@@ -215,7 +207,7 @@ class ChildControl:
     def pid(self) -> int:
         """The child's process id; 0: there is none."""
         channel = self._channel
-        return channel.pid if channel and channel.ended is None else 0
+        return channel.child.pid if channel and channel.ended is None else 0
 
     def nodes(self) -> list[Node]:
         found = frames.read(list[Node], self.call("", "nodes", "", 5.0), is_foreign=True)
@@ -233,7 +225,7 @@ class ChildControl:
 
     def _reach(self, timeout: float) -> Channel:
         """Return the child's channel, of a child that is of use; AgentSilent."""
-        channel = self._current()
+        channel = self.start()
         try:
             is_ok, text = channel.first.result(timeout)
         except TookTooLong:
@@ -243,8 +235,8 @@ class ChildControl:
             raise AgentSilent(text)
         return channel
 
-    def _current(self) -> Channel:
-        """Return the child's channel, of a new child if it has ended."""
+    def start(self) -> Channel:
+        """Start a child if none runs, and do not wait for it; return its channel."""
         with self._lock:
             if self._closed:
                 raise AgentSilent("anvil-mux ends")

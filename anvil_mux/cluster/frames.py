@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.protocol import foreign
@@ -40,6 +40,8 @@ GREATEST = 1 << 62
 
 _LISTS = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
+
+T = TypeVar("T")
 
 
 class Unreadable(MuxError):
@@ -100,14 +102,18 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def read(kind: Any, text: str | bytes, *, is_foreign: bool = False) -> Any:
+def read(kind: type[T], text: str | bytes, *, is_foreign: bool = False) -> T:
     """Return the value of this type that a JSON text is; Unreadable. ``is_foreign``: see ``parse``."""
     return of(kind, parse(text, is_foreign=is_foreign))
 
 
-def of(kind: Any, value: object) -> Any:
+def of(kind: type[T], value: object) -> T:
     """Return a plain value as one of this type; Unreadable if it is none. ``object``: as it is."""
-    if kind is object or value is kind is None:
+    return cast(T, _of(kind, value))
+
+
+def _of(kind: Any, value: object) -> object:
+    if kind is object:
         return value
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -115,7 +121,7 @@ def of(kind: Any, value: object) -> Any:
     if origin in _LISTS and isinstance(value, list):
         return _list(kind, origin, parts, value)
     if origin in _MAPPINGS and isinstance(value, dict):
-        return {of(parts[0], key): of(parts[1], each) for key, each in value.items()}
+        return {_of(parts[0], key): _of(parts[1], each) for key, each in value.items()}
     if isinstance(value, dict) and isinstance(kind, type):
         return _record(kind, value)
     return _scalar(kind, value)
@@ -135,19 +141,18 @@ def _one_of(kinds: Sequence[Any], value: object) -> Any:
         return None
     for kind in kinds[:-1]:
         try:
-            return of(kind, value)
+            return _of(kind, value)
         except Unreadable:
             pass
-    return of(kinds[-1], value)
+    return _of(kinds[-1], value)
 
 
-def _list(kind: Any, origin: Any, parts: Sequence[Any], value: list[object]) -> Any:
+def _list(kind: Any, origin: Any, parts: tuple[Any, ...], value: list[object]) -> Any:
     if origin is not tuple or parts[-1] is ...:
-        found = [of(parts[0], each) for each in value]
-    elif len(parts) == len(value):
-        found = [of(part, each) for part, each in zip(parts, value, strict=True)]
-    else:
+        parts = parts[:1] * len(value)
+    elif len(parts) != len(value):
         raise Unreadable(f"this is no {kind}: it has {len(value)} parts")
+    found = [_of(part, each) for part, each in zip(parts, value, strict=True)]
     return found if origin is list else tuple(found)
 
 
@@ -155,7 +160,7 @@ def _record(kind: type, value: Mapping[str, object]) -> Any:
     types_of = _fields_of(kind)
     if not types_of or types_of.keys() != value.keys():
         raise Unreadable(f"this is no {kind.__name__}: {', '.join(value)[:80]}")
-    return kind(**{name: of(each, value[name]) for name, each in types_of.items()})
+    return kind(**{name: _of(each, value[name]) for name, each in types_of.items()})
 
 
 @cache
@@ -171,7 +176,7 @@ def arguments(method: Callable[..., object], values: Sequence[object]) -> list[A
     kinds = [kind for name, kind in typing.get_type_hints(method).items() if name not in ("return", "owner")]
     if len(values) > len(kinds):
         raise Unreadable(f"{method.__name__} takes {len(kinds)} values, not {len(values)}")
-    return [of(kind, value) for kind, value in zip(kinds, values, strict=False)]
+    return [_of(kind, value) for kind, value in zip(kinds, values, strict=False)]
 
 
 # Frames on a pipe
@@ -206,7 +211,7 @@ class Node(NamedTuple):
     is_alive: bool = True
 
 
-def read_frame(file: BinaryIO, kind: Any) -> Any:
+def read_frame(file: BinaryIO, kind: type[T]) -> T | None:
     """Return the next value, of this type; None at the end of the pipe, also in the middle of a frame."""
     head = file.read(LENGTH.size)
     if len(head) < LENGTH.size:

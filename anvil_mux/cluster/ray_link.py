@@ -108,9 +108,8 @@ def take_output() -> BinaryIO:
 def give_up(calls: Calls, address: str) -> None:
     """End a process in which Ray does not return."""
     late = f"the cluster at {address} did not answer in {JOIN_SECONDS:g} s"
-    calls.write(
-        0, False, f"{late}: does the head hang, or use TLS where this machine does not (RAY_USE_TLS)?"
-    )
+    why = "does the head hang, or use TLS where this machine does not (RAY_USE_TLS)?"
+    calls.write(0, False, f"{late}: {why}")
     os._exit(NOT_JOINED)
 
 
@@ -264,10 +263,7 @@ def why_not_joined(address: str, error: Exception) -> str:
     """Return an error of Ray's in words that say what to do."""
     from ray.exceptions import AuthenticationError
 
-    text, at = "", error.__cause__
-    for part in (error, at):
-        text += f"{part} " if part else ""
-    text = " ".join(text.split())
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
     if isinstance(error, AuthenticationError):
         return (
             f"the cluster at {address} refuses the token of this machine: copy ~/.ray/auth_token from the"
@@ -358,7 +354,7 @@ class RayCluster:
                 raise Refused(
                     "the head restarted without its state; the other machines follow within a minute"
                 ) from None
-            raise Refused(f"the head at {self._address} does not answer: {first_line(error)}") from None
+            raise Refused(f"the head at {self._address} does not answer: {lines(error)[0]}") from None
         return named(
             RayNode(
                 node.node_manager_address,
@@ -466,21 +462,17 @@ def refusal(name: str, error: Exception) -> Refused:
         case ActorUnavailableError():
             return AgentAway(f"the agent of {name} does not run at the moment; Ray starts it again")
         case ActorDiedError():
-            return AgentGone(f"the agent of {name} has ended: {first_line(error)}")
+            return AgentGone(f"the agent of {name} has ended: {lines(error)[0]}")
         case GetTimeoutError():
             return AgentAway(f"the agent of {name} did not answer in {HELLO_SECONDS:g} s")
         case CrossLanguageError():
-            return AgentGone(f"the agent of {name} failed: {last_line(error)}")
-    return AgentAway(f"the agent of {name}: {type(error).__name__}: {first_line(error)}")
+            return AgentGone(f"the agent of {name} failed: {lines(error)[-1]}")
+    return AgentAway(f"the agent of {name}: {type(error).__name__}: {lines(error)[0]}")
 
 
-def last_line(error: object) -> str:
-    """Return the line of a trace that says what went wrong."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
-
-
-def first_line(error: object) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def lines(error: object) -> list[str]:
+    """Return the lines of an error; the last one of a trace says what went wrong."""
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -41,7 +42,7 @@ from anvil_mux.host.seam import (
     Awake,
     Evicted,
     Found,
-    GpusSeen,
+    GpusRead,
     HostConfig,
     HostNews,
     Inventory,
@@ -66,6 +67,10 @@ GPU_ID = re.compile(r"[A-Za-z0-9:._-]+")
 FACTS = {"version": "anvil-mux", "python": "Python", "ray": "Ray"}
 """The facts about an agent that people are told."""
 
+
+FOUND: Any = Found
+WHY: Any = str | None
+"""The types that an adoption and the end of a backend have, which are no classes."""
 
 T = TypeVar("T")
 
@@ -113,7 +118,7 @@ class RemoteHost:
         """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
         begun = self._clock.now()
         answer = self._control.call(self.name, "hello", "", limit)
-        found: dict[str, str] = frames.read(dict[str, str], answer, is_foreign=True)
+        found = frames.read(dict[str, str], answer, is_foreign=True)
         self.round_trip_seconds = self._clock.now() - begun
         if (version := found.get("version")) != __version__:
             raise OtherVersion(
@@ -128,7 +133,7 @@ class RemoteHost:
         if not self._is_ours:  # greater than whoever had it before; from then on nobody may be greater
             epoch = frames.read(int, self.hello().get("epoch", "0"), is_foreign=True)
             self.owner = self.owner._replace(epoch=max(self.owner.epoch, epoch + 1))
-        self._call(None, "claim", self.owner.name, self.takeover)
+        self._call(NoneType, "claim", self.owner.name, self.takeover)
         self._is_ours = True
 
     def contact(self) -> bool:
@@ -152,7 +157,7 @@ class RemoteHost:
 
     def fetch_inventory(self) -> Inventory:
         """Return the inventory as it is now; AgentSilent, or BackendError if it cannot be true."""
-        found: Inventory = self._call(Inventory, "inventory")
+        found = self._call(Inventory, "inventory")
         ids = {gpu.id for gpu in found.gpus if GPU_ID.fullmatch(gpu.id) and (gpu.total or 0) >= 0}
         if len(ids) != len(found.gpus) or len(ids) > MOST_GPUS or (found.memory or 0) < 0:
             raise BackendError(f"host {self.name} describes itself in a way that cannot be true")
@@ -181,7 +186,7 @@ class RemoteHost:
 
     def release(self) -> None:
         """Let another anvil-mux have the host."""
-        self._call(None, "release")
+        self._call(NoneType, "release")
 
     def report(self) -> dict[str, Any]:
         """Return what is told of it to people: what it is and has, and how long its agent takes."""
@@ -196,17 +201,15 @@ class RemoteHost:
 
     def lacks(self, config: HostConfig) -> list[str]:
         """Say what the host lacks for a configuration, which it is not given; AgentSilent."""
-        found: list[str] = self._call(list[str], "lacks", config, timeout=LONG_SECONDS)
-        return found
+        return self._call(list[str], "lacks", config, timeout=LONG_SECONDS)
 
     def remember(self, text: str) -> None:
         """Keep a text on the host, for ``recall``."""
-        self._ask(None, "remember", text)
+        self._ask(NoneType, "remember", text)
 
     def recall(self) -> str:
         """Return the text that was kept there last, "" if none was."""
-        found: str = self._call(str, "recall")
-        return found
+        return self._call(str, "recall")
 
     # The seam
 
@@ -224,15 +227,14 @@ class RemoteHost:
             self._configure()
 
     def running(self) -> list[str]:
-        found: list[str] = self._ask(list[str], "running", timeout=LONG_SECONDS)
-        return found
+        return self._ask(list[str], "running", timeout=LONG_SECONDS)
 
     def orphans(self) -> list[Backend]:
-        found: list[Backend] = self._ask(list[Backend], "orphans", timeout=LONG_SECONDS)
+        found = self._ask(list[Backend], "orphans", timeout=LONG_SECONDS)
         return [each for each in found if each.host == self.name]
 
     def adopt(self, backend: Backend) -> Found:
-        found: Found = self._step(Found, "adopt", backend, patience=PATIENCE_SECONDS)
+        found: Found = self._step(FOUND, "adopt", backend, patience=PATIENCE_SECONDS)
         match found:
             case Awake(url):
                 self._urls[backend.name] = self._own(url)
@@ -242,7 +244,7 @@ class RemoteHost:
 
     def load(self, backend: Backend, level: str, number: int) -> Loaded:
         try:
-            loaded: Loaded = self._step(Loaded, "load", backend, level, number)
+            loaded = self._step(Loaded, "load", backend, level, number)
         except ConfigError as error:
             raise LoadError(error.message) from None
         self._refuse_unknown(loaded.level)
@@ -251,16 +253,14 @@ class RemoteHost:
 
     def cancel(self, backend: Backend, number: int) -> None:
         def cancel() -> None:
-            try:
-                self._ask(None, "cancel", backend, number)
-            except MuxError:
-                pass  # whoever gives the host up ends its loads
+            with suppress(MuxError):  # whoever gives the host up ends its loads
+                self._ask(NoneType, "cancel", backend, number)
 
         self._clock.spawn(cancel, f"cancel-{backend.name}")
 
     def read_ahead(self, backends: Sequence[str]) -> None:
         with suppress(MuxError):  # it would only have been sooner
-            self._ask(None, "read_ahead", tuple(backends))
+            self._ask(NoneType, "read_ahead", tuple(backends))
 
     def evict(self, backend: Backend, level: str) -> Evicted:
         return self._likely(backend, self._step(Evicted, "evict", backend, level))
@@ -269,36 +269,31 @@ class RemoteHost:
         return self._likely(backend, self._step(Evicted, "demote", backend, before, level))
 
     def stop(self, backend: Backend) -> None:
-        self._step(None, "stop", backend, patience=PATIENCE_SECONDS)
+        self._step(NoneType, "stop", backend, patience=PATIENCE_SECONDS)
 
     def ended(self, backend: Backend) -> str | None:
-        try:
-            found: str | None = self._ask(str | None, "ended", backend)
-        except AgentSilent:
-            return None
-        return found
+        why: str | None = None
+        with suppress(AgentSilent):
+            why = self._ask(WHY, "ended", backend)
+        return why
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
         url = self._urls.get(backend.name)
         return engines.answers(backend, url, limit) if url else False
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
-        try:
-            found: list[str] = self._ask(list[str], "log_tail", backend, lines)
-        except AgentSilent:
-            return []
-        return found
+        with suppress(AgentSilent):
+            return self._ask(list[str], "log_tail", backend, lines)
+        return []
 
     def news(self, after: int, timeout: float) -> list[HostNews]:
         if self._is_watched:
             self._is_watched = False
-            self._ask(None, "watch_gpus")
+            self._ask(NoneType, "watch_gpus")
         begun = self._clock.now()
         self._problem = self._ask(str, "problem")
         self.round_trip_seconds = self._clock.now() - begun
-        found: list[HostNews] = self._ask(
-            list[HostNews], "news", after, timeout, timeout=timeout + LIMIT_SECONDS
-        )
+        found = self._ask(list[HostNews], "news", after, timeout, timeout=timeout + LIMIT_SECONDS)
         return [self._own_gpus(each) for each in found]
 
     def watch_gpus(self) -> None:
@@ -314,11 +309,9 @@ class RemoteHost:
 
     def _own(self, url: str) -> str:
         """Return the URL of an engine; BackendError if it is not at the host's address."""
-        try:
+        with suppress(ValueError):
             if urlsplit(url).hostname == urlsplit(url_of(self._inventory.address, 1)).hostname:
                 return url
-        except ValueError:
-            pass
         raise BackendError(f"host {self.name} says that an engine is at {url}, which is not its own address")
 
     def _refuse_unknown(self, level: str) -> None:
@@ -327,11 +320,11 @@ class RemoteHost:
 
     def _own_gpus(self, news: HostNews) -> HostNews:
         """Return news without GPUs that no backend there has."""
-        if not isinstance(news.what, GpusSeen):
+        if not isinstance(news.what, GpusRead):
             return news
         used = {gpu for backend in (self._wanted or HostConfig(())).backends for gpu in backend.gpus}
-        sight = {id: seen for id, seen in news.what.sight.items() if id in used}
-        return news._replace(what=GpusSeen(sight))
+        gpu_uses = {id: use for id, use in news.what.gpu_uses.items() if id in used}
+        return news._replace(what=GpusRead(gpu_uses))
 
     def _likely(self, backend: Backend, evicted: Evicted) -> Evicted:
         """Return what a backend holds of its own GPUs; BackendError if it left in no way that there is."""
@@ -344,11 +337,11 @@ class RemoteHost:
 
     # Calls
 
-    def _call(self, kind: Any, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
+    def _call(self, kind: type[T], method: str, *args: object, timeout: float = LIMIT_SECONDS) -> T:
         """Call whichever run of the agent there is; ``kind``: the type of what it returns."""
         return _value(kind, self._exchange(method, args, timeout))
 
-    def _ask(self, kind: Any, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
+    def _ask(self, kind: type[T], method: str, *args: object, timeout: float = LIMIT_SECONDS) -> T:
         """Call the run of the agent that was claimed; another one, or none, counts as silent."""
         if not (instance := self._instance):
             raise AgentSilent(f"the agent of host {self.name} is not ready")
@@ -360,8 +353,7 @@ class RemoteHost:
     def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:
         sent = frames.dump(AgentCall(self.owner, method, args))
         answer = self._control.call(self.name, "call", sent, timeout)
-        found: AgentAnswer = frames.read(AgentAnswer, answer, is_foreign=True)
-        return found
+        return frames.read(AgentAnswer, answer, is_foreign=True)
 
     def _configure(self) -> None:
         with self._lock:
@@ -369,13 +361,13 @@ class RemoteHost:
             if wanted is None or wanted == self._in_effect:
                 return
         try:
-            self._ask(None, "reconfigure", wanted, timeout=LONG_SECONDS)
+            self._ask(NoneType, "reconfigure", wanted, timeout=LONG_SECONDS)
         except ConfigError as error:
             raise ConfigError([f"host {self.name}: {problem}" for problem in error.problems]) from None
         with self._lock:
             self._in_effect = wanted
 
-    def _step(self, kind: Any, method: str, *args: object, patience: float | None = None) -> Any:
+    def _step(self, kind: type[T], method: str, *args: object, patience: float | None = None) -> T:
         """Have a step performed, and return how it ended; BackendError once the host is given up.
 
         ``kind``: the type of what it returns. AgentSilent if the agent is silent for longer than ``patience``
@@ -383,14 +375,13 @@ class RemoteHost:
         """
         step, losses = next(self._numbers), self._losses
         heard = self._clock.now()
-        ask: Callable[[], StepState] = partial(
-            self._ask, StepState, "result", step, POLL_SECONDS, timeout=POLL_SECONDS + LIMIT_SECONDS
-        )
+        limit = POLL_SECONDS + LIMIT_SECONDS
+        ask = partial(self._ask, StepState, "result", step, POLL_SECONDS, timeout=limit)
         pause = partial(self._unless_lost, losses, lambda: self._clock.latch().wait(AGAIN_SECONDS))
         while True:
             try:
                 self._configure()
-                self._ask(None, "begin", step, method, args)
+                self._ask(NoneType, "begin", step, method, args)
                 while not (state := self._unless_lost(losses, ask)).done:
                     heard = self._clock.now()
                     if not state.was_awaited:
@@ -410,7 +401,7 @@ class RemoteHost:
         raise BackendError(f"the host {self.name} was lost")
 
 
-def _value(kind: Any, answer: AgentAnswer) -> Any:
+def _value(kind: type[T], answer: AgentAnswer) -> T:
     if answer.error:
         raise frames.error_of(answer.error)
     return frames.of(kind, answer.value)

@@ -26,11 +26,10 @@ from anvil_mux.cluster.agent import Agent, local_host
 from anvil_mux.cluster.channel import ChildControl
 from anvil_mux.cluster.frames import AnswerPipe, CallFrame, Node, dump, read_frame
 from anvil_mux.host.local import LocalHost, inventory
-from anvil_mux.host.seam import HostConfig, HostGpu, Inventory
+from anvil_mux.host.seam import HostConfig, HostGpu
 
 HOSTS = {"alpha": "127.0.0.2", "beta": "127.0.0.3", "gamma": "127.0.0.4"}
 """Host -> the loopback address of its engines."""
-GPUS, GPU_MEMORY = 1, 24 << 30
 RETURN_SECONDS = 15.0
 MOST_AT_ONCE = 64
 AFTER_POWER_CUT = 128 + signal.SIGTERM
@@ -43,10 +42,7 @@ class SimulatedHosts:
     def __init__(self, folder: Path) -> None:
         self._hosts = {
             name: ChildControl(
-                [
-                    *(sys.executable, "-m", "anvil_mux.cluster.simulated", name, address),
-                    *(str(folder / name), "--gpus", str(GPUS), "--memory", str(GPU_MEMORY)),
-                ],
+                [sys.executable, "-m", "anvil_mux.cluster.simulated", name, address, str(folder / name)],
                 pauses=(RETURN_SECONDS,),
             )
             for name, address in HOSTS.items()
@@ -77,32 +73,6 @@ class SimulatedHosts:
 # One of them, as a process
 
 
-class SimulatedHost:
-    """An agent, and the engines that end with the power."""
-
-    def __init__(self, name: str, address: str, state: str, described: Inventory) -> None:
-        self._environ = {**os.environ, "XDG_STATE_HOME": state}
-        self._described = described
-        self._hosts: list[LocalHost] = []
-        self.agent = Agent(name, address, environ=self._environ, described=described, make=self._make)
-
-    def cut_power(self) -> None:
-        """Kill all engines at once."""
-        for host in self._hosts:
-            host.kill_all()
-
-    def _make(self, config: HostConfig, lock: int) -> LocalHost:
-        host = local_host(
-            config,
-            lock,
-            environ=self._environ,
-            address=self._described.address,
-            described=self._described,
-        )
-        self._hosts.append(host)
-        return host
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = _arguments(argv)
     # What is printed, by whomever, goes to standard error, so that only frames are on the pipe.
@@ -113,18 +83,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         for each in range(options.gpus)
     )
     described = replace(inventory(options.address), gpus=gpus)
-    host = SimulatedHost(options.name, options.address, options.state, described)
+    environ, address = {**os.environ, "XDG_STATE_HOME": options.state}, options.address
+    hosts: list[LocalHost] = []
+
+    def make(config: HostConfig, lock: int) -> LocalHost:
+        hosts.append(local_host(config, lock, environ=environ, address=address, described=described))
+        return hosts[-1]
 
     def lose_power(number: int, frame: object) -> None:
-        host.cut_power()
+        for host in hosts:
+            host.kill_all()
         os._exit(AFTER_POWER_CUT)
+
+    agent = Agent(options.name, address, environ=environ, described=described, make=make)
 
     signal.signal(signal.SIGTERM, lose_power)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers.write(0, True, "")
     pool = ThreadPoolExecutor(MOST_AT_ONCE, "call")
     while (call := read_frame(calls, CallFrame)) is not None:
-        pool.submit(_answer, host.agent, call, answers)
+        pool.submit(_answer, agent, call, answers)
     os._exit(0)  # calls that still wait for something are nobody's any more
 
 

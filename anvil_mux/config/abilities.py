@@ -90,11 +90,8 @@ def lightest_levels(service: RawService, variables: Mapping[str, str], engine: s
     """The standby levels of a service that names none: asleep if its owner gave it what that takes."""
     told = set(SLEEP_FLAGS.get(engine, ())) <= set(argv(service))
     sleeps = engine in ("vllm", "sglang", "ollama") and told
-    return (
-        ("sleep", "stop")
-        if sleeps and not cannot_evict_to(service, variables, engine, "sleep")
-        else ("stop",)
-    )
+    sleeps = sleeps and not cannot_evict_to(service, variables, engine, "sleep")
+    return ("sleep", "stop") if sleeps else ("stop",)
 
 
 def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
@@ -106,8 +103,6 @@ def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
 
 ALLOWS_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """The variable with which vLLM loads adapters while it runs."""
-PROMPTS_KEPT = ("-cram", "--cache-ram")
-"""The flags that say how many prompts llama-server keeps in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +221,8 @@ def _of_llamacpp(words: Sequence[str], variables: Mapping[str, str], wanted: Lor
             "llama-server does not know by which LoRA adapter a prompt was computed that it keeps in host "
             "memory, so each prompt is computed anew"
         )
-        text, write = f"{said}: add --cache-ram 0 to its command", "command: ... --cache-ram 0"
-        caveats.append(Diagnostic(text, said=said, write=write, key=("x-anvil", "loras")))
+        more, write = "add --cache-ram 0 to its command", "command: ... --cache-ram 0"
+        caveats.append(advice(said, write, more, joint=": ", key=("x-anvil", "loras")))
     return Adapters(tuple(presets), put=tuple(put), problems=tuple(problems), caveats=tuple(caveats))
 
 
@@ -239,8 +234,7 @@ def _scales(files: Sequence[tuple[str, float]], only: int = -1) -> str:
 
 def _prompts_kept(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
     """How much host memory llama-server keeps prompts in, as far as its service says so."""
-    said = [value for flag in PROMPTS_KEPT for value in flag_values(words, flag)]
-    return said[-1] if said else variables.get("LLAMA_ARG_CACHE_RAM")
+    return [variables.get("LLAMA_ARG_CACHE_RAM"), *flag_values(words, "-cram", "--cache-ram")][-1]
 
 
 def _files(words: Sequence[str]) -> Iterator[tuple[str, float]]:
@@ -279,16 +273,13 @@ def cannot_keep_prompts(backend: Backend) -> str:
     if "sleep" in backend.evict_to:
         return "llama-server in router mode has no slots of its own: give it a model, and take sleep out"
     if not (folder := prompts_folder(service)):
-        said = "llama-server needs a folder for them"
-        return Diagnostic(f"{said}: {PROMPTS_EXAMPLE}", said=said, write=PROMPTS_LINES)
+        return advice("llama-server needs a folder for them", PROMPTS_LINES, PROMPTS_EXAMPLE, joint=": ")
     if not os.path.isabs(folder) and HERE not in dict(service.mounts):
         return f"{PROMPTS_FLAG} must be an absolute path, not {folder}"
     if not service.on_host(folder):
         said = f"{folder} is in no folder of the host, and is not to be seen from here"
-        return Diagnostic(f"{said}: {PROMPTS_EXAMPLE}", said=said, write=f'volumes: ["./prompts:{folder}"]')
-    if backend.adapts_by_field or any(
-        True for flag in ADAPTER_FLAGS for _ in flag_values(service.command, flag)
-    ):
+        return advice(said, f'volumes: ["./prompts:{folder}"]', PROMPTS_EXAMPLE, joint=": ")
+    if backend.adapts_by_field or [*flag_values(service.command, *ADAPTER_FLAGS)]:
         return (
             "llama-server does not say with which LoRA adapters a saved prompt was computed: "
             "take --lora out of its command, or prompt_cache"
@@ -318,10 +309,10 @@ def _moves_idle_prompts(words: Sequence[str], variables: Mapping[str, str]) -> b
     """Whether all slots share one buffer, from which those that are idle are cleared."""
     if "--no-cache-idle-slots" in words or variables.get("LLAMA_ARG_CACHE_IDLE_SLOTS") in ("0", "false"):
         return False
-    memory = [*flag_values(words, "--cache-ram"), *flag_values(words, "-cram")]
+    memory = flag_values(words, "-cram", "--cache-ram")
     if "0" in (*memory, variables.get("LLAMA_ARG_CACHE_RAM")):
         return False
-    slots = [value for flag in ("-np", "--parallel") for value in flag_values(words, flag)]
+    slots = [*flag_values(words, "-np", "--parallel")]
     slots += filter(None, [variables.get("LLAMA_ARG_N_PARALLEL")])
     if "-kvu" in words or "--kv-unified" in words:
         return "1" not in slots
@@ -378,8 +369,7 @@ def container_caveats(
         yield Diagnostic(f"{text}; {more}", said=said, write="gpus: all", key=("gpus",))
     elif not gpus and others_gpus(service, {}) is None:
         said = "has no GPU, so it is never evicted; if it uses one, reserve it"
-        write = "gpus: all"
-        yield Diagnostic(f"{said} or say x-anvil: {{gpus: [...]}}", said=said, write=write, key=("gpus",))
+        yield advice(said, "gpus: all", "say x-anvil: {gpus: [...]}", joint=" or ", key=("gpus",))
     if others := others_gpus(service, {}):
         yield from _other_gpu_caveats(service, others, gpus)
     yield from _unheard(service, engine, port)
@@ -401,7 +391,7 @@ def _other_gpu_caveats(service: RawService, found: GivenGpus, gpus: Sequence[str
         is_intel = found.vendors[-1] == INTEL and re.search("intel|ipex", str(service.get("image")).lower())
         write = f'x-anvil: {{gpus: ["{INTEL if is_intel else found.vendors[0]}0"]}}'
         said = "is given GPUs, and none of them is known here; say which"
-        yield Diagnostic(f"{said}: {write}", said=said, write=write, key=("devices",))
+        yield advice(said, write, write, joint=": ", key=("devices",))
 
 
 def process_caveats(service: RawService, port: int | None) -> Iterator[str]:

@@ -33,7 +33,7 @@ from anvil_mux.config.kinds import TEXT, as_diagnostic, as_yaml, filled, read_se
 from anvil_mux.config.machines import ALL, WantedHosts
 from anvil_mux.config.placement import HostChoice, Need, Places, as_name
 from anvil_mux.config.reading import Problems, take, unknown_key
-from anvil_mux.config.service import Service
+from anvil_mux.config.service import GivenGpus, Service
 from anvil_mux.config.values import URL_EXAMPLE, Loras, Profile, read_profile
 
 Description = dict[str, Any]
@@ -239,7 +239,12 @@ class _ServiceReader:
         hosts, count, most = (values.pop(key, None) for key in ("host", "gpu_count", "most"))
         self._fill_in(values)
         used = values.pop("gpus", None)
-        self._check_choice(hosts=hosts, count=count, most=most, used=used)
+        scaled = isinstance(used, list) or service.copies(described) > 1
+        if count is not None and used is not None:
+            self._refuse("gpu_count", "and gpus are both given: gpus names them, gpu_count takes any so many")
+        choices = {"hosts": hosts, "gpu_count": count, "most": most}
+        if scaled and (choice := next((key for key, value in choices.items() if value is not None), "")):
+            raise ValueError(f"is scaled, and has x-anvil.{choice}: say with most how many are loaded")
         levels = abilities.lightest_levels(described, self._variables, values["engine"])
         values.setdefault("evict_to", levels)
         if "profile" in values:
@@ -250,14 +255,12 @@ class _ServiceReader:
         if self._files.process and not template.service.command:
             text = "needs a `command`, since runtime is process"
             self._add((), text, "command: llama-server --port $$PORT ...")
-        if isinstance(used, list) or service.copies(described) > 1:
-            yield from self._replicas(template, used)
-            return
-        others = service.others_gpus(described, self._variables)
-        if others and hosts is None and not self._places.used_here(self._name, others):
-            others = None  # the file has other names for what is there
-        need = count or (used if used is not None else others or self._reserved())
+        others = self._others(hosts)
         vendors = others.vendors if others else ()
+        need = count or (used if used is not None else others or self._reserved(counted=not scaled))
+        if scaled:
+            yield from self._replicas(template, need, vendors)
+            return
         candidates = self._places.candidates(self._name, hosts, need, template.vram, vendors)
         if need == service.ALL_THERE_ARE and candidates and candidates[0].gpus:
             self._files.silent.append(self._name)
@@ -271,26 +274,22 @@ class _ServiceReader:
             )
         yield from self._placed(template, candidates, counted=count is not None, need=need)
 
-    def _reserved(self) -> Need:
-        """The GPUs that a service says it needs, to Compose or by its environment."""
-        counted = service.counted_gpus(self._described, self._variables)
-        return counted or service.gpus(self._described, self._variables) or self._unsaid()
+    def _others(self, hosts: WantedHosts | None) -> GivenGpus | None:
+        """The GPUs of AMD or Intel that the service is given; None: none, or not by these names."""
+        others = service.others_gpus(self._described, self._variables)
+        is_known = others and (hosts is not None or self._places.used_here(self._name, others))
+        return others if is_known else None
 
-    def _unsaid(self) -> str | tuple[str, ...]:
-        """The GPUs that a service needs which names none: a container has none then, and a process all."""
+    def _reserved(self, *, counted: bool) -> Need:
+        """The GPUs that a service says it needs, to Compose or by its environment.
+
+        A container that names none has none, and a process all. ``counted``: any so many may do.
+        """
+        count = service.counted_gpus(self._described, self._variables) if counted else None
+        if found := count or service.gpus(self._described, self._variables):
+            return found
         hides = service.hides_gpus(self._variables)
         return service.ALL_THERE_ARE if self._files.process and not hides else ()
-
-    def _check_choice(
-        self, *, hosts: WantedHosts | None, count: int | None, most: int | None, used: object
-    ) -> None:
-        if count is not None and used is not None:
-            text = "and gpus are both given: gpus names them, gpu_count takes any so many"
-            self._refuse("gpu_count", text)
-        scaled = isinstance(used, list) or service.copies(self._described) > 1
-        for setting, value in (("hosts", hosts), ("gpu_count", count), ("most", most)):
-            if scaled and value is not None:
-                raise ValueError(f"is scaled, and has x-anvil.{setting}: say with most how many are loaded")
 
     def _fill_in(self, values: dict[str, Any]) -> None:
         """Fill in settings that are not given by what the service says."""
@@ -326,10 +325,9 @@ class _ServiceReader:
         try:
             return read_profile(state.read_text(path))
         except OSError as error:
-            text = f"{path} cannot be read: {error.strerror}"
+            self._refuse("profile", f"{path} cannot be read: {error.strerror}")
         except ValueError as error:
-            text = f"{path}: {error}"
-        self._refuse("profile", text)
+            self._refuse("profile", f"{path}: {error}")
         return None
 
     def _service(self, described: Description, variables: dict[str, str]) -> Service:
@@ -369,10 +367,10 @@ class _ServiceReader:
 
     def _check_levels(self, backend: Backend, described: Description) -> None:
         levels, judge = backend.evict_to, self._files.judge
-        if list(levels) != sorted(levels, key=WAYS.index):
-            down = ", ".join(sorted(levels, key=WAYS.index))
-            text = f"goes from the lightest standby level down: write [{down}]"
-            self._refuse("evict_to", text, f"evict_to: [{down}]")
+        down = tuple(sorted(levels, key=WAYS.index))
+        if levels != down:
+            text = f"goes from the lightest standby level down: write {as_yaml([*down])}"
+            self._refuse("evict_to", text, f"evict_to: {as_yaml([*down])}")
         for way in levels:
             why = abilities.cannot_evict_to(described, self._variables, backend.engine, way)
             if way == "sleep-2" and backend.loras:
@@ -392,19 +390,12 @@ class _ServiceReader:
 
     # Scaled
 
-    def _replicas(
-        self, template: Backend, used: str | tuple[str, ...] | list[tuple[str, ...]] | None
-    ) -> Iterator[Backend]:
-        """The containers of a scaled service, each a backend."""
+    def _replicas(self, template: Backend, need: Any, vendors: Sequence[str]) -> Iterator[Backend]:
+        """The containers of a scaled service, each a backend; ``need``: also a list, with that of each."""
         name, scale = self._name, service.copies(self._described)
-        if not isinstance(used, list):
-            others = service.others_gpus(self._described, self._variables)
-            given = self._places.used_here(name, others) if others else ()
-            reserved = service.gpus(self._described, self._variables) or self._unsaid()
-            reserved = used if used is not None else given or reserved
-            vendors = others.vendors if given and others else ()
-            each_gpus, gpus = None, self._places.used_here(name, reserved, vendors)
-            if reserved == service.ALL_THERE_ARE and gpus:
+        if not isinstance(need, list):
+            each_gpus = [self._places.used_here(name, need, vendors)] * scale
+            if need == service.ALL_THERE_ARE and each_gpus[0]:
                 self._files.silent.append(name)
         else:
             if not self._files.process:
@@ -413,17 +404,14 @@ class _ServiceReader:
                     "differ between replicas, and Compose gives all containers of a service the same GPUs: "
                     "write a service for each, each with the same x-anvil: {model: ...}",
                 )
-            each_gpus = [self._places.used_here(name, each) for each in used]
+            each_gpus = [self._places.used_here(name, each) for each in need]
             if len(each_gpus) != scale:
                 raise ValueError(f"has {scale} replicas, and gpus for {len(each_gpus)}")
-            gpus = each_gpus[0]
-        self._note(replace(template, gpus=gpus), self._described)
+        self._note(replace(template, gpus=each_gpus[0]), self._described)
         ports = self._ports(template.port, fixed=True)
-        for number in range(1, scale + 1):
+        for number, gpus in enumerate(each_gpus, 1):
             made = replace(template.service, name=name, number=number, scale=scale)
-            if each_gpus:
-                gpus = each_gpus[number - 1]
-                made = _seeing(made, gpus)
+            made = _seeing(made, gpus) if isinstance(need, list) else made
             self._files.ports[f"{name}-{number}"] = ports
             yield replace(template, name=f"{name}-{number}", gpus=gpus, service=made)
 
@@ -441,7 +429,8 @@ class _ServiceReader:
             if self._files.process and not as_written:
                 backend = replace(backend, service=self._process_of(template.service, candidate))
             elif not as_written:
-                place = self._place(candidate, template.port)
+                files, elsewhere = self._places.files(candidate), bool(candidate.host)
+                place = Place(candidate.gpus, template.port, candidate.alone, elsewhere, files)
                 if place not in anew:  # of one kind on all hosts
                     anew[place] = self._placed_service(place, candidate)
                 made, needed = anew[place]
@@ -477,10 +466,6 @@ class _ServiceReader:
         made = replace(made, working_dir=folder) if candidate.host else made
         return _seeing(made, candidate.gpus) if candidate.gpus else made
 
-    def _place(self, candidate: HostChoice, port: int | None) -> Place:
-        files, elsewhere = self._places.files(candidate), bool(candidate.host)
-        return Place(candidate.gpus, port, candidate.alone, elsewhere=elsewhere, files=files)
-
     def _placed_service(self, place: Place, candidate: HostChoice) -> tuple[Description, Service]:
         """The description for a place, and what the runtimes need of it."""
         described = self._described
@@ -492,9 +477,7 @@ class _ServiceReader:
 
     def _compose(self, backend: Backend, made: Description) -> None:
         """Write the description into the file of its host, if that is there."""
-        if not backend.host:
-            self._files.composed.add("", backend.service_name, compose.at(compose.HERE, made))
-        elif address := self._places.address(backend.host):
+        if address := self._places.address(backend.host) if backend.host else compose.HERE:
             self._files.composed.add(backend.host, backend.service_name, compose.at(address, made))
 
     @property

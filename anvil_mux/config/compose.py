@@ -32,8 +32,8 @@ import yaml
 from anvil_mux.command import Done, run
 from anvil_mux.config import interpolate, service
 from anvil_mux.config.config import LABEL
-from anvil_mux.config.interpolate import Document, Scope
-from anvil_mux.config.kinds import Diagnostic, KeyPath, Position
+from anvil_mux.config.interpolate import Document, Scope, with_texts
+from anvil_mux.config.kinds import Diagnostic, KeyPath, Position, advice
 from anvil_mux.config.reading import OURS, KeyInFile, unknown_keys
 from anvil_mux.config.service import RawService, named_values
 from anvil_mux.errors import ConfigError
@@ -106,13 +106,13 @@ def combine(
         text = f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"
         raise ConfigError([Diagnostic(text, page="running.md#docker-or-podman")])
     variables = interpolate.environment(documents[0].file.parent, environ)
-    later = OF_PROCESSES if process else ()
+    scope = Scope(variables, OF_PROCESSES if process else ())
     content: Any = {}
     warnings: list[str] = []
     for document in documents:
-        resolved, unset = interpolate.resolve(document, variables, later)
-        content = laid_over(content, resolved)
-        warnings += [_unset(documents, name, is_later=name in later) for name in unset]
+        before = {*scope.unset}
+        content = laid_over(content, interpolate.resolve(document, scope))
+        warnings += [_unset(document, *each) for each in scope.unset.items() if each[0] not in before]
     project = _project(documents[0].file, content, environ)
     return _content(content, project, warnings, Layers(documents, variables), plain=True)
 
@@ -167,7 +167,7 @@ def _content(
         if not plain and len(found) > 1:
             holder[OURS] = merged(found)
         counting = origins(found).items()
-        places.update({(*key, OURS, n): (each.document, (*each.key, n)) for n, each in counting})
+        places.update({(*key, OURS, n): (each.source.document, (*each.key, n)) for n, each in counting})
 
     lay(content, (), layers.of_all())
     for name, described in mapping(content.get("services")).items():
@@ -197,37 +197,14 @@ def _without_image(documents: Sequence[Document]) -> Iterator[Diagnostic]:
             if "url" in ours and not keys & {"image", "build", "extends"}:
                 text = "Compose wants `image: scratch` and `profiles` also of a server elsewhere (url)"
                 missing = Diagnostic(text, write="image: scratch", page="elsewhere.md")
-                yield missing.at(document.place(("services", name)), ("services", name), f"services.{name}")
+                yield document.diagnostic(("services", name), missing)
 
 
-def _unset(documents: Sequence[Document], name: str, *, is_later: bool) -> str:
-    """A warning about a variable that is not set, at the first line that uses it.
-
-    ``is_later``: commands are given it when they start.
-    """
+def _unset(document: Document, name: str, key: KeyPath) -> Diagnostic:
+    """A warning about a variable that is not set, at the first line that uses it."""
     said = f"the variable {name} is not set, so nothing stands in its place"
-    text = f"{said}; set it, here or in .env, or write ${{{name}:-default}}"
-    found = Diagnostic(text, said=said, write=f"{name}=... in .env")
-    for document in documents:
-        for key, value in _texts(document.content, ()):
-            if is_later and key[2:3] in interpolate.COMMANDS:
-                continue
-            if re.search(rf"(?<!\$)(?:\$\$)*\$(?:{name}\b|{{{name}[:}}?+-])", value):
-                return found.at(document.place(key), key, ".".join(key))
-    return found.at(Position(str(documents[0].file)), (), "")
-
-
-def _texts(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Every text in a file, with its key."""
-    match value:
-        case str():
-            yield key, value
-        case dict():
-            for name, inner in value.items():
-                yield from _texts(inner, (*key, str(name)))
-        case list():
-            for index, inner in enumerate(value):
-                yield from _texts(inner, (*key, str(index)))
+    more = f"set it, here or in .env, or write ${{{name}:-default}}"
+    return document.diagnostic(key, advice(said, f"{name}=... in .env", more))
 
 
 def _project(file: Path, content: Mapping[str, Any], environ: Mapping[str, str]) -> str:
@@ -244,19 +221,27 @@ RESET, OVERRIDE = "!reset", "!override"
 """The tags of Compose by which a file takes away what stands in those before it."""
 
 
+class Source(NamedTuple):
+    """A file, with what its content refers to."""
+
+    document: Document
+    folder: Path
+    """The folder at which its paths begin."""
+    variables: Mapping[str, str]
+
+
 class Layer(NamedTuple):
     """The ``x-anvil`` that one file has for the whole, or for a service."""
 
-    document: Document
+    source: Source
     key: KeyPath
-    variables: Mapping[str, str]
 
     def settings(self) -> Any:
         """The content as it is written; a setting that is reset has no value."""
-        value: Any = self.document.content
+        value: Any = self.source.document.content
         for part in self.key:
             value = value[part]
-        tags = dict(self.document.tags)
+        tags = dict(self.source.document.tags)
         if isinstance(value, dict):
             return {n: None if tags.get((*self.key, n)) == RESET else each for n, each in value.items()}
         return value
@@ -264,65 +249,62 @@ class Layer(NamedTuple):
     def filled(self, name: str) -> Any:
         """The value of a setting with its variables replaced."""
         value = self.settings()[name]
-        return interpolate.filled(self.document, value, (*self.key, name), Scope(self.variables))
+        scope = Scope(self.source.variables)
+        return interpolate.filled(self.source.document, value, (*self.key, name), scope)
 
 
 class Layers:
     """The ``x-anvil`` of all files, each with its place; ``variables``: those of the project."""
 
     def __init__(self, documents: Sequence[Document], variables: Mapping[str, str]) -> None:
-        self._documents = documents
-        self._folder = documents[0].file.parent
-        self._variables = variables
+        folder = documents[0].file.parent
+        self._sources = [Source(document, folder, variables) for document in documents]
         self._read: dict[Path, Document] = {}
-        self._inner: dict[Path, list[tuple[Document, Path, Mapping[str, str]]]] = {}
-        """File -> those that it includes, each with its folder and its variables."""
+        self._inner: dict[Path, list[Source]] = {}
+        """File -> those that it includes."""
 
     def of_all(self) -> list[Layer]:
         """The ``x-anvil`` at the top level of each file; Compose takes none from an included one."""
         found: list[Layer] = []
-        for document in self._documents:
-            _add(found, document, (OURS,), document.content, self._variables)
+        for source in self._sources:
+            _add(found, source, (OURS,), source.document.content)
         return found
 
     def of_service(self, name: str) -> list[Layer]:
         """The ``x-anvil`` of a service in each file; ConfigError if one of them cannot be read."""
         found: list[Layer] = []
-        for document in self._documents:
-            self._take(found, document, self._folder, self._variables, name)
+        for source in self._sources:
+            self._take(found, source, name)
         return found
 
-    def _take(
-        self, found: list[Layer], document: Document, folder: Path, variables: Mapping[str, str], name: str
-    ) -> None:
-        if document.file not in self._inner:
-            self._inner[document.file] = [*self._included(document, folder, variables)]
-        for inner, its_folder, its_variables in self._inner[document.file]:
-            self._take(found, inner, its_folder, its_variables, name)
-        self._take_service(found, document, folder, variables, name)
+    def _take(self, found: list[Layer], source: Source, name: str) -> None:
+        file = source.document.file
+        if file not in self._inner:
+            self._inner[file] = [*self._included(source)]
+        for inner in self._inner[file]:
+            self._take(found, inner, name)
+        self._take_service(found, source, name)
 
-    def _take_service(
-        self, found: list[Layer], document: Document, folder: Path, variables: Mapping[str, str], name: str
-    ) -> None:
-        key, tags = ("services", name), dict(document.tags)
-        if tags.get(key) in (RESET, OVERRIDE):
+    def _take_service(self, found: list[Layer], source: Source, name: str) -> None:
+        document, folder, variables = source
+        key = ("services", name)
+        tag = dict(document.tags).get(key)
+        if tag in (RESET, OVERRIDE):
             found.clear()
-        described = mapping(mapping(document.content.get("services")).get(name))
-        if tags.get(key) == RESET:
+        if tag == RESET:
             return
+        described = mapping(mapping(document.content.get("services")).get(name))
         if extends := described.get("extends"):
             about = extends if isinstance(extends, dict) else {"service": extends}
-            scope = Scope(variables)
-            base, its_folder = document, folder
+            scope, base = Scope(variables), source
             if file := about.get("file"):
-                base = self._document(folder / scope.fill(str(file)))
-                its_folder = base.file.parent
-            self._take_service(found, base, its_folder, variables, scope.fill(str(about.get("service"))))
-        _add(found, document, (*key, OURS), described, variables)
+                other = self._document(folder / scope.fill(str(file)))
+                base = Source(other, other.file.parent, variables)
+            self._take_service(found, base, scope.fill(str(about.get("service"))))
+        _add(found, source, (*key, OURS), described)
 
-    def _included(
-        self, document: Document, folder: Path, variables: Mapping[str, str]
-    ) -> Iterator[tuple[Document, Path, Mapping[str, str]]]:
+    def _included(self, source: Source) -> Iterator[Source]:
+        document, folder, variables = source
         scope = Scope(variables)
         for each in listed(document.content.get("include")):
             about = each if isinstance(each, dict) else {"path": each}
@@ -331,7 +313,7 @@ class Layers:
             own = [folder / scope.fill(str(file)) for file in listed(about.get("env_file"))]
             known = interpolate.variables_of(own or [inner / interpolate.ENV_FILE], variables)
             for file in files:
-                yield self._document(file), inner, known
+                yield Source(self._document(file), inner, known)
 
     def _document(self, file: Path) -> Document:
         if file not in self._read:
@@ -339,18 +321,12 @@ class Layers:
         return self._read[file]
 
 
-def _add(
-    found: list[Layer],
-    document: Document,
-    key: KeyPath,
-    holder: Mapping[str, Any],
-    variables: Mapping[str, str],
-) -> None:
-    tag = dict(document.tags).get(key)
+def _add(found: list[Layer], source: Source, key: KeyPath, holder: Mapping[str, Any]) -> None:
+    tag = dict(source.document.tags).get(key)
     if tag in (RESET, OVERRIDE):
         found.clear()
     if holder.get(OURS) is not None and tag != RESET:
-        found.append(Layer(document, key, variables))
+        found.append(Layer(source, key))
 
 
 def origins(layers: Sequence[Layer]) -> dict[str, Layer]:
@@ -413,8 +389,7 @@ SHARES = ("network_mode", "ipc", "pid")
 """Keys by which a service may share another one's namespace."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The part of a candidate that decides how its service is described."""
 
     gpus: tuple[str, ...]
@@ -502,11 +477,11 @@ def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str], file
     made.pop("gpus", None)
     if made.get("runtime") == "nvidia":
         made.pop("runtime")
-    listed = made.get("devices") or ()
-    if any(map(service.cdi_gpu, listed)):
+    by_cdi = service.cdi_gpus(made)
+    if by_cdi:
         named = [f"{service.NVIDIA_CDI}={id}" for id in gpus]
-        made["devices"] = [*(each for each in listed if not service.cdi_gpu(each)), *named]
-    if requests or not any(map(service.cdi_gpu, listed)):
+        made["devices"] = [*(each for each in made["devices"] if not service.cdi_gpu(each)), *named]
+    if requests or not by_cdi:
         _reserve(made, described, requests, gpus)
 
 
@@ -600,14 +575,9 @@ class GeneratedFiles:
 
 def _used(kind: str, services: Mapping[str, RawService], known: Mapping[str, Any]) -> list[str]:
     """The volumes, networks, secrets or configs that the services use, of those that are described."""
-    names = {name for made in services.values() for name in _sources(kind, made)}
+    usual = ["default"] if kind == "networks" else []
+    names = {name for made in services.values() for name in [*_names(made.get(kind))] or usual}
     return [name for name in known if name in names]
-
-
-def _sources(kind: str, made: RawService) -> Iterable[str]:
-    if kind == "networks":
-        return [*_names(made.get("networks"))] or ["default"]
-    return [*_names(made.get(kind))]
 
 
 def _names(written: Any) -> Iterator[str]:
@@ -616,18 +586,6 @@ def _names(written: Any) -> Iterator[str]:
         yield str(each.get("source", "")) if isinstance(each, dict) else str(each).partition(":")[0]
 
 
-def with_texts(value: Any, make: Callable[[str], str]) -> Any:
-    """Return a value of YAML with what ``make`` makes of each text in it, but for keys."""
-    match value:
-        case str():
-            return make(value)
-        case Mapping():
-            return {name: with_texts(each, make) for name, each in value.items()}
-        case list() | tuple():
-            return [with_texts(each, make) for each in value]
-    return value
-
-
-def escaped(text: str) -> str:
+def escaped(text: str, _key: KeyPath = ()) -> str:
     """The text as a compose file has it, where a single $ begins a variable."""
     return text.replace("$", "$$")

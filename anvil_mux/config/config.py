@@ -89,10 +89,11 @@ of their folder."""
 MOMENTS, BODY = kinds.positive(SECONDS), kinds.positive(kinds.SIZE)
 
 
-_steers = partial(setting, live=True, logged=True)
-_replaces = partial(setting, live=False, logged=True)
-_unlogged = partial(setting, live=True)
-_of_engines = partial(_steers, of_engines=True)
+_live = partial(setting, live=True)
+_logged = partial(_live, logged=True)
+_at_start = partial(setting, live=False)
+_replaces = partial(_at_start, logged=True)
+_of_engines = partial(_logged, of_engines=True)
 _of_the_engine = partial(_replaces, of_engines=True)
 
 
@@ -181,13 +182,13 @@ class Backend:
         page="reference.md#engines",
     )
     """The model id that the engine itself reports and expects, if it differs from ``model``."""
-    aliases: tuple[str, ...] = _steers(
+    aliases: tuple[str, ...] = _logged(
         (), NAMES, "Other names for the model; * in one stands for any characters."
     )
     pin: bool = _of_engines(
         False, FLAG, "Never evict it for another model.", page="policies.md#pinning-a-model"
     )
-    priority: int = _steers(
+    priority: int = _logged(
         0, kinds.whole_number(-100, 100), "Models with a higher priority are served first and evicted last."
     )
     home: bool = _of_engines(
@@ -222,7 +223,7 @@ class Backend:
         page="policies.md",
     )
     max_wait: MaxWait = _as_the_whole("max_wait", SECONDS_OR_AUTO, page="policies.md")
-    max_queue: int | None = _steers(
+    max_queue: int | None = _logged(
         None,
         COUNT,
         "The most requests that may wait for this model; the top level's limit applies as well.",
@@ -303,24 +304,24 @@ class Backend:
         page="standby.md#read-ahead-while-waiting",
     )
     """Whether its weights are read into the page cache while requests wait for its load to begin."""
-    strip: tuple[str, ...] = _unlogged(
+    strip: tuple[str, ...] = _live(
         (), STRIP, "Fields to remove from JSON requests (see clients.md).", page="presets.md#presets"
     )
-    set: tuple[tuple[str, str], ...] = _unlogged(
+    set: tuple[tuple[str, str], ...] = _live(
         (),
         SET,
         "Fields to set in JSON requests, whatever the client sent; null removes one (see clients.md).",
         page="presets.md#presets",
     )
     """Fields, with their values as JSON, that it is asked with, whatever the client said of them."""
-    default: tuple[tuple[str, str], ...] = _unlogged(
+    default: tuple[tuple[str, str], ...] = _live(
         (),
         SET,
         "Fields to add to JSON requests whose client did not send them (see presets.md).",
         page="presets.md#presets",
     )
     """Fields, with their values as JSON, that it is asked with if the client says nothing of them."""
-    presets: tuple[Preset, ...] = _unlogged(
+    presets: tuple[Preset, ...] = _live(
         (),
         PRESETS,
         "More names for the model, each with parameters of its own (see presets.md).",
@@ -337,18 +338,18 @@ class Backend:
         page="presets.md#lora-adapters",
     )
     """The LoRA adapters that its engine is told to load once it runs."""
-    upstream: tuple[str, ...] = _steers(
+    upstream: tuple[str, ...] = _logged(
         (),
         PATHS,
         "Further paths of the engine that clients may use below /upstream/MODEL; /sdapi/ allows all in it.",
         page="security.md#what-a-request-can-reach",
     )
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
-    concurrency: int | None = _steers(
+    concurrency: int | None = _logged(
         None, COUNT, "The most requests that it runs at once; others queue, and API keys take turns."
     )
     """How many requests it is given at once; more are queued. None: as many as come."""
-    prompt_cache: int | None = _unlogged(
+    prompt_cache: int | None = _live(
         None,
         MEMORY,
         "How much disk space llama-server's prompts may take, for each replica: they are saved when it is "
@@ -356,7 +357,7 @@ class Backend:
         of_engines=True,
         page="standby.md#prompts-that-outlive-a-swap",
     )
-    context: int | None = _unlogged(
+    context: int | None = _live(
         None,
         COUNT,
         "How many tokens a prompt and its answer may have together, as lists of models say; by default what "
@@ -364,7 +365,7 @@ class Backend:
         page="clients.md#what-lists-say-of-a-model",
     )
     """The length of its context for lists of models; None: what its engine says."""
-    capabilities: tuple[str, ...] = _unlogged(
+    capabilities: tuple[str, ...] = _live(
         (),
         kinds.some_of(CAPABILITIES, {}),
         "What the model can do, as lists of models say; by default what the engine says once it is loaded.",
@@ -397,7 +398,7 @@ class Backend:
         page="elsewhere.md#a-server-elsewhere",
     )
     """The absolute path of the file with the certificates that it is trusted by; "": the system's."""
-    fallback: tuple[str, ...] = _unlogged(
+    fallback: tuple[str, ...] = _live(
         (),
         FALLBACK,
         "Models that answer when this one cannot, or not within `after` (see elsewhere.md).",
@@ -460,10 +461,6 @@ def inherited(own: Container[str]) -> Inherited:
 _rows = table_of(Backend)
 SERVICE_SETTINGS = {key: _rows[key] for key in ("model", "aliases", *_rows)}
 """The settings in ``x-anvil`` on a service, which fill ``Backend``; names come first."""
-
-_live = partial(setting, live=True)
-_logged = partial(setting, live=True, logged=True)
-_at_start = partial(setting, live=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,10 @@ class Document:
         elsewhere = key[:1] == ("services",) and known < min(len(key), 2) and len(key) > 1
         return Position(str(self.file), None if elsewhere else self.lines[key[:known]])
 
+    def diagnostic(self, key: KeyPath, text: object) -> Diagnostic:
+        """A mistake in what stands at a key, with its place."""
+        return as_diagnostic(text).at(self.place(key), key, ".".join(key))
+
     def where(self, key: KeyPath) -> str:
         """FILE:LINE: key."""
         return f"{self.place(key)}" + (f": {'.'.join(key)}" if key else "")
@@ -94,58 +98,40 @@ def read(file: Path) -> Document:
     return Document(file, content, walk.lines, tuple(walk.tags))
 
 
-def resolve(
-    document: Document, variables: Mapping[str, str], later: Collection[str] = ()
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The content with its variables replaced, and the names of those that are not set; ConfigError.
-
-    ``later``: those that stay as they are in a command, unless they are set: its process is given them.
-    """
-    problems: list[str] = [_problem(document, key, f"{tag} {NEED_COMPOSE}") for key, tag in document.tags]
-    problems += [_problem(document, key, NEED_COMPOSE) for key in _other_files(document.content)]
-    scope = Scope(variables)
-    content = _fill(document, document.content, (), scope, problems, later=later)
-    if problems:
-        raise ConfigError(problems)
-    return content, tuple(scope.unset)
+def resolve(document: Document, scope: Scope) -> Any:
+    """The content with its variables replaced; ConfigError, also where it needs the Compose program."""
+    problems = [document.diagnostic(key, f"{tag} {NEED_COMPOSE}") for key, tag in document.tags]
+    problems += [document.diagnostic(key, NEED_COMPOSE) for key in _other_files(document.content)]
+    return filled(document, document.content, (), scope, problems)
 
 
-def filled(document: Document, value: Any, key: KeyPath, scope: Scope) -> Any:
-    """The value at a key of the file with its variables replaced; ConfigError."""
-    problems: list[str] = []
-    found = _fill(document, value, key, scope, problems)
+def filled(document: Document, value: Any, key: KeyPath, scope: Scope, problems: Sequence[str] = ()) -> Any:
+    """The value at a key of the file with its variables replaced; ConfigError, with ``problems`` too."""
+    problems = [*problems]
+
+    def fill(text: str, where: KeyPath) -> str:
+        try:
+            return scope.fill(text, where)
+        except ValueError as error:
+            problems.append(document.diagnostic(where, error))
+            return text
+
+    found = with_texts(value, fill, key)
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def _fill(
-    document: Document,
-    value: Any,
-    key: KeyPath,
-    scope: Scope,
-    problems: list[str],
-    *,
-    later: Collection[str] = (),
-) -> Any:
-    def inner(part: object, each: Any) -> Any:
-        return _fill(document, each, (*key, str(part)), scope, problems, later=later)
-
+def with_texts(value: Any, make: Callable[[str, KeyPath], str], key: KeyPath = ()) -> Any:
+    """The value with what ``make`` makes of each text in it, which stands at a key, but for names."""
     match value:
         case str():
-            try:
-                return scope.fill(value, later if key[2:3] in COMMANDS else ())
-            except ValueError as error:
-                problems.append(_problem(document, key, error))
-        case dict():
-            return {name: inner(name, each) for name, each in value.items()}
-        case list():
-            return [inner(at, each) for at, each in enumerate(value)]
+            return make(value, key)
+        case Mapping():
+            return {name: with_texts(each, make, (*key, str(name))) for name, each in value.items()}
+        case list() | tuple():
+            return [with_texts(each, make, (*key, str(at))) for at, each in enumerate(value)]
     return value
-
-
-def _problem(document: Document, key: KeyPath, text: object) -> Diagnostic:
-    return as_diagnostic(text).at(document.place(key), key, ".".join(key))
 
 
 ENV_FILE = ".env"
@@ -240,45 +226,48 @@ COMMANDS = (("command",), ("entrypoint",))
 
 
 class Scope:
-    """The variables that may be put into a text; ``unset`` collects those that were asked for in vain."""
+    """The variables that may be put into a text.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    ``later``: those that stay as they are in a command (``$NAME``), unless they are set: its process is given
+    them.
+    """
+
+    def __init__(self, environ: Mapping[str, str], later: Collection[str] = ()) -> None:
         self._environ = environ
-        self.unset: dict[str, None] = {}
+        self._later = later
+        self.unset: dict[str, KeyPath] = {}
+        """The variables that were asked for in vain -> the key of the first text that does."""
 
-    def fill(self, text: str, later: Collection[str] = ()) -> str:
-        """Replace the variables in ``text``; ValueError says what is wrong with it.
+    def fill(self, text: str, key: KeyPath = ()) -> str:
+        """Replace the variables in the text at a key; ValueError says what is wrong with it."""
+        return "".join(self._parts(text, key))
 
-        Those that are not set and are named in ``later`` stay, as ``$NAME``.
-        """
-        return "".join(self._parts(text, later))
-
-    def _parts(self, text: str, later: Collection[str]) -> Iterator[str]:
+    def _parts(self, text: str, key: KeyPath) -> Iterator[str]:
         at = 0
         while (dollar := text.find("$", at)) >= 0:
             yield text[at:dollar]
             at = dollar + 1
             if text.startswith("{", at):
                 end = _closing(text, at)
-                yield self._braced(text[at + 1 : end], later)
+                yield self._braced(text[at + 1 : end], key)
                 at = end + 1
             elif name := NAME.match(text, at):
-                yield self._value(name[0], later)
+                yield self._value(name[0], key)
                 at = name.end()
             else:
                 yield "$"
                 at += text.startswith("$", at)
         yield text[at:]
 
-    def _braced(self, inside: str, later: Collection[str]) -> str:
+    def _braced(self, inside: str, key: KeyPath) -> str:
         name = NAME.match(inside)
         operator = OPERATOR.match(inside, name.end()) if name else None
         if name is None or (operator is None and name.end() < len(inside)):
             text = f"${{{inside}}} is no variable; write $$ for a $ that stands for itself"
             raise ValueError(text)
         if operator is None:
-            return self._value(name[0], later)
-        word = self.fill(inside[operator.end() :], later)
+            return self._value(name[0], key)
+        word = self.fill(inside[operator.end() :], key)
         value = self._environ.get(name[0])
         there = bool(value) if operator[0].startswith(":") else value is not None
         match operator[0][-1]:
@@ -291,13 +280,13 @@ class Scope:
                 return word
         return value or ""
 
-    def _value(self, name: str, later: Collection[str]) -> str:
+    def _value(self, name: str, key: KeyPath) -> str:
         value = self._environ.get(name)
         if value is not None:
             return value
-        if name in later:
+        if name in self._later and key[2:3] in COMMANDS:
             return f"${name}"
-        self.unset[name] = None
+        self.unset.setdefault(name, key)
         return ""
 
 
@@ -450,11 +439,9 @@ class _Walk:
 
 def _quoted(line: str, column: int) -> str:
     """The line with the value of its first key in quotes."""
-    found = re.match(r"(\s*(?:- )?[^\s:#][^:]*: +)(.+?)\s*$", line) or re.match(r"(\s*- +)(.+?)\s*$", line)
-    if not found:
-        return ""
-    text = found[2].replace("'", "''")
-    return f"{found[1]}'{text}'"
+    found = re.match(r"(\s*(?:- )?[^\s:#][^:]*: +|\s*- +)(.+?)\s*$", line)
+    text = found[2].replace("'", "''") if found else ""
+    return f"{found[1]}'{text}'" if found else ""
 
 
 def _with_spaces(line: str, column: int) -> str:
@@ -477,13 +464,9 @@ def _in_single_quotes(line: str, column: int) -> str:
     return re.sub(r'"([^"\']*)"', r"'\1'", line)
 
 
-def _not_mended(line: str, column: int) -> str:
-    return ""
-
-
 Mend = Callable[[str, int], str]
 """Makes the line to write of a line and the column where the mistake begins; "" where it is not known."""
-MISTAKES: tuple[tuple[str, str, Mend], ...] = (
+MISTAKES: tuple[tuple[str, str, Mend | None], ...] = (
     (
         r"mapping values are not allowed",
         "a second `: ` follows here: put text that has a colon into quotes",
@@ -494,7 +477,7 @@ MISTAKES: tuple[tuple[str, str, Mend], ...] = (
     (
         r"expected <block end>",
         "it is indented unlike what is above it: begin it in the same column",
-        _not_mended,
+        None,
     ),
     (
         r"expected ',' or '(?P<what>[\]}])'",
@@ -505,9 +488,9 @@ MISTAKES: tuple[tuple[str, str, Mend], ...] = (
     (
         r"undefined alias '(?P<what>[^']*)'",
         "*{what} stands for nothing: write &{what} above, where it is meant",
-        _not_mended,
+        None,
     ),
-    (r"second occurrence", "the same &name stands twice: give one of them another name", _not_mended),
+    (r"second occurrence", "the same &name stands twice: give one of them another name", None),
     (
         r"unknown escape character",
         "in double quotes a backslash is an escape: write two, or single quotes",
@@ -516,7 +499,7 @@ MISTAKES: tuple[tuple[str, str, Mend], ...] = (
     (
         r"found another document|but found '<document start>'|expected a single document",
         "a second document begins (---): a compose file is one",
-        _not_mended,
+        None,
     ),
     (r"could not find expected ':'", "a key without its colon: write `key: value`", _with_colon),
 )
@@ -532,17 +515,14 @@ def in_plain_words(error: yaml.MarkedYAMLError, text: str) -> tuple[int | None, 
     said = f"{error.context or ''} {error.problem or ''}"
     began = re.search(BEGAN, said) is not None
     mark = (error.context_mark if began else None) or error.problem_mark or error.context_mark
-    lines = text.splitlines()
-    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    number = mark.line + 1 if mark else None
+    line = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
     for pattern, words, mend in MISTAKES:
         if found := re.search(pattern, said):
-            mended = mend(line, mark.column) if mark and line else ""
+            mended = mend(line, mark.column) if mark and line and mend else ""
             mended = mended.strip() if _is_yaml(mended) else ""
-            return mark.line + 1 if mark else None, Diagnostic(
-                words.format(**found.groupdict()), write=mended
-            )
-    why = str(error.problem or error.context or "it cannot be read")
-    return mark.line + 1 if mark else None, Diagnostic(why)
+            return number, Diagnostic(words.format(**found.groupdict()), write=mended)
+    return number, Diagnostic(str(error.problem or error.context or "it cannot be read"))
 
 
 def _is_yaml(line: str) -> bool:

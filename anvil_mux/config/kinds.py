@@ -56,6 +56,26 @@ class ValueKind:
     def called(self, name: str) -> ValueKind:
         return replace(self, name=name)
 
+    def of(self, fits: Callable[[Any], bool], must: str, example: str) -> ValueKind:
+        """The same, read from what fits alone; ``must``: what is said of anything else."""
+
+        def read(value: Any) -> Any:
+            if not fits(value):
+                raise unfit(f"{must}, not {show(value)}", example)
+            return self.read(value)
+
+        return replace(self, read=read)
+
+    def but(self, fails: Callable[[Any], bool], text: str, example: str = "") -> ValueKind:
+        """The same values without those of which something holds; ``text``: what is said of these."""
+
+        def read(value: Any) -> Any:
+            if fails(found := self.read(value)):
+                raise unfit(text, example)
+            return found
+
+        return replace(self, read=read)
+
 
 # What is wrong
 
@@ -112,24 +132,26 @@ class Diagnostic(str):
 
     def at(self, place: Position, key: KeyPath, shown: str) -> Diagnostic:
         """Return the same diagnostic with its place before it; ``shown``: its key as people read it."""
-        before = f"{place}: {shown}: " if shown else f"{place}: "
         write = self.write or (_line(key, self.value) if self.value else "")
-        return Diagnostic(
-            f"{before}{self}",
-            said=f"{before}{self.said}",
-            write=write,
-            key=key,
-            place=place,
-            page=self.page,
-        )
+        return self.about(str(place), shown, key=key, write=write, place=place)
+
+    def about(self, *before: str, **parts: Any) -> Diagnostic:
+        """Return the same diagnostic with words before it, what it is about, and other parts."""
+        words = "".join([f"{each}: " for each in before if each])
+        parts = {"write": self.write, "value": self.value, "key": self.key, "page": self.page, **parts}
+        return Diagnostic(f"{words}{self}", said=f"{words}{self.said}", **parts)
 
 
-def advice(
-    said: str, write: str = "", more: str = "", *, value: str = "", key: KeyPath = (), page: str = ""
-) -> Diagnostic:
+def advice(said: str, write: str = "", more: str = "", *, joint: str = "; ", **about: Any) -> Diagnostic:
     """Return a diagnostic whose sentence ends with ``more``, or with the line, or the value, to write."""
-    sentence = f"{said}; {more or f'write {write or value}'}"
-    return Diagnostic(sentence, said=said, write=write, value=value, key=key, page=page)
+    sentence = said + joint + (more or f"write {write or about['value']}")
+    return Diagnostic(sentence, said=said, write=write, **about)
+
+
+def no_such(said: str, word: str, known: Iterable[str]) -> Diagnostic:
+    """Return the diagnostic about a word that is not among those known, with the nearest that is."""
+    known = tuple(known)
+    return Diagnostic(f"{said}; {nearest(word, known)}", value=meant(word, known))
 
 
 def unfit(text: str, value: str = "", *, write: str = "", key: KeyPath = ()) -> ValueError:
@@ -210,27 +232,17 @@ def record(make: Callable[..., Any], **parts: ValueKind) -> ValueKind:
         ]
         given = {key: each for key, each in value.items() if key in parts and each is not None}
         made = make(**_read_each(given, lambda key, each: parts[key].read(each), problems))
-        if problems:
-            raise Wrong(problems, made)
-        return made
+        return _whole(made, problems)
 
     shape = object_shape({key: kind.shape for key, kind in parts.items()})
     return ValueKind(f"{{{', '.join(parts)}}}", read, shape)
 
 
-def read_each(values: Mapping[Any, Any], read: Callable[[Any, Any], Made]) -> dict[Any, Made]:
-    """Name -> what ``read`` makes of it and its value, of a mapping that may have any names."""
-    problems: list[Problem] = []
-    found = _read_each(values, read, problems)
-    if problems:
-        raise Wrong(problems, found)
-    return found
-
-
 def _read_each(
-    values: Mapping[Any, Any], read: Callable[[Any, Any], Made], problems: list[Problem]
-) -> dict[Any, Made]:
-    found: dict[Any, Made] = {}
+    values: Mapping[Any, Any], read: Callable[[Any, Any], Any], problems: list[Problem]
+) -> dict[Any, Any]:
+    """Name -> what ``read`` makes of it and its value, and the problems with that."""
+    found: dict[Any, Any] = {}
     for name, value in values.items():
         try:
             found[name] = read(name, value)
@@ -242,15 +254,34 @@ def _read_each(
     return found
 
 
+def _whole(made: Made, problems: list[Problem]) -> Made:
+    if problems:
+        raise Wrong(problems, made)
+    return made
+
+
 def by_name(read: Callable[[Any, Any], Any], value: Shape, wanted: str, example: str) -> ValueKind:
     """A mapping with any names, of which each is read with its value; ``wanted``: how it is written."""
 
     def read_all(given: Any) -> dict[Any, Any]:
-        if not isinstance(given, dict):
-            raise unfit(f"must hold {wanted}, not {show(given)}", example)
-        return read_each(given, read)
+        problems: list[Problem] = []
+        return _whole(_read_each(given, read, problems), problems)
 
-    return ValueKind(wanted, read_all, names_shape(value))
+    return ValueKind(wanted, read_all, names_shape(value)).of(is_mapping, f"must hold {wanted}", example)
+
+
+def list_of(item: ValueKind) -> ValueKind:
+    """A list of values, or a single one."""
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            return (item.read(value),)
+        problems: list[Problem] = []
+        found = _read_each(dict(enumerate(value)), lambda _, each: item.read(each), problems)
+        return _whole(tuple(found.values()), problems)
+
+    shape = any_of(item.shape, {"type": "array", "items": item.shape})
+    return ValueKind(f"list of {item.name}", read, shape)
 
 
 def either(short: ValueKind, long: ValueKind) -> ValueKind:
@@ -260,6 +291,24 @@ def either(short: ValueKind, long: ValueKind) -> ValueKind:
         return long.read(value) if isinstance(value, dict) else short.read(value)
 
     return ValueKind(f"{short.name}, or {long.name}", read, any_of(short.shape, long.shape))
+
+
+def or_word(kind: ValueKind, word: str, stands_for: Any) -> ValueKind:
+    """The values of a kind, or a word that stands for one."""
+
+    def read(value: Any) -> Any:
+        return stands_for if value == word else kind.read(value)
+
+    return ValueKind(f"{kind.name}, or {word}", read, any_of({"enum": [word]}, kind.shape))
+
+
+def is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def has_one_of(*keys: str) -> Callable[[Any], bool]:
+    """Whether a value is a mapping with exactly one of these keys."""
+    return lambda value: is_mapping(value) and sum(value.get(key) is not None for key in keys) == 1
 
 
 def positive(kind: ValueKind) -> ValueKind:
@@ -438,9 +487,7 @@ def read_seconds(value: Any) -> float:
 def seconds_or(word: str, stands_for: float | str, meaning: str = "") -> ValueKind:
     """A time, or a word; ``meaning``: what is said of it to whoever wrote neither."""
 
-    def read(value: Any) -> float | str:
-        if value == word:
-            return stands_for
+    def read(value: Any) -> float:
         try:
             return read_seconds(value)
         except TooLong:
@@ -449,7 +496,7 @@ def seconds_or(word: str, stands_for: float | str, meaning: str = "") -> ValueKi
             text = f"must be seconds, a time such as 30s or 2m, or {word}{meaning}"
             raise unfit(f"{text}, not {show(value)}", _seconds_near(value)) from None
 
-    return ValueKind(f"seconds, or {word}", read, any_of({"enum": [word]}, SECONDS.shape))
+    return or_word(ValueKind("seconds", read, SECONDS.shape), word, stands_for)
 
 
 def seconds_or_none(seconds: float) -> str:

@@ -28,7 +28,18 @@ from anvil_mux.config.backends import BackendReader
 from anvil_mux.config.compose import Compose, Layers, combine, origins
 from anvil_mux.config.config import EITHER, SETTINGS, Backend, Config, Judge, models_by_name
 from anvil_mux.config.interpolate import Document
-from anvil_mux.config.kinds import AUTO, Diagnostic, KeyPath, as_yaml, filled, gib, meant, nearest
+from anvil_mux.config.kinds import (
+    AUTO,
+    Diagnostic,
+    KeyPath,
+    advice,
+    as_yaml,
+    filled,
+    gib,
+    meant,
+    nearest,
+    no_such,
+)
 from anvil_mux.config.machines import Gpu, Machine
 from anvil_mux.config.placement import Places
 from anvil_mux.config.reading import Problems
@@ -196,21 +207,18 @@ class Checks:
         names = {name for backend in self._config.backends for name in backend.names}
         names |= self._config.any_of.keys()
         if (default := self._config.default_model) and default not in names:
-            text = f"no service serves {default}; {nearest(default, names)}"
-            self._problems.of_setting("default_model", Diagnostic(text, value=meant(default, names)))
+            found = no_such(f"no service serves {default}", default, names)
+            self._problems.of_setting("default_model", found)
 
     def _check_stages(self) -> None:
+        stages = {(backend.model, backend.infer_type) for backend in self._config.backends}
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
-            served = {
-                backend.model for backend in self._config.backends if backend.infer_type in (other, EITHER)
-            }
             for backend in self._config.backends:
-                if backend.infer_type == one and backend.model not in served:
-                    self._problems.add(
-                        self._key(backend, "x-anvil", "infer_type"),
-                        f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
-                        f"infer_type: {EITHER}",
-                    )
+                served = {(backend.model, other), (backend.model, EITHER)} & stages
+                if backend.infer_type == one and not served:
+                    text = f"is {one}, but no service of {backend.model} is {other}: both stages are needed"
+                    key = self._key(backend, "x-anvil", "infer_type")
+                    self._problems.add(key, text, f"infer_type: {EITHER}")
 
     def _check_names(self) -> None:
         for name, count in Counter(backend.name for backend in self._config.backends).items():
@@ -260,19 +268,16 @@ class Checks:
         for service, backend in homes.items():
             key = self._key(backend, "x-anvil", "home")
             if backend.ttl is not None:
-                self._problems.add(
-                    key, "cannot hold with ttl, which evicts it when it is idle: leave one out"
-                )
+                text = "cannot hold with ttl, which evicts it when it is idle: leave one out"
+                self._problems.add(key, text)
             if not backend.gpus:
                 self._problems.warn(key, "has no effect: it needs no GPU, so it is evicted for no other")
             for other in [each for name, each in homes.items() if name < service]:
                 shared = set(backend.gpu_names) & set(other.gpu_names)
                 measured = backend.vram_measured or other.vram_measured
                 if not measured and any(not _fit((backend, other), _room(self._gpus[gpu])) for gpu in shared):
-                    gpu = min(shared)
-                    self._problems.add(
-                        key, f"{other.name} is at home on GPU {gpu} too, and both do not fit: one of them"
-                    )
+                    where = f"is at home on GPU {min(shared)} too"
+                    self._problems.add(key, f"{other.name} {where}, and both do not fit: one of them")
 
     def _check_external(self) -> None:
         served = Counter(backend.model for backend in self._config.backends)
@@ -309,8 +314,7 @@ class Checks:
         if several := self._config.any_of.get(name):
             text = f"{name} stands for several models: name {', '.join(several.models)}"
             return Diagnostic(text, value=as_yaml(list(several.models)))
-        text = f"no service serves {name}; {nearest(name, names)}"
-        return Diagnostic(text, value=meant(name, names))
+        return no_such(f"no service serves {name}", name, names)
 
     def _check_room(self) -> None:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}
@@ -333,7 +337,7 @@ class Checks:
             text = f'gpus: {{"{gpu.id}": {{vram: ...}}}}'
             said = f"has no effect: the size of GPU {gpu.name} is unknown"
             write = f"x-anvil: {{{f'machines: {{{gpu.host}: {{{text}}}}}' if gpu.host else text}}}"
-            self._problems.warn(key, Diagnostic(f"{said}; declare it: {write}", said=said, write=write))
+            self._problems.warn(key, advice(said, write, f"declare it: {write}"))
         elif backend.vram > room:
             text = f"{gib(backend.vram)} do not fit on GPU {gpu.name}, which has {gib(room)} for models"
             self._problems.add(key, text, f"vram: {room >> 20}MiB")

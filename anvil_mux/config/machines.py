@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from ipaddress import IPv4Address
 from typing import Any, NamedTuple
 
 from anvil_mux.config import kinds
-from anvil_mux.config.kinds import MEMORY, NAMES, TEXT, Diagnostic, ValueKind, Wrong, show, unfit
+from anvil_mux.config.kinds import (
+    MEMORY,
+    NAMES,
+    TEXT,
+    Diagnostic,
+    ValueKind,
+    Wrong,
+    has_one_of,
+    is_mapping,
+    show,
+    unfit,
+)
 from anvil_mux.config.values import COMMAND
 
 LOCAL, ANY_HOST = "local", "any"
@@ -87,7 +97,7 @@ class DeclaredMachine(NamedTuple):
 
 
 HOST_MEMORY = kinds.positive(MEMORY)
-_SIZES = {"vram": MEMORY, "reserve": MEMORY}
+_SIZES = kinds.record(dict, vram=MEMORY, reserve=MEMORY)
 
 
 def _read_gpu(id: str, about: Any) -> Gpu:
@@ -97,7 +107,7 @@ def _read_gpu(id: str, about: Any) -> Gpu:
     if not isinstance(about, dict):
         text = 'must hold its memory, as in gpus: {"0": {vram: 24GiB, reserve: 1GiB}}'
         raise Wrong([((), Diagnostic(text, value="{vram: 24GiB}"))], Gpu(id))
-    gpu: Gpu = kinds.record(partial(Gpu, id), **_SIZES).read(about)
+    gpu: Gpu = _SIZES.then(lambda sizes: Gpu(id, **sizes)).read(about)
     if gpu.vram is not None and gpu.vram <= gpu.reserve:
         text = "reserve leaves nothing of its vram"
         raise Wrong([((), Diagnostic(text, value="{vram: 24GiB, reserve: 1GiB}"))], Gpu(id))
@@ -108,7 +118,7 @@ GPUS = kinds.either(
     NAMES.called("list of ids").then(lambda ids: tuple(map(Gpu, ids))),
     kinds.by_name(
         _read_gpu,
-        kinds.any_of(kinds.record(dict, **_SIZES).shape, kinds.NOTHING),
+        kinds.any_of(_SIZES.shape, kinds.NOTHING),
         "{id: {vram, reserve}}",
         '{"0": {vram: 24GiB}}',
     ).then(lambda gpus: tuple(gpus.values())),
@@ -136,34 +146,21 @@ _WAKE = kinds.record(
     broadcast=ValueKind("IPv4 address", _read_ip4, TEXT.shape),
     run=COMMAND,
     timeout=kinds.positive(kinds.SECONDS),
+).of(
+    has_one_of("mac", "run"),
+    "must hold either mac or run, as in {mac: aa:bb:cc:dd:ee:ff}",
+    '{mac: "aa:bb:cc:dd:ee:ff"}',
+)
+_MACHINE = kinds.record(DeclaredMachine, gpus=GPUS, host_memory=HOST_MEMORY, wake=_WAKE).of(
+    is_mapping, "must hold gpus, host_memory or wake", "{host_memory: 64GiB}"
 )
 
 
-def _read_wake(value: Any) -> Wake:
-    if not isinstance(value, dict) or (value.get("mac") is None) == (value.get("run") is None):
-        text = f"must hold either mac or run, as in {{mac: aa:bb:cc:dd:ee:ff}}, not {show(value)}"
-        raise unfit(text, '{mac: "aa:bb:cc:dd:ee:ff"}')
-    wake: Wake = _WAKE.read(value)
-    return wake
-
-
-_MACHINE = kinds.record(
-    DeclaredMachine,
-    gpus=GPUS,
-    host_memory=HOST_MEMORY,
-    wake=ValueKind("{mac or run, timeout}", _read_wake, _WAKE.shape),
-)
-
-
-def _read_machine(name: str, about: Any) -> DeclaredMachine:
+def _read_machine(name: str, about: Any) -> Any:
     if name == LOCAL:
         raise ValueError("is anvil-mux's own machine: its gpus and host_memory go to the top level")
     _check_host(name)
-    if about is not None and not isinstance(about, dict):
-        text = f"must hold gpus, host_memory or wake, not {show(about)}"
-        raise unfit(text, "{host_memory: 64GiB}")
-    machine: DeclaredMachine = _MACHINE.read(about or {})
-    return machine
+    return _MACHINE.read({} if about is None else about)
 
 
 MACHINES = kinds.by_name(
@@ -233,37 +230,23 @@ def _check_host(name: str) -> None:
         raise unfit(text, mended)
 
 
-def _read_vram(value: Any) -> tuple[int | None, bool]:
-    """How much memory a model needs on a GPU, and whether it is the one that was measured."""
-    if value == "measured":
-        return None, True
-    if amount := MEMORY.read(value):
-        return int(amount), False
-    raise ValueError("must be more than 0; leave it out if the model needs its GPU whole")
-
-
-VRAM = ValueKind("size, or measured", _read_vram, kinds.any_of({"enum": ["measured"]}, MEMORY.shape))
+_VRAM = MEMORY.but(
+    lambda amount: not amount, "must be more than 0; leave it out if the model needs its GPU whole"
+).then(lambda amount: (amount, False))
+VRAM = kinds.or_word(_VRAM, "measured", (None, True))
+"""How much memory a model needs on a GPU, and whether it is the one that was measured."""
 
 
 # Other programs
 
-_OTHERS_HOLD = ValueKind(
-    "size or any",
-    lambda value: 1 if value == "any" else HOST_MEMORY.read(value),
-    kinds.any_of({"enum": ["any"]}, MEMORY.shape),
+_YIELD_EXAMPLE = "{when_others_hold: 4GiB}"
+YIELD = (
+    kinds.record(
+        lambda when_others_hold=None: when_others_hold,
+        when_others_hold=kinds.or_word(HOST_MEMORY, "any", 1),
+    )
+    .of(is_mapping, "must hold when_others_hold", _YIELD_EXAMPLE)
+    .but(lambda least: least is None, "says not how much they hold", _YIELD_EXAMPLE)
+    .called("{when_others_hold: size or any}")
 )
-_YIELD = kinds.record(lambda when_others_hold=None: when_others_hold, when_others_hold=_OTHERS_HOLD)
-
-
-def _read_yield(value: Any) -> int:
-    """The bytes of a GPU that other programs must hold to have it left to them."""
-    if not isinstance(value, dict):
-        text = f"must hold when_others_hold, not {show(value)}"
-        raise unfit(text, "{when_others_hold: 4GiB}")
-    least: int | None = _YIELD.read(value)
-    if least is None:
-        raise unfit("says not how much they hold", "{when_others_hold: 4GiB}")
-    return least
-
-
-YIELD = ValueKind("{when_others_hold: size or any}", _read_yield, _YIELD.shape)
+"""The bytes of a GPU that other programs must hold to have it left to them."""

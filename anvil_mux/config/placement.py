@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from anvil_mux.config.kinds import Diagnostic, KeyPath, as_yaml, gib, meant, nearest
+from anvil_mux.config.kinds import Diagnostic, KeyPath, advice, as_yaml, gib, meant, nearest
 from anvil_mux.config.machines import (
     ALL,
     ANY_HOST,
@@ -237,9 +237,8 @@ class Places:
             return self._given("", used)
         if used in (ALL, ALL_THERE_ARE):
             if not self.here and used == ALL:
-                write = 'x-anvil: {gpus: ["0"]}'
-                said = "uses all GPUs; say which there are at the top level"
-                found = Diagnostic(f"{said}: {write}", said=said, write=write, page="gpus.md#supported-gpus")
+                said, write = "uses all GPUs; say which there are at the top level", 'x-anvil: {gpus: ["0"]}'
+                found = advice(said, write, write, joint=": ", page="gpus.md#supported-gpus")
                 self._problems.add(("services", name), found)
             return tuple(of_vendors(self.here, vendors))
         ids = self._ids("", used)

@@ -7,7 +7,7 @@ and key, or its flag or variable, and the page of the documentation that says mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from anvil_mux.config import interpolate
 from anvil_mux.config.config import LABEL, RENAMED, SERVICE_SETTINGS, SETTINGS
 from anvil_mux.config.interpolate import Document
 from anvil_mux.config.kinds import (
+    NOWHERE,
     Diagnostic,
     KeyPath,
     Position,
@@ -59,24 +60,23 @@ def of_whole(
     for key in values:
         problems.origins[key] = str(problems.place((OURS, key)))
     for old, new in RENAMED.items():
-        if environ.get(f"{VARIABLES}{old.upper()}"):
-            problems.of_variable(f"{VARIABLES}{old.upper()}", f"is now {VARIABLES}{new.upper()}")
+        if environ.get(_variable(old)):
+            problems.of_variable(_variable(old), f"is now {_variable(new)}")
     _check_variables(problems, files, environ)
-    for key in SETTINGS:
-        variable = f"{VARIABLES}{key.upper()}"
-        if text := environ.get(variable):
-            values |= _given(problems, key, _structure(text), variable)
-    for key, flag in flags.items():
-        values |= _given(problems, key, flag, "flag")
+    in_environ = [(key, environ.get(_variable(key))) for key in SETTINGS]
+    stronger = [(key, _structure(text), _variable(key)) for key, text in in_environ if text]
+    for key, value, origin in (*stronger, *((key, flag, "flag") for key, flag in flags.items())):
+        problems.origins[key] = origin
+        found, wrong = _read(key, SETTINGS[key], value)
+        values |= found
+        for path, why in wrong:
+            problems.of_setting(key, why, *path)
     return values
 
 
-def _given(problems: Problems, key: str, value: object, origin: str) -> dict[str, Any]:
-    problems.origins[key] = origin
-    values, wrong = _read(key, SETTINGS[key], value)
-    for path, text in wrong:
-        problems.of_setting(key, text, *path)
-    return values
+def _variable(key: str) -> str:
+    """The variable of the environment that gives a setting."""
+    return f"{VARIABLES}{key.upper()}"
 
 
 def _check_variables(problems: Problems, files: Sequence[Document], environ: Mapping[str, str]) -> None:
@@ -89,7 +89,7 @@ def _check_variables(problems: Problems, files: Sequence[Document], environ: Map
 
 def _misspelt(variable: str) -> str:
     """The variable of ours that this one is meant to be; "" if it is ours, or one of somebody else."""
-    known = [f"{VARIABLES}{name}" for name in (*map(str.upper, SETTINGS), "API_KEYS", "API_KEY", "URL")]
+    known = [_variable(name) for name in (*SETTINGS, "api_keys", "api_key", "url")]
     is_other = not variable.startswith(VARIABLES) or variable in known
     return "" if is_other else next(iter(get_close_matches(variable, known, 1, 0.9)), "")
 
@@ -171,13 +171,17 @@ def _no_mapping(table: Table, given: Any) -> Diagnostic:
 
 def misplaced(documents: Sequence[Document]) -> list[Diagnostic]:
     """Return a problem for each x-anvil that is at the wrong place, and each key that is meant to be one."""
-    return [
-        text.at(document.place(key), key, ".".join(key))
-        for document in documents
-        for key in document.lines
-        if key and not _is_part(key)
-        for text in _wrong(document, key)
-    ]
+    return [*_wrong_keys(documents, _why_misplaced)]
+
+
+def _wrong_keys(
+    documents: Sequence[Document], why: Callable[[Document, KeyPath], Diagnostic | None]
+) -> Iterator[Diagnostic]:
+    """A problem for each key of which ``why`` says what is wrong with it."""
+    for document in documents:
+        for key in document.lines:
+            if key and not _is_part(key) and (found := why(document, key)):
+                yield document.diagnostic(key, found)
 
 
 def _is_part(key: KeyPath) -> bool:
@@ -185,16 +189,16 @@ def _is_part(key: KeyPath) -> bool:
     return "<<" in key or (key[0].startswith("x-") and len(key) > 1)
 
 
-def _wrong(document: Document, key: KeyPath) -> Iterator[Diagnostic]:
-    if key[-1:] == (OURS,):
-        text, written = _why_there(key), _value(document, key)
-        if text:
-            yield Diagnostic(text, write=f"{OURS}: {as_yaml(written)}", page=PAGE)
-        return
+def _why_misplaced(document: Document, key: KeyPath) -> Diagnostic | None:
     could_have_one = len(key) == 1 or (key[:1] == ("services",) and len(key) == 3)
-    if could_have_one and (*key[:-1], OURS) not in document.lines and _is_near(key[-1]):
-        text = f"nobody reads this key; did you mean {OURS}?"
-        yield Diagnostic(text, write=f"{OURS}: {as_yaml(_value(document, key))}", page=PAGE)
+    text = ""
+    if key[-1:] == (OURS,):
+        text = _why_there(key)
+    elif could_have_one and (*key[:-1], OURS) not in document.lines:
+        near = get_close_matches(key[-1].lower(), [OURS], 1, NEAR)
+        text = f"nobody reads this key; did you mean {OURS}?" if near else ""
+    write = f"{OURS}: {as_yaml(_value(document, key))}" if text else ""
+    return Diagnostic(text, write=write, page=PAGE) if text else None
 
 
 def _why_there(key: KeyPath) -> str:
@@ -209,19 +213,14 @@ def _why_there(key: KeyPath) -> str:
     return "stands where nobody reads it: it goes to the top level, or into a service"
 
 
-def _is_near(name: str) -> bool:
-    return bool(get_close_matches(name.lower(), [OURS], 1, NEAR))
-
-
 def unknown_keys(documents: Sequence[Document]) -> list[Diagnostic]:
     """Return a problem for each key of a service that is a setting, or nearly a key that is known here."""
-    return [
-        found.at(document.place(key), key, ".".join(key))
-        for document in documents
-        for key in document.lines
-        if key[:1] == ("services",) and len(key) == 3 and not _is_part(key)
-        if (found := unknown_key(key[-1], _value(document, key)))
-    ]
+
+    def why(document: Document, key: KeyPath) -> Diagnostic | None:
+        in_service = key[:1] == ("services",) and len(key) == 3
+        return unknown_key(key[-1], _value(document, key)) if in_service else None
+
+    return [*_wrong_keys(documents, why)]
 
 
 def unknown_key(name: str, value: object) -> Diagnostic | None:
@@ -301,29 +300,26 @@ class Problems:
     def of_setting(self, key: str, text: str, *path: str) -> None:
         """Add a problem with a setting; it names the flag or the variable if one of them gave the value."""
         found, whole = as_diagnostic(text), ("x-anvil", key, *path)
-        below = ".".join(path)
         match self.origins[key]:
             case "flag":
-                flag = f"--{key.replace('_', '-')}"
-                write = f"{flag} {found.value}" if found.value and not path else ""
-                self._found.append(_elsewhere(found, flag, below, whole, write))
-            case origin if origin == f"ANVIL_{key.upper()}":
-                write = f"{origin}={found.value}" if found.value and not path else ""
-                self._found.append(_elsewhere(found, origin, below, whole, write))
+                origin, joint = f"--{key.replace('_', '-')}", " "
+            case origin if origin == f"{VARIABLES}{key.upper()}":
+                joint = "="
             case _:
                 self.add(whole, text)
+                return
+        write = f"{origin}{joint}{found.value}" if found.value and not path else ""
+        self._found.append(found.about(origin, ".".join(path), key=whole, write=write))
 
     def warn_of_setting(self, name: str, text: str, write: str = "") -> None:
         """Add a warning about a setting of the whole, which its sentence names.
 
         It says no line, since others than a file may have given the setting.
         """
-        key: KeyPath = ("x-anvil", name)
-        found = Diagnostic(text, write=write, key=key)
-        if any(key in each.lines for each in self._documents):
-            place = self.place(key)
-            found = Diagnostic(text, said=f"{place}: {text}", write=write, key=key, place=place)
-        self.warnings.append(found)
+        key: KeyPath = (OURS, name)
+        place = self.place(key) if any(key in each.lines for each in self._documents) else NOWHERE
+        said = f"{place}: {text}" if place.file else text
+        self.warnings.append(Diagnostic(text, said=said, write=write, key=key, place=place))
 
     def of_variable(self, variable: str, text: str) -> None:
         """Add a problem with a variable of the environment."""
@@ -331,9 +327,7 @@ class Problems:
 
     def _placed(self, key: KeyPath, text: str, write: str) -> Diagnostic:
         found = as_diagnostic(text)
-        if write:
-            found = Diagnostic(found, said=found.said, write=write, page=found.page)
-        return found.at(self.place(key), key, ".".join(key))
+        return found.about(write=write or found.write).at(self.place(key), key, ".".join(key))
 
     def place(self, key: KeyPath) -> Position:
         """The file and line that a key of the merged files comes from."""
@@ -345,12 +339,6 @@ class Problems:
                 return document.place((*setting, *key[at + 1 :]))
             documents = [each for each in documents if key[:at] in each.lines][-1:] or documents
         return max(reversed(documents), key=lambda document: document.knows(key)).place(key)
-
-
-def _elsewhere(found: Diagnostic, origin: str, below: str, key: KeyPath, write: str) -> Diagnostic:
-    """A problem with a value that no file gave; ``below``: the part of the value."""
-    before = f"{origin}: {below}: " if below else f"{origin}: "
-    return Diagnostic(f"{before}{found}", said=f"{before}{found.said}", write=write, key=key, page=found.page)
 
 
 FOLDER = "docs/"
@@ -377,15 +365,13 @@ def page_of(diagnostic: str) -> str:
 def _page_of_key(key: KeyPath) -> str:
     match key:
         case ("x-anvil", *path):
-            setting = SETTINGS.get(path[0]) if path else None
-            return setting.page if setting and setting.page else OF_ALL
+            return _page_in(SETTINGS, path[:1]) or OF_ALL
         case ("services", _, "x-anvil", *path):
-            return _of_service(path[0] if path else "")
+            return _page_in(SERVICE_SETTINGS, path[:1]) or OF_SERVICES
         case ("services", _, "labels", label, *_) if label.startswith(LABEL):
-            return _of_service(label.removeprefix(LABEL))
+            return _page_in(SERVICE_SETTINGS, [label.removeprefix(LABEL)]) or OF_SERVICES
         case ("services", _, compose_key, *_):
-            ours = SERVICE_SETTINGS.get(compose_key)
-            return OF_COMPOSE.get(compose_key, ours.page if ours else "")
+            return OF_COMPOSE.get(compose_key) or _page_in(SERVICE_SETTINGS, [compose_key])
         case ("services", *_):
             return OF_SERVICES
         case (first, *_):
@@ -393,9 +379,9 @@ def _page_of_key(key: KeyPath) -> str:
     return ""
 
 
-def _of_service(key: str) -> str:
-    setting = SERVICE_SETTINGS.get(key)
-    return setting.page if setting and setting.page else OF_SERVICES
+def _page_in(table: Table, keys: Sequence[str]) -> str:
+    """The page of a setting; "" where its row or the table has none."""
+    return next((table[key].page for key in keys if key in table), "")
 
 
 def where_pages_are() -> str:

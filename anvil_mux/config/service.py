@@ -20,12 +20,12 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import PurePosixPath
 from typing import Any
 
 from anvil_mux.clock import count_in
-from anvil_mux.config.kinds import Diagnostic, KeyPath, as_yaml, unfit
+from anvil_mux.config.kinds import KeyPath, advice, as_yaml, unfit
 from anvil_mux.config.machines import ALL
 
 IMAGES: tuple[tuple[str, str], ...] = (
@@ -196,8 +196,8 @@ def listens_on(service: RawService) -> int | None:
         if ports and commanded_port(service) is None:
             several = ", ".join(map(str, sorted(set(ports))))
             said = f"has several ports ({several}); say where the engine listens"
-            write, text = f"x-anvil: {{port: {ports[0]}}}", f"{said}: x-anvil: {{port: ...}}"
-            raise ValueError(Diagnostic(text, said=said, write=write, key=("ports",)))
+            line = f"x-anvil: {{port: {ports[0]}}}"
+            raise ValueError(advice(said, line, "x-anvil: {port: ...}", joint=": ", key=("ports",)))
     return commanded_port(service)
 
 
@@ -238,8 +238,8 @@ def served_model(service: RawService, engine: str) -> tuple[str, ...]:
     words = argv(service)
     match engine:
         case "llamacpp":
-            names = [*flag_values(words, "--alias"), *flag_values(words, "-a")]
-            return tuple(part.strip() for name in names for part in name.split(",") if part.strip())
+            names = ",".join(flag_values(words, "--alias", "-a")).split(",")
+            return tuple(name.strip() for name in names if name.strip())
         case "vllm" | "sglang":
             return _names_given(words) or tuple(models_given(service))[-1:]
     return tuple(flag_values(words, "--served-model-name"))
@@ -251,12 +251,7 @@ def _names_given(words: Sequence[str]) -> tuple[str, ...]:
         if word.startswith("--served-model-name="):
             return (word.partition("=")[2],)
         if word == "--served-model-name":
-            names = []
-            for name in words[index + 1 :]:
-                if name.startswith("-"):
-                    break
-                names.append(name)
-            return tuple(names)
+            return tuple(takewhile(lambda name: not name.startswith("-"), words[index + 1 :]))
     return ()
 
 
@@ -269,16 +264,15 @@ def models_given(service: RawService) -> Iterator[str]:
         words = ("-", *words)
     if words and re.fullmatch(r"[^-/.][^/]*(/[^/]+)?|/.+", words[0]):
         yield words[0]
-    yield from flag_values(words, "--model")
-    yield from flag_values(words, "--model-path")
+    yield from flag_values(words, "--model", "--model-path")
 
 
-def flag_values(words: Sequence[str], flag: str) -> Iterator[str]:
+def flag_values(words: Sequence[str], *flags: str) -> Iterator[str]:
+    """The values of flags, in the order of the words; one may be spelt in several ways."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
-        if word == flag:
-            yield following
-        elif word.startswith(f"{flag}="):
-            yield word.partition("=")[2]
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            yield value if equals else following
 
 
 # Short and long forms
@@ -342,14 +336,11 @@ def _published(entry: Any) -> Iterator[Port]:
     if protocol not in ("tcp", ""):
         return
     ports = _range(inside)
-    outsides: list[int | None] = [*_range(outside)] if outside else [None] * len(ports)
-    if len(outsides) == len(ports):
-        for port, open_as in zip(ports, outsides, strict=True):
-            yield Port(port, open_as, address.strip("[]"))
-    else:
-        # Docker takes a free one of a range.
-        for port in ports:
-            yield Port(port, None, address.strip("[]"))
+    fixed = _range(outside) if outside else []
+    # Docker takes a free one of a range.
+    outsides = fixed if len(fixed) == len(ports) else [None] * len(ports)
+    for port, open_as in zip(ports, outsides, strict=True):
+        yield Port(port, open_as, address.strip("[]"))
 
 
 def _range(text: str) -> list[int]:
@@ -452,32 +443,27 @@ def others_gpus(service: RawService, variables: Mapping[str, str]) -> GivenGpus 
 
 def gpus_by(service: RawService) -> str:
     """The way by which it reserves GPUs: ``cdi``, ``reservation``, or "" where it has none or another way."""
-    if any(_cdi(service)):
-        return "cdi"
-    return "reservation" if any(True for _ in gpu_requests(service)) else ""
+    return "cdi" if cdi_gpus(service) else "reservation" if [*gpu_requests(service)] else ""
 
 
 def reserved(service: RawService) -> str | tuple[str, ...] | None:
     """``ALL``, or ids of the GPUs that the service reserves; None where it reserves none."""
-    requests = [*_requested(service), *_cdi(service)]
-    if not requests:
-        return None
+    key = RESERVED if reserved_devices(service) else ("gpus",)
+    requests = [_request(each, key) for each in gpu_requests(service) if not _vendor(each)]
+    requests += [id if id == ALL else (id,) for id in cdi_gpus(service)]
     if ALL in requests:
         return ALL
-    return tuple(dict.fromkeys(id for request in requests for id in request))
+    return tuple(dict.fromkeys(id for request in requests for id in request)) if requests else None
 
 
 def counted_gpus(service: RawService, variables: Mapping[str, str]) -> int | None:
     """How many GPUs the service reserves without a word on which; None where that is not so."""
     requests = [*gpu_requests(service)]
-    if (
-        len(requests) != 1
-        or _vendor(requests[0])
-        or any(_cdi(service))
-        or "CUDA_VISIBLE_DEVICES" in variables
-    ):
+    if len(requests) != 1 or cdi_gpus(service) or "CUDA_VISIBLE_DEVICES" in variables:
         return None
-    found = None if listed(requests[0], "device_ids") else _request(requests[0], ("gpus",))
+    (request,) = requests
+    is_named = _vendor(request) or listed(request, "device_ids")
+    found = () if is_named else _request(request, ("gpus",))
     return len(found) or None if isinstance(found, tuple) else None
 
 
@@ -525,14 +511,6 @@ def reserved_devices(service: RawService) -> list[Mapping[str, Any]]:
 def is_gpu_request(device: Mapping[str, Any]) -> bool:
     capable = any(str(each).startswith(("gpu", "nvidia", "amd")) for each in listed(device, "capabilities"))
     return (capable or _is_cdi(device)) and _vendor(device) in CDI_KINDS.values()
-
-
-def _requested(service: RawService) -> Iterator[str | tuple[str, ...]]:
-    """The GPUs of NVIDIA in each reservation."""
-    key = RESERVED if reserved_devices(service) else ("gpus",)
-    for request in gpu_requests(service):
-        if not _vendor(request):
-            yield _request(request, key)
 
 
 def reserves_others(service: RawService) -> GivenGpus | None:
@@ -584,10 +562,9 @@ def _request(request: Mapping[str, Any], key: KeyPath) -> str | tuple[str, ...]:
     return tuple(str(index) for index in range(int(count)))
 
 
-def _cdi(service: RawService) -> Iterator[str | tuple[str, ...]]:
-    for device in listed(service, "devices"):
-        if id := cdi_gpu(device):
-            yield ALL if id == ALL else (id,)
+def cdi_gpus(service: RawService) -> list[str]:
+    """The ids of the GPUs of NVIDIA that CDI is asked for."""
+    return [*filter(None, map(cdi_gpu, listed(service, "devices")))]
 
 
 def cdi_gpu(device: Any) -> str:

@@ -29,7 +29,6 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -64,13 +63,23 @@ def _touchable(names: Any) -> Any:
     return names
 
 
+def _or_json(kind: ValueKind) -> ValueKind:
+    """The same values, of which a label may hold a mapping as JSON."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = foreign.read(value)
+            except ValueError as error:
+                raise ValueError(f"is not JSON: {error}") from None
+        return kind.read(value)
+
+    shape = kinds.any_of(kind.shape, {"type": "string", "pattern": r"{|\$"})
+    return ValueKind(kind.name, read, shape)
+
+
 def _read_set(value: Any) -> tuple[tuple[str, str], ...]:
-    """Fields with their values as JSON; as a label, all of it is JSON."""
-    if isinstance(value, str):
-        try:
-            value = foreign.read(value)
-        except ValueError:
-            value = None
+    """Fields with their values as JSON."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         example = "{temperature: 0.2}"
         raise unfit(f"must hold fields and their values, such as {example}", example)
@@ -82,9 +91,7 @@ def _read_set(value: Any) -> tuple[tuple[str, str], ...]:
 
 
 STRIP = NAMES.then(_touchable)
-SET = ValueKind(
-    "{name: value}", _read_set, kinds.any_of({"type": "object"}, {"type": "string", "pattern": "{"})
-)
+SET = _or_json(ValueKind("{name: value}", _read_set, {"type": "object"}))
 
 
 # Presets and adapters
@@ -125,62 +132,42 @@ def _read_system(value: Any) -> str:
 
 
 _SYSTEM = ValueKind("text", _read_system, {"type": "string"})
-_PRESET = {"set": SET, "default": SET, "strip": STRIP, "system": _SYSTEM}
+_PRESET = kinds.record(dict, set=SET, default=SET, strip=STRIP, system=_SYSTEM)
 
 
-def _read_preset(name: Any, about: Any) -> Preset:
+def _read_preset(name: Any, about: Any) -> Any:
     name = TEXT.read(name)
     if not isinstance(about, dict) or not about:
         text = "must hold set, default, strip or system; a name without them is one of `aliases`"
         raise unfit(text, write=f"aliases: [{name}]")
-    preset: Preset = kinds.record(partial(Preset, name), **_PRESET).read(about)
-    return preset
+    return _PRESET.then(lambda said: Preset(name, **said)).read(about)
 
 
-def _read_presets(value: Any) -> dict[str, Preset]:
-    value = _from_json(value)
-    if not isinstance(value, dict):
-        example = "{fast: {set: {temperature: 0.2}}}"
-        text = f"must hold names and what is set for each, such as {example}, not {show(value)}"
-        raise unfit(text, example)
-    return kinds.read_each(value, _read_preset)
-
-
-PRESETS = ValueKind(
-    "{name: {set, default, strip, system}}",
-    _read_presets,
-    kinds.any_of(
-        kinds.names_shape(kinds.record(Preset, **_PRESET).shape), {"type": "string", "pattern": r"{|\$"}
-    ),
+_PRESETS_EXAMPLE = "{fast: {set: {temperature: 0.2}}}"
+_PRESETS = kinds.by_name(
+    _read_preset,
+    _PRESET.shape,
+    f"names and what is set for each, such as {_PRESETS_EXAMPLE}",
+    _PRESETS_EXAMPLE,
 ).then(lambda presets: tuple(presets.values()))
+PRESETS = _or_json(_PRESETS).called("{name: {set, default, strip, system}}")
 
 Loras = tuple[tuple[str, str], ...]
 """Adapters, each as its name and its path; an empty path: the engine has it already."""
 
 
-def _read_loras(value: Any) -> dict[str, str]:
-    value = _from_json(value)
-    if not isinstance(value, dict):
-        return dict.fromkeys(NAMES.read(value), "")
-    paths = {TEXT.read(name): path for name, path in value.items()}
-    return kinds.read_each(paths, lambda _, path: TEXT.read(path))
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by names that are text."""
+    return {TEXT.read(name): each for name, each in values.items()}
 
 
-LORAS = ValueKind(
-    "{name: path}, or list of names",
-    _read_loras,
-    kinds.any_of(kinds.names_shape(kinds.text_shape()), kinds.list_shape(kinds.text_shape())),
-).then(lambda loras: tuple(loras.items()))
-
-
-def _from_json(value: Any) -> Any:
-    """Read the JSON object that a label may hold."""
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
-    try:
-        return foreign.read(value)
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
+_PATHS = kinds.by_name(lambda _, path: TEXT.read(path), TEXT.shape, "{name: path}", "").then(_named)
+_ALONE = NAMES.then(lambda names: dict.fromkeys(names, ""))
+LORAS = (
+    _or_json(kinds.either(_ALONE, _PATHS))
+    .then(lambda loras: tuple(loras.items()))
+    .called("{name: path}, or list of names")
+)
 
 
 # Several models
@@ -268,44 +255,31 @@ def _each_once(names: Iterable[str]) -> tuple[str, ...]:
 
 CONDITIONS = {"images": FLAG, "audio": FLAG, "tools": FLAG, "tokens_over": kinds.COUNT}
 """The conditions of ``when``: that a request holds such things, or none, and about how long its prompt is."""
-_CONDITIONS = kinds.record(dict, **CONDITIONS)
-
-
-def _read_conditions(value: Any) -> dict[str, bool | int]:
-    if not isinstance(value, dict) or all(each is None for each in value.values()):
-        text = f"must hold conditions, such as {{images: true}} or {{tokens_over: 32000}}, not {show(value)}"
-        raise unfit(text, "{images: true}")
-    found: dict[str, bool | int] = _CONDITIONS.read(value)
-    return found
-
-
-_WHEN = ValueKind(_CONDITIONS.name, _read_conditions, _CONDITIONS.shape).then(
-    lambda found: tuple([(name, found[name]) for name in CONDITIONS if name in found])
+_WHEN = (
+    kinds.record(dict, **CONDITIONS)
+    .of(
+        lambda value: isinstance(value, dict) and any(each is not None for each in value.values()),
+        "must hold conditions, such as {images: true} or {tokens_over: 32000}",
+        "{images: true}",
+    )
+    .then(lambda found: tuple([(name, found[name]) for name in CONDITIONS if name in found]))
 )
-_MODEL_WHEN = kinds.record(lambda model=(), when=(): Rule(model, when), model=NAMES, when=_WHEN)
+_MODEL_WHEN = kinds.record(lambda model=(), when=(): Rule(model, when), model=NAMES, when=_WHEN).but(
+    lambda rule: not rule.models, "must name a `model`", "{model: a-model, when: {images: true}}"
+)
+_CANDIDATE = kinds.either(TEXT.then(lambda name: Rule((name,))), _MODEL_WHEN)
 
 
-def _read_candidate(_: int, value: Any) -> Rule:
-    if not isinstance(value, dict):
-        return Rule((TEXT.read(value),))
-    found: Rule = _MODEL_WHEN.read(value)
-    if not found.models:
-        raise unfit("must name a `model`", "{model: a-model, when: {images: true}}")
-    return found
-
-
-def _read_candidates(value: Any) -> dict[int, Rule]:
-    if not value:
-        raise unfit("must name at least one model", "[a-model, another]")
+def _read_candidates(value: Any) -> Any:
     if not isinstance(value, list) or not any(isinstance(each, dict) for each in value):
-        return {0: Rule(NAMES.read(value))}
-    return kinds.read_each(dict(enumerate(value)), _read_candidate)
+        return [Rule(NAMES.read(value))] if value else []
+    return kinds.list_of(_CANDIDATE).read(value)
 
 
-def _rules(candidates: Mapping[int, Rule]) -> tuple[Rule, ...]:
+def _rules(candidates: Iterable[Rule]) -> tuple[Rule, ...]:
     """The rules that candidates come to: neighbours with the same conditions are equals."""
     rules: list[Rule] = []
-    for each in candidates.values():
+    for each in candidates:
         if rules and rules[-1].when == each.when:
             rules[-1] = Rule(_each_once(rules[-1].models + each.models), each.when)
         else:
@@ -316,7 +290,7 @@ def _rules(candidates: Mapping[int, Rule]) -> tuple[Rule, ...]:
 _CANDIDATES = ValueKind(
     "list of models and {model, when}",
     _read_candidates,
-    kinds.any_of(NAMES.shape, {"type": "array", "items": kinds.any_of(TEXT.shape, _MODEL_WHEN.shape)}),
+    kinds.any_of(NAMES.shape, {"type": "array", "items": _CANDIDATE.shape}),
 ).then(_rules)
 
 SWAPS = ("never", "allowed")
@@ -331,50 +305,30 @@ def _read_swap(value: Any) -> bool:
 
 _SWAP = ValueKind("never | allowed", _read_swap, kinds.word_shape(SWAPS))
 _MODELS_SWAP = kinds.record(lambda models=(), swap=True: AnyOf(models, swap), models=_CANDIDATES, swap=_SWAP)
-
-
-_NAMED = kinds.either(_CANDIDATES.then(AnyOf), _MODELS_SWAP)
-
-
-def _read_several(_: str, value: Any) -> AnyOf:
-    found: AnyOf = _NAMED.read(value)
-    if not found.rules:
-        raise unfit("must name at least one model", "[a-model, another]")
-    return found
-
-
-def _read_any_of(value: Any) -> dict[str, AnyOf]:
-    if not isinstance(value, dict):
-        text = f"must hold {{name: [models]}}, not {show(value)}"
-        raise unfit(text, "{a-name: [a-model, another]}")
-    return kinds.read_each({TEXT.read(name): each for name, each in value.items()}, _read_several)
-
-
-ANY_OF = ValueKind(
-    "{name: list of models and {model, when}, or {models, swap: never}}",
-    _read_any_of,
-    kinds.names_shape(_NAMED.shape),
+_SEVERAL = kinds.either(_CANDIDATES.then(AnyOf), _MODELS_SWAP).but(
+    lambda several: not several.rules, "must name at least one model", "[a-model, another]"
+)
+ANY_OF = (
+    kinds.by_name(
+        lambda _, value: _SEVERAL.read(value),
+        _SEVERAL.shape,
+        "{name: [models]}",
+        "{a-name: [a-model, another]}",
+    )
+    .then(_named)
+    .called("{name: list of models and {model, when}, or {models, swap: never}}")
 )
 
 
 # Other models
 
 
-def _read_fallback(value: Any) -> tuple[tuple[str, ...], float | None]:
-    """The models, and the seconds that a request may wait before they are tried."""
-    if not isinstance(value, dict):
-        return NAMES.read(value), None
-    models, after = _MODELS_AFTER.read(value)
-    if not models:
-        example = "{models: [other-model], after: 20s}"
-        raise unfit(f"must name a model: {example}", example)
-    return models, after
-
-
-_MODELS_AFTER = kinds.record(lambda models=(), after=None: (models, after), models=NAMES, after=SECONDS)
-FALLBACK = ValueKind(
-    "list of models, or {models, after}", _read_fallback, kinds.any_of(NAMES.shape, _MODELS_AFTER.shape)
+_AFTER_EXAMPLE = "{models: [other-model], after: 20s}"
+_MODELS_AFTER = kinds.record(lambda models=(), after=None: (models, after), models=NAMES, after=SECONDS).but(
+    lambda found: not found[0], f"must name a model: {_AFTER_EXAMPLE}", _AFTER_EXAMPLE
 )
+FALLBACK = kinds.either(NAMES.called("list of models").then(lambda names: (names, None)), _MODELS_AFTER)
+"""The models, and the seconds that a request may wait before they are tried."""
 
 
 # Servers elsewhere
@@ -635,13 +589,6 @@ def _routed(
     return default, policies or {}, mode, store
 
 
-def _read_policies(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        text = f"must hold {{name: policy}}, not {show(value)}"
-        raise unfit(text, "{mine: {like: load_balance}}")
-    return value
-
-
 def _read_store(value: Any) -> str:
     if value and not str(value).startswith(STORES):
         raise unfit("must be the address of a Redis, as redis://host:6379/0", "redis://host:6379/0")
@@ -652,11 +599,14 @@ def _or_empty(kind: ValueKind) -> ValueKind:
     return ValueKind(kind.name, kind.read, kinds.any_of(kind.shape, {"const": ""}))
 
 
+_POLICIES = ValueKind("{name: policy}", dict, {"type": "object"}).of(
+    kinds.is_mapping, "must hold {name: policy}", "{mine: {like: load_balance}}"
+)
 _ROUTED = kinds.record(
     _routed,
     default=TEXT,
     mode=_or_empty(kinds.one_of("lite", "full")),
-    policies=_or_empty(ValueKind("{name: policy}", _read_policies, {"type": "object"})),
+    policies=_or_empty(_POLICIES),
     store=_or_empty(ValueKind("text", _read_store, kinds.text_shape("^(redis|rediss|unix)://"))),
 )
 
@@ -722,28 +672,9 @@ _HOOK = kinds.record(
     run=COMMAND,
     url=ValueKind("http(s)://...", _read_url, kinds.text_shape("^https?://")),
     timeout=kinds.positive(SECONDS),
+).of(
+    kinds.has_one_of("run", "url"),
+    "must be hooks such as {on: [failed], run: [notify-send, anvil]} or {url: http://...}",
+    "{on: [failed], run: [notify-send, anvil]}",
 )
-
-
-def _read_hook(value: Any) -> Hook:
-    example = "{on: [failed], run: [notify-send, anvil]} or {url: http://...}"
-    if not isinstance(value, dict) or (value.get("run") is None) == (value.get("url") is None):
-        text = f"must be hooks such as {example}, not {show(value)}"
-        raise unfit(text, "{on: [failed], run: [notify-send, anvil]}")
-    hook: Hook = _HOOK.read(value)
-    return hook
-
-
-def _read_numbered(values: Any) -> dict[int, Hook]:
-    return kinds.read_each(dict(enumerate(values)), lambda _, each: _read_hook(each))
-
-
-_ONE = ValueKind("hook", _read_hook, _HOOK.shape).then(lambda hook: (hook,))
-_SEVERAL = ValueKind("hooks", _read_numbered, {"type": "array", "items": _HOOK.shape}).then(
-    lambda hooks: tuple(hooks.values())
-)
-HOOKS = ValueKind(
-    "list of {on, run or url, timeout}",
-    lambda value: (_SEVERAL if isinstance(value, list) else _ONE).read(value),
-    kinds.any_of(_ONE.shape, _SEVERAL.shape),
-)
+HOOKS = kinds.list_of(_HOOK.called("{on, run or url, timeout}"))

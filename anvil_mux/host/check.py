@@ -69,8 +69,8 @@ def bus(backend: Backend) -> float | None:
     """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
     from anvil_mux.host import gpus
 
-    known, found = gpus.buses(), gpus.probe()
-    links = [known.get(reading.gpu.id) for each in backend.gpus if (reading := found.find(each))]
+    found = gpus.look()
+    links = [reading.bus for each in backend.gpus if (reading := found.find(each))]
     return sum(link or 0.0 for link in links) if links and all(links) else None
 
 
@@ -79,15 +79,6 @@ def why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
     from anvil_mux.host.cuda_checkpoint import Checkpointer
 
     return Checkpointer().why_not(gpus, insist=insist)
-
-
-def missing_images(config: HostConfig) -> list[str]:
-    """A warning for each image that Docker does not have; BackendError if it cannot be asked."""
-    if config.runtime != "compose":
-        return []
-    from anvil_mux.host import project
-
-    return project.missing_images(config.backends)
 
 
 def engine_limits(config: HostConfig) -> list[str]:
@@ -189,4 +180,6 @@ def _weights(backend: Backend) -> Iterator[tuple[str, str, str]]:
 
 def questions() -> Sequence[Callable[[HostConfig], list[str]]]:
     """All questions about what a host may lack for a configuration."""
+    from anvil_mux.host.project import missing_images
+
     return missing_files, missing_images, engine_limits, missing_rights

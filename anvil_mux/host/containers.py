@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from anvil_mux.command import Done
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Mounts, Service
 from anvil_mux.errors import BackendError, LoadError, MuxError
@@ -94,7 +95,9 @@ class ContainerRuntime:
         self._generated = state_folder(config.project, env) / GENERATED
         endpoint = find_endpoint(env)
         self._address = address
-        self._run = run or partial(project.run_command, env=project.environment_for(env, endpoint), lock=lock)
+        # Commands speak to the same engine as we do.
+        of_commands = env | ({"DOCKER_HOST": endpoint.address} if endpoint.found_by_us else {})
+        self._run = run or partial(project.run_command, env=of_commands, lock=lock)
         self._engine = ContainerEngine(endpoint)
         self._project = Project(self._with_generated(config), self._engine)
         self._looked = False  # whether ``running`` was called
@@ -203,16 +206,17 @@ class ContainerRuntime:
     def _create(self, backend: Backend, *, anew: bool = False) -> str:
         service, config = backend.service_name, self._project.config
         with self._creating:
-            recreate = "--force-recreate" if anew else ""
+            recreate = ["--force-recreate"] if anew else []
             if backend.service.scale > 1 and (
                 anew or any(each.status in ALIVE for each in self._project.of_service(service))
             ):
-                recreate = "--no-recreate"
+                recreate = ["--no-recreate"]
                 left = self._project.find(backend)
                 if left and (anew or (left.status not in ALIVE and self._differing_parts(backend, left))):
                     self._engine.remove(left.id)
             self._write_generated(config)
-            argv = project.create_command(config, service, recreate)
+            words = ["create", "--no-build", "--pull", "never", *recreate, service]
+            argv = project.compose_command(config, *words)
             try:
                 done = self._run(argv, project.CREATE_TIMEOUT)
             except MuxError:
@@ -249,15 +253,14 @@ class ContainerRuntime:
 
     def _why_not_created(self, backend: Backend, failed: str) -> MuxError:
         self._engine.ping()
-        if self._run(project.version_command(), project.ASK_TIMEOUT).code:
+        if self._compose_version().code:
             return BackendError(
                 f"{failed}. Docker Compose v2 is needed: `docker compose version` must answer"
             )
-        listed = self._run(
-            project.images_command(self._project.config, backend.service_name), project.ASK_TIMEOUT
-        )
+        # Those of what it depends on are among them.
+        listed = self._compose("config", "--images", backend.service_name)
         for image in [self._image(backend)] if listed.code else listed.out.split():
-            if not self._engine.has_image(image):
+            if not self._engine.image_id(image):
                 return LoadError(self._how_to_get(image, backend))
         if any(each.status in HALF_REMOVED for each in self._project.of_service(backend.service_name)):
             return Gone(failed)
@@ -358,7 +361,7 @@ class ContainerRuntime:
             return parts
         ours = ""
         with suppress(MuxError):
-            ours = self._run(project.version_command(), project.ASK_TIMEOUT).out.strip()
+            ours = self._compose_version().out.strip()
         made_by, here = project.compose_release(container.compose), project.compose_release(ours)
         if not here or made_by in ((), here):
             return ["description"]
@@ -373,14 +376,20 @@ class ContainerRuntime:
 
     def _described(self, service: str) -> str:
         """Compose's hash of a service as it is described; "" if it cannot be had."""
-        config = self._project.config
         try:
-            self._write_generated(config)
-            done = self._run(project.hash_command(config, service), project.ASK_TIMEOUT)
+            self._write_generated(self._project.config)
+            done = self._compose("config", "--hash", service)
         except MuxError:
             return ""
         words = done.out.split()
         return words[1] if not done.code and len(words) == 2 and words[0] == service else ""
+
+    def _compose(self, *words: str) -> Done:
+        """Ask Compose something of the project."""
+        return self._run(project.compose_command(self._project.config, *words), project.ASK_TIMEOUT)
+
+    def _compose_version(self) -> Done:
+        return self._run([*project.COMPOSE, "version", "--short"], project.ASK_TIMEOUT)
 
     def is_frozen(self, backend: Backend) -> bool:
         container = self._project.find(backend)

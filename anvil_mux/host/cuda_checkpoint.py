@@ -180,10 +180,7 @@ class Checkpointer:
                         self._take(driver, action, pid)
                 except BackendError:
                     lost.add(pid)
-        return [pid for pid in pids if pid in lost or not self._runs(driver, pid)]
-
-    def _runs(self, driver: Driver, pid: int) -> bool:
-        return self._state_if_known(driver, pid) == "running"
+        return [pid for pid in pids if pid in lost or self._state_if_known(driver, pid) != "running"]
 
     def _state_if_known(self, driver: Driver, pid: int) -> str:
         with suppress(BackendError):  # of a process that has ended, or never used CUDA
@@ -213,7 +210,8 @@ class Checkpointer:
 def _why_not_driver(found: Gpus) -> str | None:
     if found.why_none is not None:
         return f"needs an NVIDIA GPU ({found.why_none})"
-    if found.driver_branch is None or found.driver_branch < DRIVER_BRANCH:
+    branch = found.driver.partition(".")[0]
+    if not branch.isdecimal() or int(branch) < DRIVER_BRANCH:
         return f"needs NVIDIA driver {DRIVER_BRANCH} or later, and this is {found.driver or 'unknown'}"
     return None
 

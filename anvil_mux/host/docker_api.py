@@ -173,7 +173,6 @@ class DockerRefused(BackendError):
 
     def __init__(self, what: str, answer: int, words: str) -> None:
         super().__init__(f"Docker answers {answer} to {what}: {words}")
-        self.answer = answer
         self.words = words
 
 
@@ -289,9 +288,6 @@ class ContainerEngine:
         return [int(word) for row in rows or () for word in row[:1] if word.isdecimal()]
 
     # The engine itself
-
-    def has_image(self, name: str) -> bool:
-        return bool(self.image_id(name))
 
     def image_id(self, name: str) -> str:
         """The id of the image that has this name; "" if none has."""

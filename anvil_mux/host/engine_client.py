@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
@@ -25,7 +24,7 @@ from urllib.parse import urlsplit
 import requests
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import USUAL_PORT, Service
+from anvil_mux.config.service import USUAL_PORT, Service, flag_values
 from anvil_mux.errors import BackendError
 from anvil_mux.protocol import foreign
 
@@ -324,25 +323,20 @@ def _answer(asked: Future[tuple[int, bytes]], ask: Callable[[], tuple[int, bytes
 
 def has_error(answer: bytes) -> bool:
     """Whether an answer is the description of an error, whatever its status."""
-    try:
-        found = foreign.read(answer)
-    except ValueError:
-        return False
+    found = foreign.read_or_none(answer)
     return isinstance(found, dict) and bool(found.get("error") or found.get("object") == "error")
 
 
 def _model_ids(body: bytes) -> list[str]:
     """The ids in a list of models, or in the description of the one loaded model."""
-    try:
-        found = foreign.read(body)
-    except ValueError:
-        return []
-    if not isinstance(found, dict):
-        return []
-    entries = found.get("data", [found])
-    if not isinstance(entries, list):
-        return []
-    return [entry["id"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    match foreign.read_or_none(body):
+        case {"data": list(entries)}:
+            return [
+                each["id"] for each in entries if isinstance(each, dict) and isinstance(each.get("id"), str)
+            ]
+        case {"id": str(id)}:
+            return [id]
+    return []
 
 
 def _probes(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -360,17 +354,9 @@ def _probes(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:
 def configured_names(service: Service) -> frozenset[str]:
     """The file name and aliases that llama-server was started with, as it will report them."""
     environment = dict(service.environment)
-    files = [*option_values(service.command, ("-m", "--model")), environment.get("LLAMA_ARG_MODEL")]
-    aliases = [*option_values(service.command, ("-a", "--alias")), environment.get("LLAMA_ARG_ALIAS")]
+    files = [*flag_values(service.command, "-m", "--model"), environment.get("LLAMA_ARG_MODEL")]
+    aliases = [*flag_values(service.command, "-a", "--alias"), environment.get("LLAMA_ARG_ALIAS")]
     names = {PurePosixPath(file).name for file in files if file}
     for alias in aliases:
         names.update(PurePosixPath(name.strip()).name for name in (alias or "").split(","))
     return frozenset(names - {""})
-
-
-def option_values(command: tuple[str, ...], names: tuple[str, ...]) -> Iterator[str]:
-    """The values that stand in a command behind these options."""
-    for word, following in zip_longest(command, command[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        if flag in names:
-            yield value if equals else following

@@ -41,14 +41,14 @@ import requests
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
-from anvil_mux.config.service import USUAL_PORTS, Service
+from anvil_mux.config.service import USUAL_PORTS, Service, flag_values
 from anvil_mux.errors import BackendError, LoadError, is_shortage
 from anvil_mux.host.engine_client import (
     LONGEST_PAUSE,
     Engine,
     EngineClient,
+    SleepApi,
     has_error,
-    option_values,
 )
 from anvil_mux.host.seam import LoadStage
 from anvil_mux.protocol import cards, foreign
@@ -313,36 +313,28 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def find_engine(name: str) -> Engine:
-    """The engine family called ``name``; ValueError says what is known."""
-    try:
-        return ENGINES[name]
-    except KeyError:
-        raise ValueError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}") from None
-
-
 def listen_port(backend: Backend) -> int:
     """The port that the engine listens on, as the service itself sees it."""
-    return backend.port or find_engine(backend.engine).port
+    return backend.port or ENGINES[backend.engine].port
 
 
 def idle_connections(backend: Backend) -> int:
     """How many idle connections may be kept to its engine, which may be told how many threads it has."""
     threads = _number(backend.service, ("--threads-http", "LLAMA_ARG_THREADS_HTTP"))
-    most = find_engine(backend.engine).idle_connections
+    most = ENGINES[backend.engine].idle_connections
     return min(most, threads - 1) if threads else most
 
 
 def at_once(backend: Backend) -> int:
     """How many answers its engine makes at a time, as far as can be seen."""
-    engine = find_engine(backend.engine)
+    engine = ENGINES[backend.engine]
     return _number(backend.service, engine.at_once_words) or engine.at_once
 
 
 def _number(service: Service, words: tuple[str, ...]) -> int:
     """The number that stands after one of these options, or in such a variable; 0: in none."""
     environment = dict(service.environment)
-    values = [*option_values(service.command, words), *map(environment.get, words)]
+    values = [*flag_values(service.command, *words), *map(environment.get, words)]
     return next((int(value) for value in values if value and value.isdecimal()), 0)
 
 
@@ -352,26 +344,15 @@ def _number(service: Service, words: tuple[str, ...]) -> int:
 def client_of(
     backend: Backend,
     url: str,
-    deadline: float,
+    limit: float,
     check_cancelled: Callable[[], object] | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> EngineClient:
-    """A client of the backend's engine, which has to answer by the deadline; the caller closes it."""
+    """A client of the backend's engine, which has ``limit`` seconds for all answers; the caller closes it."""
+    engine = ENGINES[backend.engine]
     return EngineClient(
-        find_engine(backend.engine),
-        backend,
-        url,
-        now=now,
-        deadline=deadline,
-        check_cancelled=check_cancelled,
+        engine, backend, url, now=now, deadline=now() + limit, check_cancelled=check_cancelled
     )
-
-
-def _within(
-    limit: float, backend: Backend, url: str, check_cancelled: Callable[[], object] | None = None
-) -> EngineClient:
-    """The same for so many seconds from now."""
-    return client_of(backend, url, time.monotonic() + limit, check_cancelled, time.monotonic)
 
 
 def await_ready(
@@ -393,7 +374,7 @@ def await_ready(
     begun = now()
     other_since: float | None = None
     pause = FIRST_PAUSE
-    with client_of(backend, url, deadline, check_cancelled, now) as client:
+    with client_of(backend, url, deadline - begun, check_cancelled, now) as client:
         while True:
             flaw = client.look()
             if how := ended():
@@ -423,7 +404,7 @@ def answers(
     answer, since connections are refused, or closed without a word. OSError: nobody can be asked, for want of
     file descriptors here.
     """
-    with client_of(backend, url, now() + limit, now=now) as client:
+    with client_of(backend, url, limit, now=now) as client:
         try:
             return client.is_well(limit) or None
         except requests.Timeout:
@@ -436,36 +417,34 @@ def answers(
 
 def sleep(backend: Backend, url: str, level: int) -> None:
     """Makes the engine give up its GPU memory; it must be the backend's, and idle."""
-    sleeps = find_engine(backend.engine).sleeps
-    if sleeps is None or level not in sleeps.levels:
-        raise BackendError(f"engine {backend.engine} cannot sleep at level {level}")
-    with _within(SLEEP_TIMEOUT, backend, url) as client:
+    with client_of(backend, url, SLEEP_TIMEOUT) as client:
         _check_model(client)
-        sleeps.sleep(client, level)
+        _sleep_api(backend).sleep(client, level)
 
 
 def wake(backend: Backend, url: str, level: int, check_cancelled: Callable[[], object] | None = None) -> None:
     """Makes the engine take its GPU memory back. What ``check_cancelled`` raises meanwhile ends that."""
-    sleeps = find_engine(backend.engine).sleeps
-    if sleeps is None:
-        raise BackendError(f"engine {backend.engine} cannot be woken")
     limit = min(WAKE_TIMEOUT, backend.load_timeout) if level == 1 else backend.load_timeout
-    with _within(limit, backend, url, check_cancelled) as client:
-        sleeps.wake(client, level)
+    with client_of(backend, url, limit, check_cancelled) as client:
+        _sleep_api(backend).wake(client, level)
 
 
 def is_asleep(backend: Backend, url: str) -> bool | None:
     """Whether the engine sleeps; None where it cannot say."""
-    sleeps = find_engine(backend.engine).sleeps
-    if sleeps is None:
-        return None
-    with _within(LOOK_TIMEOUT, backend, url) as client:
-        return sleeps.is_asleep(client)
+    with client_of(backend, url, LOOK_TIMEOUT) as client:
+        return _sleep_api(backend).is_asleep(client)
+
+
+def _sleep_api(backend: Backend) -> SleepApi:
+    """How its engine sleeps, which a backend's standby levels say that it can."""
+    sleeps = ENGINES[backend.engine].sleeps
+    assert sleeps, backend.engine
+    return sleeps
 
 
 def probe(backend: Backend, url: str) -> None:
     """One token from the backend's model; BackendError if it does not come."""
-    with _within(min(PROBE_TIMEOUT, backend.load_timeout), backend, url) as client:
+    with client_of(backend, url, min(PROBE_TIMEOUT, backend.load_timeout)) as client:
         try:
             flaw = client.probe()
             if flaw and flaw.no_route and _is_awake(client) and client.is_well(LOOK_TIMEOUT):
@@ -480,25 +459,25 @@ def model_card(backend: Backend, url: str) -> ModelCard:
     """Ask the engine for its model's card; what it does not answer within a few seconds is not known."""
     service = backend.service
     words = {*dict(service.environment), *(word.partition("=")[0] for word in service.command)}
-    with _within(LOOK_TIMEOUT, backend, url) as client:
+    with client_of(backend, url, LOOK_TIMEOUT) as client:
         card = ModelCard(
             capabilities={name: True for word, name in client.engine.enabled_by if word in words}
         )
         for question in client.engine.describes:
             method, path = question.replace("%s", quote(client.model, safe="")).split(" ")
             asked = {"model": client.model} if method == "POST" else None
-            with suppress(requests.RequestException, ValueError):
+            with suppress(requests.RequestException):
                 status, answer = client.ask(method, path, asked, most=CARD_BYTES)
                 if status < 300:
-                    card = card.over(cards.read(foreign.read(answer), client.model))
+                    card = card.over(cards.read(foreign.read_or_none(answer), client.model))
     return card
 
 
 def await_notice(backend: Backend, url: str) -> None:
     """Return once the engine works for nobody, or after a moment: all its clients have left just now."""
-    route = find_engine(backend.engine).slots
+    route = ENGINES[backend.engine].slots
     for pause in NOTICE_PAUSES if route else ():
-        with _within(LOOK_TIMEOUT, backend, url) as client:
+        with client_of(backend, url, LOOK_TIMEOUT) as client:
             _, slots = client.reply_to("GET", route)
         if b'"is_processing":true' not in slots.replace(b" ", b""):
             return
@@ -531,7 +510,7 @@ def load_adapters(
     """
     if not backend.loras:
         return
-    with client_of(backend, url, deadline, check_cancelled, now) as client:
+    with client_of(backend, url, deadline - now(), check_cancelled, now) as client:
         try:
             there = client.model_ids()
             for name, path in backend.loras:

@@ -39,13 +39,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from anvil_mux.clock import Worker
-from anvil_mux.host.seam import HostGpu, OtherProcess, Seen, Sensors, Sight
+from anvil_mux.host.seam import GpuUse, GpuUses, HostGpu, OtherProcess, Sensors
 from anvil_mux.state import text_of
 
 try:
@@ -71,6 +71,8 @@ class Reading:
     persistence: bool | None = None
     """Whether the driver keeps it initialized while nobody uses it."""
     sensors: Sensors = UNKNOWN
+    bus: float | None = None
+    """The bytes per second that its link to the host can carry one way, at its best."""
 
     @property
     def free(self) -> int | None:
@@ -95,12 +97,6 @@ class Gpus:
     def listed(self) -> tuple[HostGpu, ...]:
         """The GPUs as others know them."""
         return tuple(reading.gpu for reading in self.readings)
-
-    @property
-    def driver_branch(self) -> int | None:
-        """The first number of the driver's version, by which its features come."""
-        found = re.match(r"\d+", self.driver)
-        return int(found.group()) if found else None
 
     def used_by(self, pids: Collection[int]) -> dict[str, int | None]:
         """GPU id -> the bytes that these processes hold there, for those GPUs that list one of them."""
@@ -183,7 +179,7 @@ SELDOM_SECONDS = 10.0
 
 
 class GpuMonitor:
-    """Looks at GPUs again and again; ``tell`` learns what was seen.
+    """Looks at GPUs again and again; ``tell`` learns their use.
 
     ``owner`` says to which of our services a process of this host belongs; see seam.Runtime.
     """
@@ -192,7 +188,7 @@ class GpuMonitor:
         self,
         gpus: Iterable[str],
         owner: Callable[[int], str | None],
-        tell: Callable[[Sight], object],
+        tell: Callable[[GpuUses], object],
         probe: Callable[[], Gpus] = look,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -219,7 +215,7 @@ class GpuMonitor:
         """Looks once."""
         found = self._probe()
         readings = {gpu: found.find(gpu) for gpu in self._gpus}
-        self._tell({gpu: self._seen(reading) for gpu, reading in readings.items() if reading})
+        self._tell({gpu: self._use(reading) for gpu, reading in readings.items() if reading})
 
     def _turn(self) -> float:
         self.look()
@@ -232,7 +228,7 @@ class GpuMonitor:
         self._is_slow = self._now() - self._watched >= WATCHED_SECONDS
         return self._is_slow
 
-    def _seen(self, reading: Reading) -> Seen:
+    def _use(self, reading: Reading) -> GpuUse:
         owners = {pid: self._owner(pid) for pid, _ in reading.processes}
         pids: defaultdict[str, list[int]] = defaultdict(list)
         for pid, service in owners.items():
@@ -240,7 +236,7 @@ class GpuMonitor:
                 pids[service].append(pid)
         users = {service: reading.used_by(own) for service, own in pids.items()}
         strangers = others([reading], lambda pid: owners[pid] is not None)
-        return Seen(reading.used, reading.gpu.total, users, tuple(strangers), reading.sensors)
+        return GpuUse(reading.used, reading.gpu.total, users, tuple(strangers), reading.sensors)
 
 
 # NVIDIA's, by NVML
@@ -266,25 +262,6 @@ def nvidia_gpus(nvml: ModuleType | Any | None = pynvml, *, sensors: bool = False
 
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """PCIe generation -> bytes per second of a lane, one way."""
-
-
-def buses(nvml: Any = pynvml) -> dict[str, float]:
-    """GPU id -> the bytes per second that its PCIe link can carry one way, where NVML knows; never raises.
-
-    The link at its best, since an idle GPU turns it down.
-    """
-    found = {}
-    try:
-        with _session(nvml):
-            for index in range(nvml.nvmlDeviceGetCount()):
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                generation = _answer(nvml, partial(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle))
-                lanes = _answer(nvml, partial(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle))
-                if lanes and generation in LANE:
-                    found[str(index)] = lanes * LANE[generation]
-    except Exception:
-        pass  # as in ``nvidia_gpus``, which says why
-    return found
 
 
 @contextmanager
@@ -314,6 +291,7 @@ def _nvml_reading(nvml: Any, index: int, *, sensors: bool) -> Reading:
         mps=None if mps is None else bool(mps),
         persistence=None if persistence is None else bool(persistence),
         sensors=_nvml_sensors(nvml, handle) if sensors else UNKNOWN,
+        bus=_nvml_bus(nvml, handle) if sensors else None,
     )
 
 
@@ -344,6 +322,13 @@ def _nvml_sensors(nvml: Any, handle: Any) -> Sensors:
         celsius=None if degrees is None else float(degrees),
         watts=None if milliwatts is None else milliwatts / 1000,
     )
+
+
+def _nvml_bus(nvml: Any, handle: Any) -> float | None:
+    """The speed of its PCIe link; not that of the moment, since an idle GPU turns it down."""
+    generation = _answer(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+    lanes = _answer(nvml, lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+    return lanes * LANE[generation] if lanes and generation in LANE else None
 
 
 def _answer(nvml: Any, question: Callable[[], Any]) -> Any:

@@ -178,13 +178,10 @@ def _judged(backend: Backend, status: int, body: bytes) -> Finding:
         return Finding(f"answers {status}: it refuses the API key {named}")
     if status >= 300:
         return Finding(f"answers {status} to GET {site(backend.url).path(MODELS)}")
-    try:
-        found = foreign.read(body)
-    except ValueError:
-        return Finding()
-    listed, model = _ids(found), backend.served_model or backend.model
+    found, model = foreign.read_or_none(body), backend.served_model or backend.model
+    listed = _ids(found)
     if listed and model not in listed:
-        hint = nearest(model, listed[:20] if len(listed) > 20 else listed)
+        hint = nearest(model, listed[:20])
         return Finding(hint=f"does not list the model {model}; {hint} (set served_model)")
     return Finding(card=cards.read(found, model))
 

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -80,7 +81,7 @@ class Swapper:
         self._note = note
         self._lacks = lacks
         self._levels = {name: make(self) for name, make in (levels or LEVELS).items()}
-        self._prompts = prompts or PromptCache(now)
+        self._prompts = prompts or PromptCache()
         self.memory = FreedCheck(probe, now, sleep, lambda pid: runtime.owner(pid))
         self._urls: dict[str, str] = {}  # one worker at a time writes a backend's entry
         self._loads: dict[str, int] = {}  # the numbers of those under way; the same
@@ -108,7 +109,7 @@ class Swapper:
         self._note(backend.name, "")
         if level != "stop":
             try:
-                return Loaded(self._level(level).load(backend), level)
+                return Loaded(self._levels[level].load(backend), level)
             except Cancelled:
                 raise
             except Exception as error:
@@ -120,8 +121,7 @@ class Swapper:
                 )
                 self._clean_up(backend, error)
         try:
-            if check_cancelled := self.check_cancelled(backend):
-                check_cancelled()
+            self.check_cancelled(backend)
             return Loaded(self._load_cold(backend), "stop")
         except Cancelled:
             raise
@@ -141,35 +141,24 @@ class Swapper:
     def _load_cold(self, backend: Backend) -> str:
         """Load it from nothing, and restore its prompts; without them if its engine ended over that."""
         if backend.prompt_cache is None:
-            return self._level("stop").load(backend)
+            return self._levels["stop"].load(backend)
         for _ in range(2):
             began = self._prompts.prepare(backend)
-            url = self._level("stop").load(backend)
+            url = self._levels["stop"].load(backend)
             with self.phase(backend, "restore"):
-                self._prompts.restore(backend, url, began, self.check_cancelled(backend))
+                self._prompts.restore(backend, url, began, partial(self.check_cancelled, backend))
             if not (ended := self.ended(backend)):
                 return url
         raise LoadError(f"{backend.name} {ended} when it was ready")
 
     def evict(self, backend: Backend, level: str = "stop") -> Evicted:
         """Evict to the standby level ``level``, or to a deeper one."""
-        standby = self._level(level)
         held = self._held(backend, resident=True)
         died = self.ended(backend)
         if level != "stop" and not died:
-            self._note(backend.name, level)
-            try:
-                return self._to_standby(backend, level, standby, standby.evict, held)
-            except Exception as error:
-                died = self.ended(backend)
-                if not died:
-                    why = self._why_not_standby(backend, standby, error)
-                    log.warning(
-                        "%s could not be put into standby (%s) and is stopped instead: %s",
-                        backend.name,
-                        level,
-                        why,
-                    )
+            if evicted := self._in_standby(backend, level, self._levels[level].evict, held):
+                return evicted
+            died = self.ended(backend)
         if not died:
             self._save_prompts(backend)
             self._await_notice(backend)
@@ -193,24 +182,33 @@ class Swapper:
         A sleeper can be checkpointed as it is; for a deeper sleep it would have to be woken.
         """
         held = self._held(backend, resident=False)
-        standby = self._level(level)
+        standby = self._levels[level]
         if isinstance(standby, Checkpoint) and before in SLEEPS:
-            self._note(backend.name, level)
-            try:
-                return self._to_standby(backend, level, standby, standby.checkpoint, held)
-            except Exception as error:
-                why = self._why_not_standby(backend, standby, error)
-                log.warning("%s could not be checkpointed and is stopped: %s", backend.name, why)
+            if evicted := self._in_standby(backend, level, standby.checkpoint, held):
+                return evicted
         elif level != "stop":
             log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, before, level)
         if before == "freeze":
             self._save_prompts(backend, thaw=True)
         return self._stop_or_kill(backend, held)
 
-    def _why_not_standby(self, backend: Backend, standby: Level, error: Exception) -> str:
-        """The reason why it is not in standby; of a checkpoint also which rights are missing."""
-        lacking = self._lacks(backend) if isinstance(standby, Checkpoint) else []
-        return "; ".join([_reason(error), *lacking])
+    def _in_standby(
+        self, backend: Backend, level: str, leave: Callable[[Backend], int], held: Before
+    ) -> Evicted | None:
+        """Put it into standby; None where that fails, which is logged if it has not ended meanwhile."""
+        self._note(backend.name, level)
+        try:
+            return self._to_standby(backend, level, leave, held)
+        except Exception as error:
+            if not self.ended(backend):
+                lacking = self._lacks(backend) if level == "checkpoint" else []
+                log.warning(
+                    "%s could not be put into standby (%s) and is stopped instead: %s",
+                    backend.name,
+                    level,
+                    "; ".join([_reason(error), *lacking]),
+                )
+        return None
 
     def ended(self, backend: Backend) -> str | None:
         """How it ended, for people; None while it runs, and while that cannot be told."""
@@ -235,8 +233,9 @@ class Swapper:
             return []
 
     def _to_standby(
-        self, backend: Backend, level: str, standby: Level, leave: Callable[[Backend], int], held: Before
+        self, backend: Backend, level: str, leave: Callable[[Backend], int], held: Before
     ) -> Evicted:
+        standby = self._levels[level]
         with self.phase(backend, "evict"):
             moved = leave(backend)
         left = After(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else After()
@@ -272,7 +271,7 @@ class Swapper:
     def _stop_or_kill(self, backend: Backend, held: Before) -> Evicted:
         """Stop or kill it; BackendError if not even that frees its GPUs."""
         try:
-            return self._end(backend, self._level("stop").evict, held)
+            return self._end(backend, self._levels["stop"].evict, held)
         except Exception as error:
             why = _reason(error)
             log.warning("%s could not be stopped and is killed: %s", backend.name, why)
@@ -296,11 +295,6 @@ class Swapper:
         except MuxError:
             return Before()
 
-    def _level(self, level: str) -> Level:
-        if level not in self._levels:
-            raise BackendError(f"unknown standby level {level!r}; known: {', '.join(self._levels)}")
-        return self._levels[level]
-
     def _clean_up(self, backend: Backend, error: Exception) -> None:
         try:
             self._stop_or_kill(backend, self._held(backend, resident=False))
@@ -311,15 +305,10 @@ class Swapper:
 
     # What standby levels work with
 
-    def check_cancelled(self, backend: Backend) -> Callable[[], None] | None:
-        """Return a check that raises Cancelled once the load under way was; None if it cannot be."""
-        number = self._loads.get(backend.name, 0)
-
-        def check_cancelled() -> None:
-            if number == self._cancelled.get(backend.name):
-                raise Cancelled(f"the load of {backend.name} was cancelled")
-
-        return check_cancelled if number else None
+    def check_cancelled(self, backend: Backend) -> None:
+        """Raise Cancelled once the load under way was cancelled."""
+        if self._loads[backend.name] == self._cancelled.get(backend.name):
+            raise Cancelled(f"the load of {backend.name} was cancelled")
 
     @contextmanager
     def phase(self, backend: Backend, name: str) -> Iterator[None]:
@@ -401,7 +390,7 @@ class Stop(Level):
 
     def _load(self, backend: Backend, begun: float) -> str:
         swapper, deadline = self._swapper, begun + backend.load_timeout
-        check_cancelled = swapper.check_cancelled(backend)
+        check_cancelled = partial(swapper.check_cancelled, backend)
         with swapper.phase(backend, "load"):
             url = swapper.start(backend)
         with swapper.phase(backend, "ready"):
@@ -433,7 +422,7 @@ class Sleep(Level):
     level: ClassVar[int] = 1
 
     def load(self, backend: Backend) -> str:
-        check_cancelled = self._swapper.check_cancelled(backend)
+        check_cancelled = partial(self._swapper.check_cancelled, backend)
         return self._swapper.bring_back(
             backend, lambda url: engines.wake(backend, url, self.level, check_cancelled)
         )
@@ -469,7 +458,7 @@ class Checkpoint(Level):
         if sleeps_first(backend):
             # It may have come here by way of a deeper sleep.
             level = engines.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
-            engines.wake(backend, url, level, swapper.check_cancelled(backend))
+            engines.wake(backend, url, level, partial(swapper.check_cancelled, backend))
 
     def evict(self, backend: Backend) -> int:
         if sleeps_first(backend):

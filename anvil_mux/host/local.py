@@ -58,7 +58,7 @@ from anvil_mux.host.seam import (
     CardRead,
     Evicted,
     Found,
-    GpusSeen,
+    GpusRead,
     HostConfig,
     HostNews,
     Inventory,
@@ -148,9 +148,8 @@ class LocalHost:
         self._watch = Worker("watch", lambda: self.runtime.watch(self._died))
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._cards = CardReader(self._board.put)
-        self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
-        self._reads_gpus = bool(found.readings)
-        self._is_to_monitor = False
+        self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusRead(s)))
+        self._is_to_monitor = bool(found.readings)
         """Whether the GPU monitor begins once it is known what runs."""
         self._backends = {backend.name: backend for backend in config.backends}
         """Each backend as it was last started, also those that went."""
@@ -161,7 +160,6 @@ class LocalHost:
 
     def start(self) -> None:
         """Start its threads, which run on the CPUs of this one; without them there is no news."""
-        self._is_to_monitor = self._reads_gpus
         self._watch.start()
         self._load_logs.worker.start()
         self._cards.worker.start()
@@ -401,7 +399,7 @@ class NewsBoard:
 def _subject(what: object) -> object:
     """Return the subject of which only the last news counts; None where each counts."""
     match what:
-        case GpusSeen():
+        case GpusRead():
             return "gpus"
         case LoadStage(backend):
             return "load", backend
@@ -419,12 +417,11 @@ def _used(config: HostConfig) -> set[str]:
 
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
     """Raise ConfigError if backends lack their images."""
-    if config.runtime == "compose":
-        missing: list[str] = []
-        with suppress(MuxError):  # Docker is away: a load that needs an image reports it
-            missing = missing_images([b for b in config.backends if b.name in names])
-        if missing:
-            raise ConfigError(missing)
+    missing: list[str] = []
+    with suppress(MuxError):  # Docker is away: a load that needs an image reports it
+        missing = missing_images(config, names)
+    if missing:
+        raise ConfigError(missing)
 
 
 # Adoption
@@ -539,7 +536,7 @@ class Adopter:
         return self._in_standby(backend, "checkpoint")
 
     def _asleep(self, backend: Backend, url: str) -> Found | None:
-        sleeps = engines.find_engine(backend.engine).sleeps
+        sleeps = engines.ENGINES[backend.engine].sleeps
         if sleeps is None:
             return None
         noted, asleep = self._notes.level(backend.name), None

@@ -41,12 +41,10 @@ from anvil_mux.host.runs import (
     RunRecords,
     boot,
     open_pidfd,
-    start_moment,
     stat_of,
-    wait_for_any,
 )
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
-from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
+from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost, readable
 from anvil_mux.state import open_regular, state_folder
 
 PLACE = re.compile(r"\$(?:\{(HOST|PORT)\}|(HOST|PORT)\b)")
@@ -120,7 +118,8 @@ class ProcessRuntime:
         except LoadError:
             self._records.drop(backend.name)
             raise
-        record = replace(intent, pid=child.pid, started=start_moment(child.pid))
+        stat = stat_of(child.pid)
+        record = replace(intent, pid=child.pid, started=stat.started if stat else 0)
         with self._lock:
             self._children[backend.name] = child
         try:
@@ -303,24 +302,23 @@ class ProcessRuntime:
         os.eventfd_write(self._waker, 1)
 
     def _ended_of(self, up: Mapping[str, RunRecord]) -> list[str]:
-        """The same as below; [] too, after a pause, while processes cannot be looked at."""
+        """Return the names of runs that have ended; [] when the set of runs to look at has changed.
+
+        [] too, after a pause, while processes cannot be looked at.
+        """
         try:
-            return self._wait_for_end(up)
+            with ExitStack() as opened:
+                names = {}
+                for name, record in up.items():
+                    fd = open_pidfd(record.pid, opened)
+                    if fd is None or not record.is_alive():
+                        return [name]
+                    names[fd] = name
+                ready = readable([self._waker, *names], TRIM_SECONDS)
         except (OSError, BackendError) as error:
             log.warning("the ends of engines cannot be waited for: %s", error)
             self._closed.wait(UNSEEN_SECONDS)
             return []
-
-    def _wait_for_end(self, up: Mapping[str, RunRecord]) -> list[str]:
-        """Return the names of runs that have ended; [] when the set of runs to look at has changed."""
-        with ExitStack() as opened:
-            names = {}
-            for name, record in up.items():
-                fd = open_pidfd(record.pid, opened)
-                if fd is None or not record.is_alive():
-                    return [name]
-                names[fd] = name
-            ready = wait_for_any([self._waker, *names], TRIM_SECONDS)
         if self._waker in ready:
             os.eventfd_read(self._waker)
         return [names[fd] for fd in ready if fd in names]

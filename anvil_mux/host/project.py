@@ -27,7 +27,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -41,7 +41,6 @@ from anvil_mux.host.docker_api import (
     ALIVE,
     Container,
     ContainerEngine,
-    Endpoint,
     Stream,
     Unreachable,
     find_endpoint,
@@ -66,41 +65,16 @@ class Run(Protocol):
     def __call__(self, argv: Sequence[str], timeout: float) -> Done: ...
 
 
-def create_command(config: HostConfig, service: str, recreate: str = "") -> list[str]:
-    """Make a service's container. ``recreate``: --force-recreate, --no-recreate; "": if it has changed."""
-    options = ["--no-build", "--pull", "never", *([recreate] if recreate else [])]
-    return [*_of_project(config), "create", *options, service]
-
-
-def images_command(config: HostConfig, service: str) -> list[str]:
-    """Lists the images of a service and of those that it depends on."""
-    return [*_of_project(config), "config", "--images", service]
-
-
-def hash_command(config: HostConfig, service: str) -> list[str]:
-    """Prints a service and the hash of its description, which its containers have in a label."""
-    return [*_of_project(config), "config", "--hash", service]
-
-
-def version_command() -> list[str]:
-    """Prints the release of Compose."""
-    return [*COMPOSE, "version", "--short"]
+def compose_command(config: HostConfig, *words: str) -> list[str]:
+    """A command of Compose's for the project, whatever the profiles of its services are."""
+    files = [word for file in config.files for word in ("-f", file)]
+    return [*COMPOSE, *files, "-p", config.project, "--profile", "*", *words]
 
 
 def compose_release(version: str) -> tuple[int, ...]:
     """Return the numbers of a release, without what a distribution adds; () where it has none."""
     found = RELEASE.match(version)
     return tuple(map(int, found.groups())) if found else ()
-
-
-def _of_project(config: HostConfig) -> list[str]:
-    files = [word for file in config.files for word in ("-f", file)]
-    return [*COMPOSE, *files, "-p", config.project, "--profile", "*"]
-
-
-def environment_for(env: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """The environment of commands, so that they speak to the same engine as we do."""
-    return {**env, **({"DOCKER_HOST": endpoint.address} if endpoint.found_by_us else {})}
 
 
 def run_command(
@@ -373,10 +347,16 @@ class Project:
 # Images
 
 
-def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each image that Docker does not have; BackendError if it does not answer."""
-    engine = ContainerEngine(find_endpoint(os.environ if env is None else env))
-    images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
+def missing_images(config: HostConfig, names: Collection[str] | None = None) -> list[str]:
+    """A line for each image that Docker does not have; BackendError if it does not answer.
+
+    ``names``: those of the backends in question; None: all.
+    """
+    if config.runtime != "compose":
+        return []
+    engine = ContainerEngine(find_endpoint(os.environ))
+    backends = [each for each in config.backends if names is None or each.name in names]
+    images = {each.service.image: each.service_name for each in backends if each.service.image}
     return [
         Diagnostic(
             f"service {name}: image {image} is not present: docker pull {image}",
@@ -385,5 +365,5 @@ def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = 
             key=("services", name, "image"),
         )
         for image, name in images.items()
-        if not engine.has_image(image)
+        if not engine.image_id(image)
     ]

@@ -79,14 +79,6 @@ class KeptPrompt(NamedTuple):
         return self.name.removesuffix(".prompt") + ".trying"
 
 
-class UsedSlot(NamedTuple):
-    """A slot that was used since its engine began."""
-
-    id: int
-    tokens: int
-    """The length of its prompt; 0 where that is not known."""
-
-
 class PromptCache:
     """Saves and restores the prompts of backends; any thread, one at a time for each backend.
 
@@ -96,12 +88,10 @@ class PromptCache:
 
     def __init__(
         self,
-        now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         kept: Callable[[str, Sequence[KeptPrompt]], object] = lambda backend, prompts: None,
         state: Path | None = None,
     ) -> None:
-        self._now = now
         self._wall = wall
         self._kept = kept
         self._state = state
@@ -126,7 +116,7 @@ class PromptCache:
     def save(self, backend: Backend, url: str) -> None:
         """Save the prompts of an engine that is about to be stopped; a failure is logged."""
         if files := self._files_of(backend):
-            with client_of(backend, url, self._now() + SAVE_SECONDS, now=self._now) as client:
+            with client_of(backend, url, SAVE_SECONDS) as client:
                 self._attempt(backend, files, "saved", lambda: _save(client, files))
 
     def restore(
@@ -137,8 +127,7 @@ class PromptCache:
         What ``check_cancelled`` raises ends the load; any other failure is logged.
         """
         if files := self._files_of(backend):
-            deadline = self._now() + RESTORE_SECONDS
-            with client_of(backend, url, deadline, check_cancelled, self._now) as client:
+            with client_of(backend, url, RESTORE_SECONDS, check_cancelled) as client:
                 self._attempt(backend, files, "restored", lambda: _restore(client, files, began))
 
     def _attempt(
@@ -179,7 +168,7 @@ def _save(client: EngineClient, files: PromptFiles) -> list[KeptPrompt]:
         files.clear()
         raise Unkept("what it was loaded from is not known, or has changed since")
     used, prompts = _used(client, props), files.prompts(loaded_from)
-    stale = [each for each in prompts if each.slot in {slot.id for slot in used}]
+    stale = [each for each in prompts if each.slot in used]
     files.remove(stale)
     new, most = list[KeptPrompt](), client.backend.prompt_cache or 0
     old = sorted([each for each in prompts if each not in stale], key=lambda each: -each.changed)
@@ -193,10 +182,10 @@ def _save(client: EngineClient, files: PromptFiles) -> list[KeptPrompt]:
         return room >= 0
 
     try:
-        for slot in sorted(used, key=lambda each: -each.tokens):
-            if not fits(slot.tokens * per_token):
+        for slot in sorted(used, key=lambda each: -used[each]):
+            if not fits(used[slot] * per_token):
                 continue
-            if saved := _save_slot(client, files, slot.id, loaded_from):
+            if saved := _save_slot(client, files, slot, loaded_from):
                 per_token = saved.size / max(saved.tokens, 1)
                 if fits(saved.size):
                     new.append(saved)
@@ -220,24 +209,18 @@ def _save_slot(client: EngineClient, files: PromptFiles, slot: int, loaded_from:
     raise Unkept("llama-server does not say what it saved")
 
 
-def _used(client: EngineClient, props: dict[str, Any]) -> list[UsedSlot]:
-    """The slots that were used since the engine began; all, where it does not say which."""
+def _used(client: EngineClient, props: dict[str, Any]) -> dict[int, int]:
+    """Slot that was used since the engine began -> the length of its prompt, 0 where that is not known.
+
+    All slots, where the engine does not say which were.
+    """
     status, answer = client.ask("GET", "/slots")
-    try:
-        found = foreign.read(answer) if status < 300 else None
-    except ValueError:
-        found = None
+    found = foreign.read_or_none(answer) if status < 300 else None
     if not isinstance(found, list):
-        return [UsedSlot(number, 0) for number in range(props["total_slots"])]
-    return [*filter(None, map(_used_slot, found))]
-
-
-def _used_slot(entry: Any) -> UsedSlot | None:
-    """Read what an engine says of one slot; None if it was not used, or that is no slot."""
-    if not isinstance(entry, dict) or count(entry.get("id_task")) is None:
-        return None
-    number = count(entry.get("id"))
-    return None if number is None else UsedSlot(number, count(entry.get("n_prompt_tokens")) or 0)
+        return dict.fromkeys(range(props["total_slots"]), 0)
+    used = [each for each in found if isinstance(each, dict) and count(each.get("id_task")) is not None]
+    slots = {count(each.get("id")): count(each.get("n_prompt_tokens")) or 0 for each in used}
+    return {number: tokens for number, tokens in slots.items() if number is not None}
 
 
 # Restoring
@@ -289,24 +272,18 @@ def _act(client: EngineClient, slot: int, action: str, file: str) -> Any:
     if status >= 300:
         words = answer[:300].decode("utf-8", "replace")
         raise Unkept(f"{client.place}: POST {path} answers {status}: {words}")
-    try:
-        return foreign.read(answer)
-    except ValueError:
-        return None
+    return foreign.read_or_none(answer)
 
 
 def _props(client: EngineClient) -> dict[str, Any]:
     """The description that the engine gives of itself."""
     status, answer = client.ask("GET", "/props")
-    try:
-        props: dict[str, Any] = foreign.read(answer) if status < 300 else {}
-        match props:
-            case {"build_info": str(), "model_path": str(), "total_slots": int(slots)} if (
-                0 <= slots <= MOST_SLOTS
-            ):
-                return props
-    except ValueError:
-        pass
+    props: Any = foreign.read_or_none(answer) if status < 300 else None
+    match props:
+        case {"build_info": str(), "model_path": str(), "total_slots": int(slots)} if (
+            0 <= slots <= MOST_SLOTS
+        ):
+            return dict(props)
     raise Unkept(f"{client.place}: GET /props answers {status}, and not which model file and version it is")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import threading
 import time
@@ -21,8 +20,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anvil_mux.clock import LONGEST_POLL
 from anvil_mux.errors import BackendError, is_shortage
+from anvil_mux.host.starter import readable
 
 OURS = "ANVIL_"
 """The beginning of the names of our variables, which hold API keys and settings; engines get none of them."""
@@ -91,7 +90,7 @@ class RunRecord:
                     if left <= 0:
                         break
                     # The sooner of an end and a second, since a member may start others meanwhile.
-                    wait_for_any([fd for fd in fds.values() if fd is not None], min(left, 1.0))
+                    readable([fd for fd in fds.values() if fd is not None], min(left, 1.0))
             else:
                 return
         raise BackendError(f"process {self.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
@@ -225,11 +224,6 @@ class RunRecords:
 # Processes
 
 
-def start_moment(pid: int) -> int:
-    stat = stat_of(pid)
-    return stat.started if stat else 0
-
-
 def _processes() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
 
@@ -290,10 +284,3 @@ def open_pidfd(pid: int, opened: ExitStack) -> int | None:
         return None
     opened.callback(os.close, fd)
     return fd
-
-
-def wait_for_any(fds: list[int], timeout: float | None) -> list[int]:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(None if timeout is None else min(timeout * 1000, LONGEST_POLL))]

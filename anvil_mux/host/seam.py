@@ -174,8 +174,8 @@ class Sensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One GPU, a moment ago; bytes."""
+class GpuUse:
+    """The use of one GPU, a moment ago; bytes."""
 
     used: int | None = None
     total: int | None = None
@@ -185,8 +185,8 @@ class Seen:
     sensors: Sensors = Sensors()
 
 
-Sight = Mapping[str, Seen]
-"""The GPUs as they are configured, by id, without those that cannot be read."""
+GpuUses = Mapping[str, GpuUse]
+"""The use of GPUs, by their ids as they are configured, without those that cannot be read."""
 
 
 # News
@@ -204,10 +204,10 @@ class ServiceEnded(NamedTuple):
     """The number of the load that had brought it up; 0: it ran before, and was adopted."""
 
 
-class GpusSeen(NamedTuple):
+class GpusRead(NamedTuple):
     """The use of all GPUs; each one replaces the one before."""
 
-    sight: Sight
+    gpu_uses: GpuUses
 
 
 class LoadStage(NamedTuple):
@@ -259,7 +259,7 @@ class WeightsRead(NamedTuple):
     seconds: float
 
 
-AnyNews = ServiceEnded | GpusSeen | LoadStage | PhaseTook | PromptsKept | CardRead | WeightsRead
+AnyNews = ServiceEnded | GpusRead | LoadStage | PhaseTook | PromptsKept | CardRead | WeightsRead
 """The things that may happen."""
 
 

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,7 +184,7 @@ def answer_to(program: subprocess.Popen[bytes], question: bytes, limit: float) -
     assert program.stdout
     program.stdin.write(question)
     program.stdin.flush()
-    return program.stdout.readline() if _readable(program.stdout.fileno(), limit) else None
+    return program.stdout.readline() if readable([program.stdout.fileno()], limit) else None
 
 
 def _ends(pid: int, patience: float) -> bool:
@@ -194,15 +194,17 @@ def _ends(pid: int, patience: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return _readable(fd, patience)
+        return bool(readable([fd], patience))
     finally:
         os.close(fd)
 
 
-def _readable(fd: int, timeout: float) -> bool:
+def readable(files: Iterable[int], timeout: float) -> list[int]:
+    """The files of which something can be read, once there is one, or so many seconds have passed."""
     poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(min(timeout * 1000, 2**31 - 1)))
+    for each in files:
+        poll.register(each, select.POLLIN)
+    return [file for file, _ in poll.poll(min(timeout * 1000, 2**31 - 1))]
 
 
 # The program

@@ -97,8 +97,7 @@ def missing(backend: Backend) -> list[str]:
 
 def _models(words: Sequence[str]) -> Iterator[str]:
     """The paths that stand where a command names its model."""
-    found = [value for flag in MODEL_FLAGS for value in flag_values(words, flag)]
-    yield from (each for each in found if each.startswith(("/", "./", "../")))
+    yield from (each for each in flag_values(words, *MODEL_FLAGS) if each.startswith(("/", "./", "../")))
 
 
 def shards(file: Path) -> Iterator[Path]:
@@ -221,10 +220,9 @@ def _of_quantization(files: Iterable[Path], quantization: str) -> list[Path]:
 
 def _json(file: Path) -> Any:
     """The content of a JSON file; None where there is none."""
-    try:
-        return foreign.read(state.read_bytes(file, MOST_INDEX))
-    except (OSError, ValueError):
-        return None
+    with suppress(OSError):
+        return foreign.read_or_none(state.read_bytes(file, MOST_INDEX))
+    return None
 
 
 # Reading ahead

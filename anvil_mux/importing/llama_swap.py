@@ -8,7 +8,8 @@ table. llama-swap does not look at keys that it does not know, so here they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -118,12 +119,17 @@ class _SwapFile:
             self._problem(key, f"must hold keys, not {value!r}")
         return value if isinstance(value, dict) else {}
 
-    def _fill(self, filler: Macros, value: Any, key: KeyPath) -> Any:
+    @contextmanager
+    def _problems_at(self, key: KeyPath) -> Iterator[None]:
+        """Make a problem with what stands at a key of the error about it."""
         try:
-            return filler.fill(value)
+            yield
         except ValueError as error:
             self._problem(key, str(error))
-            return None
+
+    def _fill(self, filler: Macros, value: Any, key: KeyPath) -> Any:
+        with self._problems_at(key):
+            return filler.fill(value)
 
     # Models
 
@@ -144,10 +150,8 @@ class _SwapFile:
         if not filled.get("cmd"):
             self._problem(key, "has no cmd")
         for each in dict.fromkeys((*swap_models.KEYS, *filled)):
-            try:
+            with self._problems_at((*key, each)):
                 self._read_key(model, each, filled.get(each))
-            except ValueError as error:
-                self._problem((*key, each), str(error))
 
     def _read_key(self, model: SwapModel, key: str, value: Any) -> None:
         if key in swap_models.KEYS:
@@ -223,10 +227,8 @@ class _SwapFile:
 
     def _take(self, key: str, value: Any) -> None:
         if key in TOP:
-            try:
+            with self._problems_at((key,)):
                 TOP[key](self, value)
-            except ValueError as error:
-                self._problem((key,), str(error))
         elif key not in OF_MODELS and value not in NOTHING:
             self.note((key,), TOP_NOTES.get(key, UNKNOWN))
 
@@ -266,11 +268,10 @@ def _sub(value: Any, *path: str) -> dict[str, Any]:
 
 def _entries(value: Any) -> list[tuple[str, dict[str, Any]]]:
     """The entries of a mapping of mappings; ValueError if it is none."""
-    if not isinstance(value or {}, dict) or not all(
-        isinstance(each, dict) for each in (value or {}).values()
-    ):
+    entries = value or {}
+    if not isinstance(entries, dict) or not all(isinstance(each, dict) for each in entries.values()):
         raise ValueError(f"must hold a name and keys for each, not {value!r}")
-    return [(str(name), each) for name, each in (value or {}).items()]
+    return [(str(name), each) for name, each in entries.items()]
 
 
 # Who is resident beside whom
@@ -327,13 +328,12 @@ def _api_keys(file: _SwapFile, value: Any) -> None:
 def _hooks(file: _SwapFile, value: Any) -> None:
     started = _sub(value, "on_startup")
     for name in texts(started.get("preload")):
-        model = next(
-            (m for m in file.models.values() if name in (m.id, *m.settings.get("aliases", ()))), None
-        )
-        if model is None:
-            file.note(("hooks", "on_startup", "preload"), f"{name} is no model of the file.")
+        for model in file.models.values():
+            if name in (model.id, *model.settings.get("aliases", ())):
+                model.settings["preload"] = True
+                break
         else:
-            model.settings["preload"] = True
+            file.note(("hooks", "on_startup", "preload"), f"{name} is no model of the file.")
     for key in started:
         if key != "preload":
             file.note(("hooks", "on_startup", key), UNKNOWN if key != "profile" else TOP_NOTES["profiles"])
@@ -359,17 +359,13 @@ def _selectors(file: _SwapFile, value: Any) -> None:
         key = ("selectors", str(name))
         if not targets or targets[0] not in file.models:
             file.note(key, "is left out: its first target is no model of the file.")
-        elif strategy == "pin":
-            file.models[targets[0]].call(name)
         elif strategy == "warm":
             file.made.settings.setdefault("any_of", {})[name] = [t for t in targets if t in file.models]
         else:
             file.models[targets[0]].call(name)
-            others = ", ".join(targets[1:])
-            file.note(
-                key,
-                f"is a name of {targets[0]} alone, not of {others}; replicas have the same `model`.",
-            )
+            if strategy != "pin":
+                alone = f"is a name of {targets[0]} alone, not of {', '.join(targets[1:])}"
+                file.note(key, f"{alone}; replicas have the same `model`.")
 
 
 def _peers(file: _SwapFile, value: Any) -> None:

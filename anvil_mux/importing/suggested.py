@@ -7,7 +7,7 @@ are read if they are there; what is not known (a variable without a value) is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ import yaml
 
 from anvil_mux.clock import count_in
 from anvil_mux.config import interpolate, service
-from anvil_mux.config.compose import laid_over, with_texts
-from anvil_mux.config.interpolate import Document
+from anvil_mux.config.compose import laid_over
+from anvil_mux.config.interpolate import Document, with_texts
+from anvil_mux.config.kinds import KeyPath
 from anvil_mux.config.machines import ALL
 from anvil_mux.errors import ConfigError
 from anvil_mux.importing import Note, ServiceKeys, Written
@@ -79,9 +80,9 @@ class _NothingMustBeSet(interpolate.Scope):
         super().__init__(environ)
         self.problems: list[str] = []
 
-    def _braced(self, inside: str, later: Collection[str]) -> str:
+    def _braced(self, inside: str, key: KeyPath) -> str:
         try:
-            return super()._braced(inside, later)
+            return super()._braced(inside, key)
         except ValueError as error:
             self.problems.append(str(error))
             return ""
@@ -149,23 +150,19 @@ class Suggestion:
         for unset in self._scope.unset:
             self._note(unset, "the variable is not set, so its value is not known here")
 
-    def _filled(self, value: Any, document: Document, key: tuple[str, ...] = ()) -> Any:
-        match value:
-            case str():
-                self._scope.problems.clear()
-                try:
-                    filled = self._scope.fill(value)
-                except ValueError as error:
-                    self._scope.problems.append(str(error))
-                    filled = ""
-                for problem in self._scope.problems:
-                    self._note(document.where(key), problem)
-                return filled
-            case dict():
-                return {name: self._filled(each, document, (*key, str(name))) for name, each in value.items()}
-            case list():
-                return [self._filled(each, document, (*key, str(at))) for at, each in enumerate(value)]
-        return value
+    def _filled(self, value: Any, document: Document) -> Any:
+        def fill(text: str, key: KeyPath) -> str:
+            self._scope.problems.clear()
+            filled = ""
+            try:
+                filled = self._scope.fill(text)
+            except ValueError as error:
+                self._scope.problems.append(str(error))
+            for problem in self._scope.problems:
+                self._note(document.where(key), problem)
+            return filled
+
+        return with_texts(value, fill)
 
     def _whole(self, name: str, described: ServiceKeys, services: Mapping[str, Any]) -> ServiceKeys:
         """The service with what it extends."""
@@ -470,7 +467,7 @@ class Suggestion:
             self.written.notes.append(note)
 
 
-def _escaped(text: str) -> str:
+def _escaped(text: str, _key: KeyPath) -> str:
     """The text with each $ standing for itself, but for what the suggestion adds."""
     return re.sub(r"\$(?!\{ANVIL_API_KEY)", "$$$$", text)
 

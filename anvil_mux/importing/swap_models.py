@@ -137,9 +137,7 @@ class Macros:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def command_words(command: str) -> list[str]:
@@ -197,16 +195,14 @@ def write_process(model: SwapModel, service: dict[str, Any]) -> None:
     if model.port is not None:
         model.settings["port"] = model.port
     elif PORT not in model.said["cmd"]:
-        model.note(
-            "cmd", "names no port, and `proxy` neither; the engine finds its port in the variable PORT."
-        )
-    if model.container and (engine := service_engine(model.container.service)) != DEFAULT_ENGINE:
-        model.settings["engine"] = engine
-    if model.container and model.container.unknown:
-        options = ", ".join(model.container.unknown)
-        model.note(
-            "cmd", f"stays a process that runs a container: {options} has no counterpart in a service."
-        )
+        text = "names no port, and `proxy` neither; the engine finds its port in the variable PORT."
+        model.note("cmd", text)
+    if container := model.container:
+        if (engine := service_engine(container.service)) != DEFAULT_ENGINE:
+            model.settings["engine"] = engine
+        if options := ", ".join(container.unknown):
+            text = f"stays a process that runs a container: {options} has no counterpart in a service."
+            model.note("cmd", text)
 
 
 def write_container(model: SwapModel, service: dict[str, Any], port: int, volumes: dict[str, Any]) -> None:
@@ -327,10 +323,8 @@ def _capabilities(model: SwapModel, value: Any) -> None:
 
 def _health(model: SwapModel, value: Any) -> None:
     if value not in (None, "", "/health"):
-        model.note(
-            "checkEndpoint",
-            f"{value} is left out: an engine is ready when its /health and its list of models say so.",
-        )
+        text = "is left out: an engine is ready when its /health and its list of models say so."
+        model.note("checkEndpoint", f"{value} {text}")
 
 
 def _stop(model: SwapModel, value: Any) -> None:
@@ -340,10 +334,8 @@ def _stop(model: SwapModel, value: Any) -> None:
     program = words[0].rpartition("/")[2] if words else ""
     if model.container and program in ("docker", "podman") and words[1:2] in (["stop"], ["kill"], ["rm"]):
         return  # what is told to end does so itself, and takes its container with it
-    model.note(
-        "cmdStop",
-        f"is left out: the engine gets SIGTERM, and SIGKILL later; it was {show(plain(value))}.",
-    )
+    text = "is left out: the engine gets SIGTERM, and SIGKILL later; it was"
+    model.note("cmdStop", f"{text} {show(plain(value))}.")
 
 
 def _filters(model: SwapModel, value: Any) -> None:

@@ -29,7 +29,7 @@ from zlib import crc32
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import DEFAULT_ROUTING, Profile
 from anvil_mux.lab.engines import SimulatedEngine, measured, read_settings
-from anvil_mux.lab.figures import quantile
+from anvil_mux.lab.figures import mean, quantile
 from anvil_mux.lab.fleet import PromptOutcome, simulate
 from anvil_mux.lab.study import listed
 from anvil_mux.lab.workload import Prompt, find_trace, read_trace
@@ -314,7 +314,7 @@ def classes(answers: Iterable[PromptOutcome]) -> dict[str, dict[str, float]]:
 
 
 def _class(firsts: Sequence[float]) -> dict[str, float]:
-    told = {"requests": len(firsts), "ttft_mean_ms": fmean(firsts) if firsts else 0.0}
+    told = {"requests": len(firsts), "ttft_mean_ms": mean(firsts)}
     return told | {f"ttft_p{part}_ms": quantile(firsts, part / 100) for part in (50, 90, 99)}
 
 

@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from heapq import heapify, heappop, heappush
-from itertools import combinations
+from itertools import chain, combinations
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.config.values import CHUNK, Profile
 from anvil_mux.errors import MuxError
 from anvil_mux.host.engines import at_once
+from anvil_mux.lab.figures import mean
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.slot import Cancel, Load, Step
 
@@ -106,8 +107,7 @@ class SwapTimes:
 
 def mean_of_all(times: Mapping[str, Sequence[float]]) -> float:
     """The mean of the loads, or of the evictions, of all backends; 0 without any."""
-    every = [each for seconds in times.values() for each in seconds]
-    return fmean(every) if every else 0.0
+    return mean(chain.from_iterable(times.values()))
 
 
 class SeenEngines:

@@ -7,8 +7,9 @@ or an answer, counts as far as the log tells of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -64,7 +65,7 @@ def figures(log: Sequence[Event], sent: int = 0, begins: Mapping[str, Any] = Map
         requests=max(tickets, sent),
         swaps=sum([event.kind == "loading" for event in log]),
         makespan_seconds=makespan,
-        wait_mean_seconds=math.fsum(waits) / len(waits) if waits else 0.0,
+        wait_mean_seconds=mean(waits),
         wait_rms_seconds=root_mean_square(waits),
         wait_p50_seconds=quantile(waits, 0.50),
         wait_p95_seconds=quantile(waits, 0.95),
@@ -87,6 +88,12 @@ def _answers(event: Event) -> bool:
 def _cut(event: Event) -> int:
     """How many requests it severed in service."""
     return event.size if event.kind in ("severed", "stopped") else 0
+
+
+def mean(values: Iterable[float | None], unknown: float = 0.0) -> float:
+    """The mean of the values that are known; ``unknown``: that of none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else unknown
 
 
 def quantile(values: Sequence[float], share: float) -> float:

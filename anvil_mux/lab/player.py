@@ -54,7 +54,7 @@ from anvil_mux.lab.workload import (
     read,
     read_trace,
 )
-from anvil_mux.protocol import api
+from anvil_mux.protocol import api, foreign
 from anvil_mux.serve.remote import NotRunning
 
 PROMPT_TOKENS = 32
@@ -241,21 +241,24 @@ LAST_EVENT = (b'"finish_reason":"', b'"finish_reason": "')
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlayedAnswer:
-    """How one request was answered. Moments are seconds from the beginning of the run."""
+    """How one request was answered. Moments are seconds from the beginning of the run.
+
+    The thread that asks fills it in, and hands it on when it has ended.
+    """
 
     number: int
     model: str
     session: str
     due: float
-    sent: float
-    first: float
+    sent: float = 0.0
+    first: float = math.nan
     """When its first token came; nan: none did."""
-    ended: float
-    status: int
+    ended: float = 0.0
+    status: int = 0
     """0: there was no answer, or not a whole one."""
-    code: str
+    code: str = ""
     """The code of an error; empty: all is well."""
     id: str = ""
     backend: str = ""
@@ -397,7 +400,7 @@ class PlayedServer:
 
     def check_models(self, models: tuple[str, ...]) -> None:
         """NotRunning if nobody answers, BadScript if one of the models is not there."""
-        status, answer = self._get("/v1/models")
+        status, answer = self.get("/v1/models")
         listed = answer.get("data") if status == 200 and isinstance(answer, dict) else None
         if not isinstance(listed, list):
             raise NotRunning(f"{self.url} answers {status} to GET /v1/models{_words(answer)}")
@@ -412,10 +415,11 @@ class PlayedServer:
 
     def _serves(self, model: str) -> bool:
         """Whether a model is served that stands in no list."""
-        return self._get(f"/v1/models/{quote(model, safe='')}")[0] == 200
+        return self.get(f"/v1/models/{quote(model, safe='')}")[0] == 200
 
-    def _get(self, path: str) -> tuple[int, Any]:
-        connection = self._kind(*self._address, timeout=CONNECT_SECONDS)
+    def get(self, path: str) -> tuple[int, Any]:
+        """The status of an answer, and its JSON; None: it is none. NotRunning if nobody answers."""
+        connection = self.open(CONNECT_SECONDS)
         try:
             connection.request("GET", self._prefix + path, headers=self._headers())
             response = connection.getresponse()
@@ -426,7 +430,7 @@ class PlayedServer:
         finally:
             connection.close()
         try:
-            return response.status, json.loads(text)
+            return response.status, foreign.read(text)
         except ValueError:
             return response.status, None
 
@@ -442,111 +446,95 @@ class PlayedServer:
         now: Callable[[], float] = time.monotonic,
     ) -> Callable[[], PlayedAnswer]:
         """Make what sends the request and waits for its answer; ``now``: seconds from the run's beginning."""
-        headers = {**self._headers(), "Content-Type": "application/json", "X-Request-ID": id}
+        headers = {"X-Request-ID": id}
         if request.session:
             headers["X-Session-ID"] = request.session
         body = completion(request.model, prompt, request.output, is_chat=self._path == CHAT)
-        return lambda: _Asking(self, request, number, id).ask(body, headers, now)
+        answer = PlayedAnswer(number, request.model, request.session, request.at, id=id)
+        return lambda: _Asking(self, answer, now).ask(body, headers, request.patience)
 
-    def open(self) -> http.client.HTTPConnection:
-        return self._kind(*self._address, timeout=CONNECT_SECONDS)
+    def open(self, timeout: float) -> http.client.HTTPConnection:
+        return self._kind(*self._address, timeout=timeout)
 
-    @property
-    def path(self) -> str:
-        return self._prefix + self._path
+    def post(
+        self, connection: http.client.HTTPConnection, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a question, whose answer is still to come."""
+        own = {**self._headers(), "Content-Type": "application/json"}
+        connection.request("POST", self._prefix + self._path, body, {**own, **(headers or {})})
 
 
 class _Asking:
     """One request under way."""
 
-    def __init__(self, server: PlayedServer, request: Prompt, number: int, id: str) -> None:
+    def __init__(self, server: PlayedServer, answer: PlayedAnswer, now: Callable[[], float]) -> None:
         self._server = server
-        self._request = request
-        self._number = number
-        self._id = id
-        self._status = 0
-        self._code = ""
-        self._backend = ""
-        self._first = math.nan
-        self._events = 0
-        self._tail = b""
+        self._answer = answer
+        self._now = now
+        self._usage = b""
 
-    def ask(self, body: bytes, headers: Mapping[str, str], now: Callable[[], float]) -> PlayedAnswer:
-        connection, sent = self._server.open(), now()
+    def ask(self, body: bytes, headers: Mapping[str, str], patience: float) -> PlayedAnswer:
+        answer, connection = self._answer, self._server.open(CONNECT_SECONDS)
+        answer.sent = self._now()
         try:
             connection.connect()
             socket = connection.sock
-            socket.settimeout(min(self._request.patience, SILENT_SECONDS))
-            connection.request("POST", self._server.path, body, dict(headers))
+            socket.settimeout(min(patience, SILENT_SECONDS))
+            self._server.post(connection, body, headers)
             with connection.getresponse() as response:
                 socket.settimeout(SILENT_SECONDS)
-                self._read(response, now)
+                self._read(response)
         except TimeoutError:
-            self._fail("left" if self._request.patience < SILENT_SECONDS else "silent")
+            self._fail("left" if patience < SILENT_SECONDS else "silent")
         except (OSError, http.client.HTTPException):
-            self._fail("cut" if self._status else "unreachable")
+            self._fail("cut" if answer.status else "unreachable")
         finally:
             connection.close()
-        return self._answer(sent, now())
+        answer.ended = self._now()
+        tokens, answer.prompt_tokens, answer.cached_tokens = api.tokens_said(self._usage)
+        answer.tokens = tokens or answer.tokens
+        return answer
 
     def _fail(self, code: str) -> None:
-        self._status, self._code = 0, code
+        self._answer.status, self._answer.code = 0, code
 
-    def _read(self, response: http.client.HTTPResponse, now: Callable[[], float]) -> None:
-        self._status = response.status
-        self._backend = response.headers.get("X-Anvil-Backend", "").partition(";")[0]
+    def _read(self, response: http.client.HTTPResponse) -> None:
+        answer = self._answer
+        answer.status = response.status
+        answer.backend = response.headers.get("X-Anvil-Backend", "").partition(";")[0]
         if response.status != 200:
-            self._code = _code_of(response.read(TAIL_BYTES)) or http.client.responses.get(response.status, "")
+            reason = http.client.responses.get(response.status, "")
+            answer.code = _code_of(response.read(TAIL_BYTES)) or reason
             return
-        rest = b""
+        lines = foreign.Lines()
         while piece := response.read1(PIECE_BYTES):
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data: ") and not self._take(line, now):
+            for line in lines.feed(piece):
+                if line.startswith(b"data: ") and not self._take(line):
                     return
         self._fail("cut")
 
-    def _take(self, line: bytes, now: Callable[[], float]) -> bool:
+    def _take(self, line: bytes) -> bool:
         """Take one event of a stream; False: it was the last one."""
         if line.startswith(b"data: [DONE]"):
             return False
         if b'"usage"' in line:
-            self._tail = line
+            self._usage = line
         if line.startswith(b'data: {"error"'):
             self._fail(_code_of(line[6:]) or "cut")
             return False
         # Once there was text each event but the last has some, and reading them all would cost too much.
-        if math.isnan(self._first):
+        if math.isnan(self._answer.first):
             if _has_text(line):
-                self._first, self._events = now(), 1
+                self._answer.first, self._answer.tokens = self._now(), 1
         else:
-            self._events += not any(mark in line for mark in LAST_EVENT)
+            self._answer.tokens += not any(mark in line for mark in LAST_EVENT)
         return True
-
-    def _answer(self, sent: float, ended: float) -> PlayedAnswer:
-        tokens, prompt, cached = api.tokens_said(self._tail)
-        return PlayedAnswer(
-            number=self._number,
-            model=self._request.model,
-            session=self._request.session,
-            due=self._request.at,
-            sent=sent,
-            first=self._first,
-            ended=ended,
-            status=self._status,
-            code=self._code,
-            id=self._id,
-            backend=self._backend,
-            tokens=tokens or self._events,
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-        )
 
 
 def _has_text(line: bytes) -> bool:
     """Whether an event of a stream brings some of the answer."""
     try:
-        choices = json.loads(line[6:]).get("choices") or ()
+        choices = foreign.read(line[6:]).get("choices") or ()
         return any(
             each.get("text")
             or any(
@@ -561,7 +549,7 @@ def _has_text(line: bytes) -> bool:
 def _code_of(text: bytes) -> str:
     """The code of an error, or its kind: llama.cpp and vLLM have the status in place of a code."""
     try:
-        error = json.loads(text).get("error")
+        error = foreign.read(text).get("error")
     except (ValueError, AttributeError):
         return ""
     code, kind = (error.get("code"), error.get("type")) if isinstance(error, dict) else ("", "")

@@ -18,18 +18,19 @@ from __future__ import annotations
 
 import http.client
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from anvil_mux.config.values import CHUNK
 from anvil_mux.errors import BackendError
-from anvil_mux.lab.player import COMPLETIONS, completion
+from anvil_mux.lab.player import PlayedServer, completion
 from anvil_mux.protocol import foreign
+from anvil_mux.serve.remote import NotRunning
 
 PROMPTS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16)
@@ -69,13 +70,9 @@ class PromptRefused(BackendError):
 class Profiler:
     """One engine being measured."""
 
-    def __init__(self, url: str, model: str, key: str = "") -> None:
-        parts = urlsplit(url)
-        self._address = parts.hostname or "127.0.0.1", parts.port or 80
+    def __init__(self, server: PlayedServer, model: str) -> None:
+        self._server = server
         self.model = model
-        self._headers = {"Content-Type": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
         self._random = random.Random()
         self._tokens_per_word = 2.0
         self._backend = ""
@@ -94,24 +91,19 @@ class Profiler:
 
     def slots(self) -> int | None:
         """How many requests it answers at once, if it says so, as llama.cpp does."""
-        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT)
         try:
-            connection.request("GET", f"/props?model={quote(self.model)}", headers=self._headers)
-            with connection.getresponse() as response:
-                found = foreign.read(response.read()) if response.status == 200 else None
-        except (OSError, http.client.HTTPException, ValueError):
+            status, found = self._server.get(f"/props?model={quote(self.model)}")
+        except NotRunning:
             return None
-        finally:
-            connection.close()
-        slots = found.get("total_slots") if isinstance(found, dict) else None
+        slots = found.get("total_slots") if status == 200 and isinstance(found, dict) else None
         return slots if isinstance(slots, int) and slots > 0 else None
 
     def ask(self, prompt: str, output: int) -> Streamed:
         """One completion, streamed."""
-        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT)
+        connection = self._server.open(TIMEOUT)
         try:
             found = Streamed(time.monotonic())
-            connection.request("POST", COMPLETIONS, completion(self.model, prompt, output), self._headers)
+            self._server.post(connection, completion(self.model, prompt, output))
             with connection.getresponse() as response:
                 if response.status != 200:
                     text = response.read(2000).decode("utf-8", "replace")
@@ -150,23 +142,8 @@ class Profiler:
 
     def at_once(self, prompts: Sequence[str], output: int) -> list[Streamed]:
         """Several completions at the same time."""
-        found: list[Streamed] = []
-        failed: list[BackendError] = []
-
-        def ask(prompt: str) -> None:
-            try:
-                found.append(self.ask(prompt, output))
-            except BackendError as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=ask, args=(prompt,), name="profile") for prompt in prompts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
-        return found
+        with ThreadPoolExecutor(len(prompts), "profile") as pool:
+            return list(pool.map(lambda prompt: self.ask(prompt, output), prompts))
 
 
 def measure(

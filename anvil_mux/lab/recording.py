@@ -55,7 +55,10 @@ class Recording:
 
     def run(self, *, checked: bool) -> StudyRun:
         """The run of the program itself."""
-        wrong = [line for one in self.runs for line in self._check(one)] if checked else None
+        wrong: list[str] | None = None
+        if checked:
+            each = [(one.events, self._config_of(one), SLACK_SECONDS, one.begins) for one in self.runs]
+            wrong = [line for one in each for line in check(*one, is_its_own=self.config is None)]
         log, begins = _joined(whole(self.runs)), self.runs[0].begins
         return StudyRun(
             profile=self.name,
@@ -67,10 +70,6 @@ class Recording:
             wrong=wrong,
             begins=begins,
         )
-
-    def _check(self, one: LoggedRun) -> list[str]:
-        is_its_own = self.config is None
-        return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins, is_its_own=is_its_own)
 
     def _config_of(self, one: LoggedRun) -> Config:
         return self.config or config_of(one.header)
@@ -253,16 +252,17 @@ class _LearnedClients:
         return Workload(
             name,
             {model: loads.get(model, loads[""]) for model in models},
-            tuple([_guessed(request, usual) for request in requests]),
+            tuple(
+                [
+                    each._replace(seconds=usual.get(each.model, usual[""]))
+                    if math.isnan(each.seconds)
+                    else each
+                    for each in requests
+                ]
+            ),
             resident=self._resident or (),
             stop_seconds=median(self._stops or [0.0]),
         )
-
-
-def _guessed(request: Arrival, usual: Mapping[str, float]) -> Arrival:
-    if not math.isnan(request.seconds):
-        return request
-    return request._replace(seconds=usual.get(request.model, usual[""]))
 
 
 def _medians(seconds: Mapping[str, Sequence[float]], default: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from anvil_mux.config.values import DEFAULT_ROUTING
-from anvil_mux.lab.figures import Figures, fairness, quantile
+from anvil_mux.lab.figures import Figures, fairness, mean, quantile
 from anvil_mux.protocol.completions import finite
 
 if TYPE_CHECKING:  # each command loads what it needs itself
@@ -36,12 +36,6 @@ def _grouped(runs: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for one in runs:
         groups.setdefault(key(one), []).append(one)
     return groups
-
-
-def _mean(values: Iterable[float | None]) -> float:
-    """The mean of those that are known; nan: of none."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else math.nan
 
 
 def _cell(value: float, form: str, unknown: str = "") -> str:
@@ -90,7 +84,7 @@ def _means(every: Sequence[Figures]) -> Iterator[str]:
 
 def least_to_most(every: Iterable[float | None]) -> str:
     """The cell of ``LEAST/MOST``: the mean over the runs that have clients."""
-    return _cell(_mean(every), ".2f", "-")
+    return _cell(mean(every, math.nan), ".2f", "-")
 
 
 def _short(mean: float) -> str:
@@ -190,8 +184,7 @@ class Spread:
         values = sorted(seconds)
         if not values:
             return cls(math.nan, math.nan, math.nan, math.nan)
-        mean = math.fsum(values) / len(values)
-        return cls(mean, quantile(values, 0.5), quantile(values, 0.95), quantile(values, 0.99))
+        return cls(mean(values), quantile(values, 0.5), quantile(values, 0.95), quantile(values, 0.99))
 
 
 @dataclass(frozen=True)
@@ -301,7 +294,7 @@ def replay_table(runs: Iterable[LiveRun]) -> Iterator[tuple[str, ...]]:
     for (script, at), group in _grouped(runs, _place).items():
         told = [run.figures for run in group if run.figures]
         cells = tuple(_means(told)) if len(told) == len(group) else _known(group)
-        serving = _cell(_mean([run.serving for run in group]), ".1%")
+        serving = _cell(mean([run.serving for run in group], math.nan), ".1%")
         share = least_to_most([run.fairness for run in group])
         yield script, at, str(len(group)), *cells, share, serving
 
@@ -352,8 +345,8 @@ def _values(seen: Sequence[Perceived]) -> list[float]:
         *(1e3 * tpot.mean, 1e3 * tpot.p95),
         *(e2e.mean, e2e.p50, e2e.p95),
         fmean(one.tokens_per_second for one in seen),
-        _mean([one.cache_hit_ratio for one in seen]),
-        _mean([one.request_balance for one in seen]),
+        mean([one.cache_hit_ratio for one in seen], math.nan),
+        mean([one.request_balance for one in seen], math.nan),
         max(one.late_seconds for one in seen),
     ]
 

@@ -56,10 +56,13 @@ Follow = Callable[[Arrival, float], Iterable[Arrival]]
 """The requests that the end of one, answered or not, leads to; they come at that moment or later."""
 
 
+USUAL_ENGINES = Engines()
+
+
 def simulate(
     config: Config,
     trace: Iterable[Arrival | Fact],
-    perform: Perform | None = None,
+    perform: Perform = USUAL_ENGINES,
     *,
     resident: Iterable[str] = (),
     follow: Follow | None = None,
@@ -74,9 +77,8 @@ def simulate(
     answers are counted. ``batching``: what the engine of each backend does at once; all answers of the others
     last as long as alone.
     """
-    simulation = _Simulation(
-        config, perform or Engines(), follow, Costs(costs), answers=answers, batching=batching
-    )
+    counts = Counter() if answers is None else answers
+    simulation = _Simulation(config, perform, follow, Costs(costs), answers=counts, batching=batching)
     simulation.adopt(resident)
     with _no_collections():
         simulation.run(trace)
@@ -114,13 +116,14 @@ class _Simulation:
         perform: Perform,
         follow: Follow | None,
         costs: Costs,
-        answers: Counter[Hashable] | None = None,
-        batching: Mapping[str, Batching] = MappingProxyType({}),
+        *,
+        answers: Counter[Hashable],
+        batching: Mapping[str, Batching],
     ) -> None:
         self.log: list[Event] = []
         self._batching = batching
         self._batches: dict[str, Batch] = {}  # backend -> the answers that it makes
-        self._answers = Counter() if answers is None else answers
+        self._answers = answers
         self._follow = follow
         self._perform = perform
         self._steps: Counter[str] = Counter()

@@ -30,7 +30,7 @@ from statistics import median, quantiles
 from typing import NamedTuple, TextIO
 
 from anvil_mux.config.abilities import cannot_evict_to
-from anvil_mux.config.config import WAYS, Backend, Judge
+from anvil_mux.config.config import WAYS, Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import check
 from anvil_mux.lab.plot import PhaseBar
@@ -359,12 +359,12 @@ class Unmeasured:
         return {**named, "not_possible": self.why}
 
 
-def unmeasured(backends: Iterable[Backend], judge: Judge | None = None) -> list[Unmeasured]:
+def unmeasured(backends: Iterable[Backend]) -> list[Unmeasured]:
     """The levels that are not measured of these backends, in one row where engine and reason are the same."""
     found: dict[tuple[str, str, str, bool], list[str]] = {}
     for backend in backends:
         for way in _levels_of(backend):
-            why, named = why_not(backend, way, judge), way in backend.evict_to
+            why, named = why_not(backend, way), way in backend.evict_to
             if why or not named:
                 found.setdefault((backend.engine, way, why, named), []).append(backend.name)
     return [
@@ -373,15 +373,15 @@ def unmeasured(backends: Iterable[Backend], judge: Judge | None = None) -> list[
     ]
 
 
-def why_not(backend: Backend, way: str, judge: Judge | None = None) -> str:
+def why_not(backend: Backend, way: str) -> str:
     """Why a backend cannot take a standby level, as far as it can be known beforehand; "" if it can.
 
     What its file says of a level that it names was checked when that was read.
     """
-    judge = judge or check.why_not_checkpoint
-    on_gpu = (judge(backend.gpus, backend.checkpoint_anyway) or "") if way == "checkpoint" else ""
-    if way in backend.evict_to or on_gpu:
-        return on_gpu
+    if way == "checkpoint" and (why := check.why_not_checkpoint(backend.gpus, backend.checkpoint_anyway)):
+        return why
+    if way in backend.evict_to:
+        return ""
     described: dict[str, object] = {"command": [*backend.service.command]}
     if backend.service.gpus_by:
         described["gpus"] = "all"

@@ -25,7 +25,7 @@ from typing import Any
 from anvil_mux.config.config import Config, models_by_name
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.lab.engines import Batching, EnginePace, SeenEngines, SwapTimes, mean_of_all
-from anvil_mux.lab.figures import Figures, figures
+from anvil_mux.lab.figures import Figures, figures, mean
 from anvil_mux.lab.player import PlayedAnswer, Script
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import Prompt
@@ -387,15 +387,10 @@ def compare(
         simulated=simulated,
         with_answers=virtual.run(as_expected, really).figures,
         with_swaps=virtual.run(SeenEngines(seen.or_else(expected), in_order=True), really).figures,
-        answer_seconds=(simulated.answer_seconds, _mean(really.values())),
+        answer_seconds=(simulated.answer_seconds, mean(really.values())),
         load_seconds=(_mean_expected(expected.loads, seen.loads), mean_of_all(seen.loads)),
         evict_seconds=(_mean_expected(expected.evictions, seen.evictions), mean_of_all(seen.evictions)),
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return fmean(found) if found else 0.0
 
 
 @dataclass(frozen=True)
@@ -438,7 +433,7 @@ class _VirtualReplay:
         )
         begun = {event.ticket: event.at for event in log if event.kind == "leased"}
         took = [event.at - begun[event.ticket] for event in log if event.kind == "released"]
-        return SimulatedReplay(figures(log), log, _mean(took))
+        return SimulatedReplay(figures(log), log, mean(took))
 
     def _batching(self) -> dict[str, Batching]:
         """Each backend's engine as it was measured to make several answers at a time."""

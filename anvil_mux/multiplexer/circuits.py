@@ -59,42 +59,60 @@ class Circuit:
         return self.state != "closed" and (self.on_trial or self.pause_left(now) > 0)
 
 
+CircuitChange = Callable[[Circuit, float], Circuit]
+"""A change of a circuit at a moment."""
+
+
+@dataclass(slots=True)
 class Permit:
     """One request to an external server. The first report of how it ended counts."""
 
-    __slots__ = ("_circuits", "_is_over", "_name", "is_trial")
-
-    def __init__(self, circuits: Circuits, name: str, *, is_trial: bool) -> None:
-        self._circuits = circuits
-        self._name = name
-        self._is_over = False
-        self.is_trial = is_trial
+    _circuits: Circuits
+    _name: str
+    is_trial: bool
+    _is_over: bool = False
 
     def succeeded(self) -> None:
-        """The server answered, if only that the request is wrong."""
-        self._end(lambda: self._circuits.succeeded(self._name, trial=self.is_trial))
+        """The server answered, if only that the request is wrong.
+
+        To a request from before the circuit opened that changes nothing.
+        """
+
+        def change(circuit: Circuit, now: float) -> Circuit:
+            return Circuit(heard=now) if self.is_trial or circuit.state == "closed" else circuit
+
+        self._end(change)
 
     def failed(self, why: str, *, pause: float | None = None, away: bool = False) -> None:
         """The server failed. ``pause``: for so many seconds it wants to be left alone. ``away``: it could not
         be reached."""
-        report = self._circuits.failed
-        self._end(lambda: report(self._name, why, pause=pause, trial=self.is_trial, away=away))
+
+        def change(circuit: Circuit, now: float) -> Circuit:
+            failures = circuit.failures + 1
+            circuit = replace(circuit, failures=failures, why=why, heard=now)
+            if circuit.state != "closed" and not self.is_trial:
+                return circuit  # it was under way when the circuit opened
+            if not self.is_trial and failures < MOST_FAILURES and not pause:
+                return circuit
+            return _opened(circuit, now, pause, away=away)
+
+        self._end(change)
 
     def left(self) -> None:
-        """The request ended for a reason that says nothing of the server."""
-        self._end(lambda: self._circuits.left(self._name, trial=self.is_trial))
+        """The request ended for a reason that says nothing of the server; after a trial the next is one."""
+        self._end(lambda circuit, now: replace(circuit, on_trial=circuit.on_trial and not self.is_trial))
 
-    def _end(self, report: Callable[[], None]) -> None:
+    def _end(self, change: CircuitChange) -> None:
         if not self._is_over:
             self._is_over = True
-            report()
+            self._circuits.change(self._name, change)
 
 
 class Circuits:
     """The circuits by backend. Any thread. ``tell`` is called, without the lock, when one opens or closes."""
 
     def __init__(self, clock: Clock, tell: Callable[[str, Circuit], object] = lambda name, to: None) -> None:
-        self._now = clock.now
+        self.now = clock.now
         self._lock = clock.lock()
         self.tell = tell
         self._circuits: dict[str, Circuit] = {}
@@ -106,7 +124,7 @@ class Circuits:
 
     def pause_left(self, name: str) -> float:
         """Seconds until a request may be let through."""
-        return self.of(name).pause_left(self._now())
+        return self.of(name).pause_left(self.now())
 
     def state(self, name: str) -> CircuitState:
         """The state of a circuit now; half-open also while the request that is to try it has not come yet."""
@@ -115,7 +133,7 @@ class Circuits:
 
     def refuses(self, name: str) -> bool:
         """Whether a request would be refused now."""
-        return self.of(name).refuses(self._now())
+        return self.of(name).refuses(self.now())
 
     def check(self, name: str) -> None:
         """Raise CircuitOpen if a request would be refused now."""
@@ -126,13 +144,13 @@ class Circuits:
         with self._lock:
             circuit = self.of(name)
             self._check(name, circuit)
-            if circuit.state == "closed":
-                return Permit(self, name, is_trial=False)
-            self._circuits[name] = replace(circuit, state="half_open", on_trial=True)
-        return Permit(self, name, is_trial=True)
+            is_trial = circuit.state != "closed"
+            if is_trial:
+                self._circuits[name] = replace(circuit, state="half_open", on_trial=True)
+        return Permit(self, name, is_trial)
 
     def _check(self, name: str, circuit: Circuit) -> None:
-        now = self._now()
+        now = self.now()
         if not circuit.refuses(now):
             return
         left = circuit.pause_left(now)
@@ -140,58 +158,26 @@ class Circuits:
         when = f"in {left:.0f} s" if left > 0 else "once the request that tries it has ended"
         raise CircuitOpen(f"{text}. Try again {when}.", retry_after=left or TRIAL_SECONDS)
 
-    # Reports
-
-    def succeeded(self, name: str, *, trial: bool = False) -> None:
-        """The server gave an answer; to a request from before the circuit opened that changes nothing."""
-
-        def changed(circuit: Circuit, now: float) -> Circuit:
-            return Circuit(heard=now) if trial or circuit.state == "closed" else circuit
-
-        self._change(name, changed)
-
-    def failed(
-        self, name: str, why: str, *, pause: float | None = None, trial: bool = False, away: bool = False
-    ) -> None:
-        """A request failed; see ``Permit``."""
-
-        def changed(circuit: Circuit, now: float) -> Circuit:
-            failures = circuit.failures + 1
-            circuit = replace(circuit, failures=failures, why=why, heard=now)
-            if circuit.state != "closed" and not trial:
-                return circuit  # it was under way when the circuit opened
-            if not trial and failures < MOST_FAILURES and not pause:
-                return circuit
-            return replace(_opened(circuit, now, pause), is_away=away)
-
-        self._change(name, changed)
-
-    def left(self, name: str, *, trial: bool) -> None:
-        """A request ended without saying anything of the server; after a trial the next one is another."""
-        if trial:
-            self._change(name, lambda circuit, now: replace(circuit, on_trial=False))
-
     def asked(self, name: str, problem: str) -> None:
         """The server was asked how it is; ``problem``: why it cannot be used, "" if it is well."""
 
-        def changed(circuit: Circuit, now: float) -> Circuit:
+        def change(circuit: Circuit, now: float) -> Circuit:
             if circuit.on_trial:
                 return circuit
             if problem:
-                return replace(
-                    _opened(replace(circuit, why=f"it {problem}"), now, None), is_away=True, heard=now
-                )
+                return _opened(replace(circuit, why=f"it {problem}", heard=now), now, None, away=True)
             if circuit.state == "closed":
                 return replace(circuit, heard=now)
             # That it is there does not say that it does its work: what failed at that is tried by a request.
             return Circuit(heard=now) if circuit.is_away else circuit
 
-        self._change(name, changed)
+        self.change(name, change)
 
-    def _change(self, name: str, change: Callable[[Circuit, float], Circuit]) -> None:
+    def change(self, name: str, change: CircuitChange) -> None:
+        """Change a circuit, and tell if it opens or closes by that."""
         with self._lock:
             before = self.of(name)
-            after = self._circuits[name] = change(before, self._now())
+            after = self._circuits[name] = change(before, self.now())
         if (before.state == "closed") != (after.state == "closed"):
             self.tell(name, after)
 
@@ -204,9 +190,9 @@ class Circuits:
 _CLOSED = Circuit()
 
 
-def _opened(circuit: Circuit, now: float, pause: float | None) -> Circuit:
+def _opened(circuit: Circuit, now: float, pause: float | None, *, away: bool) -> Circuit:
     pauses = circuit.pauses + 1
     length = min(FIRST_PAUSE * 2.0 ** min(pauses - 1, 10), LONGEST_PAUSE)
     if pause is not None:
         length = min(max(pause, 1.0), LONGEST_ASKED)
-    return replace(circuit, state="open", pauses=pauses, until=now + length, on_trial=False, is_away=False)
+    return replace(circuit, state="open", pauses=pauses, until=now + length, on_trial=False, is_away=away)

@@ -23,8 +23,9 @@ import logging
 import os
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -54,7 +55,7 @@ from anvil_mux.scheduler.slot import (
     Ticket,
 )
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +73,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two looks at an engine in doubt."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class EngineRun:
     """One run of an engine, since it was ready. Compared by identity: the next at its address is another."""
 
-    __slots__ = ("address",)
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.address = address
+    address: tuple[str, int]
 
 
 class Granted(NamedTuple):
@@ -136,7 +135,7 @@ class SchedulerDriver:
         """Backend -> the last run that was seen of it."""
         self.loads: dict[str, int] = {}
         """Backend -> the number of its last load; none: it was adopted."""
-        self.reported: dict[str, tuple[float, LogProgress]] = {}
+        self.reported: dict[str, tuple[float, Progress]] = {}
         """Backend -> what its log said last of a load, and when."""
         self.prompts: dict[str, KeptPrompts] = {}
         """Backend -> its prompts on disk, of those that keep some."""
@@ -146,7 +145,7 @@ class SchedulerDriver:
         self._jobs: deque[Job] = deque()
         self._ask_at = -FOREVER
         """The moment at which time has to have passed."""
-        self._started = self._closed = False
+        self._closed = False
 
     def _take(self, config: Config) -> None:
         self.config, self.names = config, config.names
@@ -161,15 +160,9 @@ class SchedulerDriver:
         known = dict(layout.settings.wanted)
         known |= {slot.name: slot.backend for slot in layout.slots}
         self.backends |= known
-        tables: tuple[dict[str, Any], ...] = (
-            self.runs,
-            self.loads,
-            self.reported,
-            self.prompts,
-            self.cards,
-        )
+        tables: list[dict[str, Any]] = [self.backends, self.runs, self.loads]
+        tables += [self.reported, self.prompts, self.cards]
         for name in self.backends.keys() - known.keys():  # those that have left their GPUs for good
-            del self.backends[name]
             for table in tables:
                 table.pop(name, None)
         return effects
@@ -231,7 +224,9 @@ class SchedulerDriver:
                 self._close_idle(run)
         begun = [job for job in jobs if not isinstance(job.step, Cancel)]
         if begun:
-            self.submit(begun)
+            with self.lock:
+                self._jobs.extend(begun)
+                self._changed.notify()
         for mistake in effects.mistakes:
             log.error("a mistake in the scheduler; what it concerns is tried again", exc_info=mistake)
 
@@ -239,10 +234,6 @@ class SchedulerDriver:
 
     def start(self) -> None:
         """Begin; the threads run on the CPUs of the thread that calls this."""
-        with self.lock:
-            if self._started:
-                return
-            self._started = True
         self.clock.spawn(self._run, "scheduler")
 
     def ask_at(self, moment: float) -> None:
@@ -251,54 +242,40 @@ class SchedulerDriver:
             self._changed.notify()
         self._ask_at = moment
 
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Have jobs performed, begun in this order. Not under the lock."""
-        with self.lock:
-            self._jobs.extend(jobs)
-            self._changed.notify()
-
     def close(self) -> None:
         """Begin nothing any more. Under the lock."""
         self._closed = True
         self._changed.notify()
 
     def _run(self) -> None:
-        goes_on: bool | None = True
-        while goes_on or goes_on is None:
-            goes_on = safely("scheduler", self._turn, None)
-            if goes_on is None:  # after a mistake, without this thread nothing is ever swapped again
+        while not self._closed:
+            if not safely("scheduler", self._turn, False):  # without this thread nothing is ever swapped
                 with self.lock:
                     self._ask_at = self.clock.now() + AFTER_MISTAKE_SECONDS
 
     def _turn(self) -> bool:
-        """Begin a job or say that time has passed, when that is due; False once it is closed."""
+        """Begin a job, or say that time has passed, once that is due; True, also where it is closed."""
         with self.lock:
             while not (self._jobs or self._closed or self._ask_at <= self.clock.now()):
                 self._changed.wait(None if self._ask_at == FOREVER else self._ask_at - self.clock.now())
             if self._closed:
-                return False
+                return True
             job = self._jobs.popleft() if self._jobs else None
         if job is None:
-            self._time_passed()
+            self.tell(self.scheduler.time_passed)
         else:
             self._begin(job)
         return True
-
-    def _time_passed(self) -> None:
-        self.tell(self.scheduler.time_passed)
 
     def _begin(self, job: Job) -> None:
         try:
             self.clock.spawn(partial(self._perform, job), f"step-{job.step.backend}")
         except (RuntimeError, MemoryError) as error:
-            self._not_begun(job, f"no thread can be started: {error}")
-
-    def _not_begun(self, job: Job, why: str) -> None:
-        """Report a step that nobody could begin."""
-        if isinstance(job.step, Load):
-            self.tell(self.scheduler.load_failed, job.step, error=LoadError(why))
-        else:
-            self.tell(self.scheduler.evict_failed, job.step, why=why)
+            why = f"no thread can be started: {error}"
+            if isinstance(job.step, Load):
+                self.tell(self.scheduler.load_failed, job.step, error=LoadError(why))
+            else:
+                self.tell(self.scheduler.evict_failed, job.step, why=why)
 
     # A step
 
@@ -383,10 +360,12 @@ class RequestCounts:
             with self._lock:
                 self._under_way[key] -= 1
 
-    def check_waiting(self, key: Key, limit: int) -> None:
-        """TooManyRequests if so many requests of ``key`` wait already. Under the lock."""
-        count = self._waiting[key]
-        if count >= limit:
+    def check_waiting(self, sender: Hashable) -> None:
+        """TooManyRequests if as many requests of a key wait already as may. Under the lock."""
+        if not isinstance(sender, Key) or sender.waiting is None:
+            return
+        count = self._waiting[sender]
+        if count >= sender.waiting:
             raise TooManyRequests(f"This API key has {count} requests waiting already, as many as it may.")
 
     def count_waiting(self, ticket: Ticket, change: int) -> None:
@@ -397,6 +376,9 @@ class RequestCounts:
 
 
 # Facts from outside
+
+Running = Mapping[str, str | Evicted]
+"""Backend that was found -> the URL at which it serves, or how it is in standby."""
 
 
 class Facts:
@@ -432,12 +414,10 @@ class Facts:
         """
 
         def fact(now: float) -> Effects:
-            slot = self._scheduler.layout.slot(backend)
-            if slot is None or (loaded is not None and slot.loaded != loaded):
-                return NOTHING
             if load is not None and load != self._driver.loads.get(backend, 0):
                 return NOTHING
-            return self._scheduler.died(backend, now, why, log)
+            is_it = loaded is None or self._is_since(backend, loaded)
+            return self._scheduler.died(backend, now, why, log) if is_it else NOTHING
 
         self._apply(fact)
         self.doubts.settle(backend)
@@ -446,11 +426,15 @@ class Facts:
         """The engine answers nobody; nothing follows if it was loaded anew since ``loaded``."""
 
         def fact(now: float) -> Effects:
-            slot = self._scheduler.layout.slot(backend)
-            is_same = slot is not None and slot.loaded == loaded
-            return self._scheduler.unanswering(backend, now) if is_same else NOTHING
+            is_it = self._is_since(backend, loaded)
+            return self._scheduler.unanswering(backend, now) if is_it else NOTHING
 
         self._apply(fact)
+
+    def _is_since(self, backend: str, loaded: float) -> bool:
+        """Whether a backend is there, and was not loaded anew since a moment. Under the lock."""
+        slot = self._scheduler.layout.slot(backend)
+        return slot is not None and slot.loaded == loaded
 
     def is_heard(self, backend: str, since: float) -> bool:
         """Whether any request got a part of an answer from the backend since a moment."""
@@ -467,15 +451,13 @@ class Facts:
         self._tell(self._scheduler.host_lost, host)
         self.doubts.settle_lost()
 
-    def host_back(
-        self, host: str, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
-    ) -> None:
-        """A lost host is heard of again: these backends run there (name -> URL), or are in standby."""
-        found = dict.fromkeys(running, RUNS) | {name: _found(left) for name, left in (standby or {}).items()}
+    def host_back(self, host: str, found: Running) -> None:
+        """A lost host is heard of again, where these backends were found."""
 
         def fact(now: float) -> Effects:
-            self._driver.runs |= {name: EngineRun(address_of(url)) for name, url in running.items()}
-            return self._scheduler.host_back(host, now, found)
+            for name, how in found.items():
+                self._note_run(name, how)
+            return self._scheduler.host_back(host, now, {name: _found(how) for name, how in found.items()})
 
         self._apply(fact)
 
@@ -497,34 +479,32 @@ class Facts:
         for name in backends:
             self._tell(self._scheduler.looked_at, name)
 
-    def adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None) -> list[str]:
-        """Takes over backends that run already (name -> URL), or are in standby; returns what cannot stay."""
-        refused = [name for name, url in running.items() if not self._adopt(name, RUNS, url)]
-        return refused + [
-            name for name, left in (standby or {}).items() if not self._adopt(name, _found(left))
-        ]
+    def adopt(self, found: Running) -> list[str]:
+        """Takes over backends that run already, or are in standby; returns what cannot stay."""
+        return [name for name, how in found.items() if not self._adopt(name, how)]
 
-    def _adopt(self, name: str, found: FoundBackend, url: str = "") -> bool:
+    def _adopt(self, name: str, how: str | Evicted) -> bool:
         def fact(now: float) -> Effects:
             slot = self._scheduler.layout.slot(name)
             if slot is None or slot.state != "stopped":
                 return Effects()
             self._driver.loads.pop(name, None)
-            if url:
-                self._driver.runs[name] = EngineRun(address_of(url))
-            return self._scheduler.adopted(name, now, found)
+            self._note_run(name, how)
+            return self._scheduler.adopted(name, now, _found(how))
 
         return self._apply(fact) is not NOTHING
 
+    def _note_run(self, backend: str, how: str | Evicted) -> None:
+        """Note where a backend listens that was found, if it serves. Under the lock."""
+        if isinstance(how, str):
+            self._driver.runs[backend] = EngineRun(address_of(how))
+
     # From people, and from other anvil-mux
 
-    def reconfigure(
-        self, config: Config, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
-    ) -> list[str]:
+    def reconfigure(self, config: Config, found: Running) -> list[str]:
         """Apply another configuration while requests run on; the rest is as with ``adopt``."""
-        found = [*running, *(standby or {})]
         self._apply(lambda now: self._driver.reconfigured(config, now, found))
-        refused = self.adopt(running, standby)
+        refused = self.adopt(found)
         self.looked_at(found)
         return refused
 
@@ -549,21 +529,19 @@ class Facts:
             self._tell(self._scheduler.heard, model, reports)
 
 
-def _found(left: Evicted) -> FoundBackend:
-    return FoundBackend(left.level, left.residual, left.host_bytes)
+def _found(how: str | Evicted) -> FoundBackend:
+    return RUNS if isinstance(how, str) else FoundBackend(how.level, how.residual, how.host_bytes)
 
 
+@dataclass(eq=False)
 class _Doubt:
     """One doubt, of one run of a backend."""
 
-    __slots__ = ("loaded", "since", "waiting")
-
-    def __init__(self, loaded: float, since: float) -> None:
-        self.loaded = loaded
-        """Tells the runs of the backend apart."""
-        self.since = since
-        self.waiting: list[Latch] = []
-        """The latches of requests that wait for the first finding."""
+    loaded: float
+    """Tells the runs of the backend apart."""
+    since: float
+    waiting: list[Latch] = field(default_factory=list)
+    """The latches of requests that wait for the first finding."""
 
 
 class Doubts:
@@ -658,12 +636,12 @@ class Doubts:
 
     def settle(self, name: str, doubt: _Doubt | None = None) -> None:
         """Let requests go on that wait to learn what became of the backend: it is known, or asked no more."""
+        waiting: list[Latch] = []
         with self._lock:
             if doubt is None or self._open.get(name) is doubt:
                 doubt = self._open.pop(name, None)
-            waiting = doubt.waiting if doubt else []
             if doubt:
-                doubt.waiting = []
+                waiting, doubt.waiting = doubt.waiting, []
         for found in waiting:
             found.set()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config
@@ -49,20 +49,6 @@ Tend = Callable[[float], None]
 
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
-
-    __slots__ = (
-        "_driver",
-        "_is_over",
-        "address",
-        "backend",
-        "is_routed",
-        "permit",
-        "prefill",
-        "run",
-        "ticket",
-        "waited",
-        "why",
-    )
 
     def __init__(self, driver: SchedulerDriver, ticket: Ticket) -> None:
         """``ticket``: it was granted."""
@@ -129,8 +115,7 @@ class Lease:
     @property
     def gpu_seconds(self) -> float:
         """The GPU time that the request had, once it is released: on each GPU, its part of the time."""
-        gpus = len(self.backend.gpu_names)
-        return max(self.ticket.share, 0.0) * gpus if gpus else 0.0
+        return max(self.ticket.share, 0.0) * len(self.backend.gpu_names)
 
     def first_byte(self) -> bool:
         """The answer begins to come. False: the request was taken back before; nothing of it may be shown.
@@ -146,20 +131,10 @@ class Lease:
         return self.ticket.severed is not None
 
     @property
-    def taken_back(self) -> bool:
-        """Whether it was severed because a better replica became free: the request has to be leased anew."""
-        return self.ticket.taken_back
-
-    @property
     def is_host_lost(self) -> bool:
         """Whether it was severed because its host is lost: the request may be served on another one."""
         severed = self.ticket.severed
         return severed is not None and severed.cause.kind == "host_lost"
-
-    @property
-    def crash(self) -> Crash | None:
-        """The backend ended under it."""
-        return self.ticket.crash
 
     def on_severed(self, cut: Callable[[], None]) -> None:
         """``cut`` is called from another thread, outside the lock, when the lease is severed.
@@ -220,7 +195,8 @@ class Multiplexer:
         self.circuits = Circuits(self._clock)
         self.overview = Overview(self._driver, self.circuits)
         # The driver's lock guards what follows.
-        self._tickets = 0
+        self._numbers = count(1)
+        """The numbers of tickets."""
         self._closing: MuxError | None = None
 
     def __repr__(self) -> str:
@@ -261,7 +237,7 @@ class Multiplexer:
         """
         ticket = Ticket(0, model, 0.0, work=work, sender=key, crashes=crashes)
         ticket.request, ticket.never_swaps, ticket.resent = request, never_swaps, resent
-        self._ask_for(ticket, tend, key=key, staged=staged)
+        self._ask_for(ticket, tend, staged=staged)
         lease = Lease(self._driver, ticket)
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
@@ -273,9 +249,7 @@ class Multiplexer:
         """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
         self._ask_for(Ticket(0, model, 0.0, takes_lease=False), tend)
 
-    def _ask_for(
-        self, ticket: Ticket, tend: Tend | None, *, key: Key | None = None, staged: bool = False
-    ) -> None:
+    def _ask_for(self, ticket: Ticket, tend: Tend | None, *, staged: bool = False) -> None:
         """Have the ticket leased or failed, however long that takes. It gets its number and moment here."""
         model, work = ticket.model, ticket.work
         driver = self._driver
@@ -285,14 +259,15 @@ class Multiplexer:
                 raise self._closing.copy()
             if model not in driver.served:
                 raise UnknownModel(model, driver.served)
-            if self._layout.models[model].queue.tickets:
-                self._check_room_to_wait(model, work)
-            if key and key.waiting is not None and not self._takes(model, work):
-                self.counts.check_waiting(key, key.waiting)
-            self._tickets += 1
-            if staged:
-                ticket.prefill = self._first_stage(model, now, work)
-            ticket.id, ticket.since = self._tickets, now
+            target = self._layout.models[model]
+            if (ticket.sender or target.queue.tickets) and not target.takes(work.owner):
+                if error := no_room_to_wait(target, self.counts.waiting, driver.config.max_queue):
+                    raise error
+                self.counts.check_waiting(ticket.sender)
+            if staged:  # the prefill's input is computed without a stream: nothing of it is seen before
+                first = work._replace(infer_type="prefill", stream=False)
+                ticket.prefill = Ticket(next(self._numbers), model, now, work=first)
+            ticket.id, ticket.since = next(self._numbers), now
             effects = self.scheduler.requested(ticket, now)
             driver.grant(ticket)
             if not ticket.settled:
@@ -305,23 +280,6 @@ class Multiplexer:
             self._wait(ticket, tend)
         if ticket.error:
             raise ticket.error.copy()  # one error may end a whole queue
-
-    def _check_room_to_wait(self, model: str, work: Work) -> None:
-        """Overloaded if a request would wait, and as many do as may. Under the lock."""
-        error = no_room_to_wait(
-            self._layout.models[model], self.counts.waiting, self._driver.config.max_queue
-        )
-        if error and not self._takes(model, work):
-            raise error
-
-    def _takes(self, model: str, work: Work) -> bool:
-        """Whether a request for a model would be leased at once. Under the lock."""
-        return self._layout.models[model].takes(work.owner)
-
-    def _first_stage(self, model: str, now: float, work: Work) -> Ticket:
-        """The prefill computes its input without a stream, so nothing of it is seen before it is done."""
-        self._tickets += 1
-        return Ticket(self._tickets - 1, model, now, work=work._replace(infer_type="prefill", stream=False))
 
     def _wait(self, ticket: Ticket, tend: Tend | None) -> None:
         pause = TEND_SECONDS if tend else FOREVER
@@ -372,32 +330,31 @@ class Multiplexer:
         """End one request, named by its ticket's number or by its id: one that waits fails, one that runs is
         cut and ends its lease by itself. False if there is none.
         """
-        found: list[Ticket] = []
+        found: Ticket | None = None
 
         def is_meant(ticket: Ticket) -> bool:
             return ticket.id == number if number is not None else ticket.request == request != ""
 
         def fact(now: float) -> Effects:
-            models = list(self._layout.models.values())
+            nonlocal found
+            models = self._layout.models.values()
             running = (ticket for model in models for slot in model.slots for ticket in slot.holders)
             waiting = (ticket for model in models for ticket in model.queue)
-            found.extend(islice(filter(is_meant, chain(waiting, running)), 1))
-            if not found:
+            found = next(filter(is_meant, chain(waiting, running)), None)
+            if found is None:
                 return NOTHING
-            [ticket] = found
-            if ticket.backend:
-                ticket.severed = Severance(Cause("cancelled"))
+            if found.backend:
+                found.severed = Severance(Cause("cancelled"))
                 return NOTHING
-            error = Cancelled(f"This request for {ticket.model} was taken out of its queue.")
-            return self._leave_queue(ticket, now, error)
+            error = Cancelled(f"This request for {found.model} was taken out of its queue.")
+            return self._leave_queue(found, now, error)
 
         self._driver.apply(fact)
-        for ticket in found:
-            if ticket.backend:
-                cut(ticket)
-            else:
-                ticket.wake.set()
-        return bool(found)
+        if found and found.backend:
+            cut(found)
+        elif found:
+            found.wake.set()
+        return found is not None
 
     # Its life
 

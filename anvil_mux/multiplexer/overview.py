@@ -13,9 +13,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu
-from anvil_mux.config.values import AnyOf
 from anvil_mux.host.seam import CardRead
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.driver import SchedulerDriver
@@ -41,7 +40,6 @@ from anvil_mux.scheduler.status import (
 )
 from anvil_mux.scheduler.waits import (
     ComingLoad,
-    LogProgress,
     Progress,
     WaitEstimate,
     coming_load,
@@ -77,13 +75,10 @@ class Overview:
         """Find a backend as it was last started or is to be, also if the configuration has it no longer."""
         return self._driver.backends.get(name)
 
-    def configured(self) -> tuple[Backend, ...]:
-        """The backends of the configuration that holds now."""
-        return self._driver.config.backends
-
-    def leaves_gpus(self) -> bool:
-        """Whether a GPU is left to other programs once they hold much of it."""
-        return self._driver.config.yield_above is not None
+    @property
+    def config(self) -> Config:
+        """The configuration that holds now."""
+        return self._driver.config
 
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
@@ -121,10 +116,6 @@ class Overview:
         with self._lock:
             return [model.name for model in self._layout.models.values() if model.ready]
 
-    def any_of(self) -> dict[str, AnyOf]:
-        """The names that stand for several models, in the configuration that holds now."""
-        return self._driver.config.any_of
-
     def has_another(self, backend: Backend) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
         with self._lock:
@@ -157,19 +148,16 @@ class Overview:
         if name not in self._layout.models:
             return []
         (group, model), now = self._layout.find(name), self._clock.now()
-        made = model_state(group, model, now, self._progress(group, model, now))
-        return [self._with_prompts(made) if self._prompts else made]
-
-    def _with_prompts(self, model: ModelState) -> ModelState:
-        """The state of a model with what is known of prompts on disk. Under the lock."""
-        keeps = self._driver.backends
-        known = {
+        state = model_state(group, model, now, self._progress(group, model, now))
+        kept = {
             each.backend: self._prompts[each.backend]
-            for each in model.backends
-            if each.backend in self._prompts and keeps[each.backend].prompt_cache is not None
+            for each in state.backends
+            if each.backend in self._prompts and self._driver.backends[each.backend].prompt_cache is not None
         }
-        backends = [replace(each, kept_prompts=known.get(each.backend)) for each in model.backends]
-        return replace(model, backends=tuple(backends)) if known else model
+        if kept:
+            backends = [replace(each, kept_prompts=kept.get(each.backend)) for each in state.backends]
+            state = replace(state, backends=tuple(backends))
+        return [state]
 
     def _gpu_states(self, known: Mapping[str, Gpu], name: str) -> list[GpuState]:
         """The GPUs of a GPU group, unless it is gone. Under the lock."""
@@ -237,9 +225,7 @@ class Overview:
     def loading(self) -> list[str]:
         """The backends that are being loaded."""
         with self._lock:
-            models = self._layout.models.values()
-            loading = [slot for model in models for slot in model.active if slot.state in LOADING]
-            return list(dict.fromkeys(slot.name for slot in loading))
+            return [slot.name for slot in self._layout.slots if slot.state in LOADING]
 
     def leaving(self) -> list[Backend]:
         """List the backends that go because the configuration has changed, and have not gone yet."""
@@ -307,7 +293,7 @@ class Overview:
         at, said = self._reported.get(slot.name, (now, None))
         return progress(now - slot.since, expected_load(group, slot), said if at >= slot.since else None)
 
-    def report(self, backend: str, said: LogProgress) -> None:
+    def report(self, backend: str, said: Progress) -> None:
         """Note what the log of a backend says of its load."""
         with self._lock:
             self._reported[backend] = self._clock.now(), said

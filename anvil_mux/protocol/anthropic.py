@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from anvil_mux.errors import BadRequest
 from anvil_mux.protocol.api import written
@@ -20,10 +20,6 @@ from anvil_mux.protocol.completions import (
     ChunkReader,
     Ending,
     Part,
-    Text,
-    Thinking,
-    ToolArguments,
-    ToolBegin,
     Translation,
     arguments_of,
     count,
@@ -194,28 +190,12 @@ def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
 
 # Answers
 
-_KINDS: dict[type[Part], str] = {
-    Text: "text",
-    Thinking: "thinking",
-    ToolBegin: "tool_use",
-    ToolArguments: "tool_use",
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
 }
-"""The block that a part stands in."""
-
-
-class _Piece(NamedTuple):
-    """How a block that grows is told: its field, and the kind and the field of the events."""
-
-    field: str
-    event: str
-    event_field: str
-
-
-_PIECES = {
-    "text": _Piece("text", "text_delta", "text"),
-    "thinking": _Piece("thinking", "thinking_delta", "thinking"),
-    "tool_use": _Piece("input", "input_json_delta", "partial_json"),
-}
+"""How an event tells that a block grows: its type, and the field of what is added."""
 
 
 class _Message(AnswerTranslation):
@@ -238,11 +218,9 @@ class _Message(AnswerTranslation):
         parts, ending = parts_of(body)
         content: list[Block] = []
         for part in parts:
-            kind = _KINDS[type(part)]
-            if isinstance(part, ToolBegin) or not content or content[-1]["type"] != kind:
-                content.append(_begin(part, kind))
-            if not isinstance(part, ToolBegin):
-                content[-1][_PIECES[kind].field] += part.text
+            if part.id or not content or content[-1]["type"] != part.kind:
+                content.append(_begin(part))
+            content[-1][_field(part)] += part.text
         for block in content:
             if block["type"] == "tool_use":
                 block["input"] = arguments_of(block["input"])
@@ -269,16 +247,15 @@ class _Message(AnswerTranslation):
 
     def _events(self, part: Part) -> Iterator[bytes]:
         yield from self._start()
-        kind = _KINDS[type(part)]
-        if kind != self._block or isinstance(part, ToolBegin):
+        if part.id or part.kind != self._block:
             yield from self._stop_block()
-            self._block, self._index = kind, self._index + 1
-            block = _begin(part, kind)
-            block |= {"input": {}} if kind == "tool_use" else {}
+            self._block, self._index = part.kind, self._index + 1
+            block = _begin(part)
+            block |= {"input": {}} if part.id else {}
             yield _event("content_block_start", index=self._index, content_block=block)
-        if not isinstance(part, ToolBegin):
-            piece = _PIECES[kind]
-            delta = {"type": piece.event, piece.event_field: part.text}
+        if not part.id:
+            kind, field = _DELTAS[part.kind]
+            delta = {"type": kind, field: part.text}
             yield _event("content_block_delta", index=self._index, delta=delta)
 
     def _start(self) -> Iterator[bytes]:
@@ -304,11 +281,16 @@ class _Count(AnswerTranslation):
         return written({"input_tokens": tokens})
 
 
-def _begin(part: Part, kind: str) -> Block:
+def _field(part: Part) -> str:
+    """The field of a block that its parts fill."""
+    return "input" if part.kind == "tool_use" else part.kind
+
+
+def _begin(part: Part) -> Block:
     """The block that a part begins, with nothing of what is said piece by piece."""
-    about = {"id": part.id, "name": part.name} if isinstance(part, ToolBegin) else {}
-    more = {"signature": ""} if kind == "thinking" else {}
-    return {"type": kind, **about, _PIECES[kind].field: "", **more}
+    about = {"id": part.id, "name": part.name} if part.id else {}
+    more = {"signature": ""} if part.kind == "thinking" else {}
+    return {"type": part.kind, **about, _field(part): "", **more}
 
 
 def _reason(ending: Ending) -> str:

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from anvil_mux.clock import MOST_COUNT
 from anvil_mux.errors import BackendError, BadRequest
@@ -28,32 +28,17 @@ MAX_LINE = 16 << 20
 """Bytes of one event."""
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    text: str
+class Part(NamedTuple):
+    """A piece of an answer. A call of a tool begins with its id and name, and pieces of its arguments follow,
+    which are JSON.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Thinking:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolBegin:
-    """A tool is called; its arguments follow."""
-
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolArguments:
-    """A piece of the JSON that the tool begun last is called with."""
-
-    text: str
-
-
-Part = Text | Thinking | ToolBegin | ToolArguments
+    kind: str
+    """One of text, thinking, tool_use."""
+    text: str = ""
+    id: str = ""
+    """Only where a tool's call begins."""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +91,9 @@ class Translation:
     answer: AnswerTranslation
     stream: bool = False
     keep_alive: float | None = None
-    """The seconds for which the model is to stay once nobody uses it; None: nothing is said of that."""
-
-    @property
-    def unloads(self) -> bool:
-        """Whether the model is unloaded afterwards, if nobody else uses it."""
-        return self.keep_alive == 0
+    """The seconds for which the model is to stay once nobody uses it; None: nothing is said of that; 0: it is
+    unloaded then.
+    """
 
     def body(self, model: str) -> bytes:
         return written({"model": model, **self.question})
@@ -149,11 +131,8 @@ def finite(value: Any) -> Any:
 
 def arguments_of(call: str) -> dict[str, Any]:
     """The arguments of a tool call; engines pass on what the model wrote, which need not be JSON."""
-    try:
-        found = foreign.read(call or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    found = foreign.read_object(call or "{}")
+    if found is None:
         raise BackendError(f"The model called a tool with what is no JSON object: {call[:200]}")
     return found
 
@@ -183,11 +162,8 @@ def text(said: Mapping[str, Any], key: str) -> str:
 
 def document(body: bytes) -> dict[str, Any]:
     """An engine's JSON object."""
-    try:
-        found = foreign.read(body)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    found = foreign.read_object(body)
+    if found is None:
         raise BackendError("The engine's answer is not a JSON object.")
     _raise_error(found)
     return found
@@ -200,11 +176,11 @@ def parts_of(body: bytes) -> tuple[list[Part], Ending]:
     if choice is None:
         raise BackendError("The engine's answer has no choices.")
     message = choice.get("message")
-    parts = list(_said(message if isinstance(message, dict) else choice))
-    for index, call in enumerate(_calls(message if isinstance(message, dict) else {})):
-        parts.append(_tool_begin(call, index))
-        parts.append(ToolArguments(_arguments(call)))
-    called = any(isinstance(part, ToolBegin) for part in parts)
+    message = message if isinstance(message, dict) else choice
+    parts = list(_said(message))
+    for index, call in enumerate(_calls(message)):
+        parts += [_tool_begin(call, index), Part("tool_use", _arguments(call))]
+    called = any(part.id for part in parts)
     return parts, _ending(choice, found.get("usage"), found.get("timings"), called=called)
 
 
@@ -261,7 +237,7 @@ class ChunkReader:
             self._tool = index
             yield _tool_begin(call, index)
         if arguments := _arguments(call):
-            yield ToolArguments(arguments)
+            yield Part("tool_use", arguments)
 
 
 def _choice(found: dict[str, Any]) -> dict[str, Any] | None:
@@ -273,10 +249,10 @@ def _choice(found: dict[str, Any]) -> dict[str, Any] | None:
 def _said(message: dict[str, Any]) -> Iterator[Part]:
     thought = message.get("reasoning_content") or message.get("reasoning")
     if thought and isinstance(thought, str):
-        yield Thinking(thought)
+        yield Part("thinking", thought)
     said = message.get("content") or message.get("text")
     if said and isinstance(said, str):
-        yield Text(said)
+        yield Part("text", said)
 
 
 def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -284,9 +260,9 @@ def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
-def _tool_begin(call: dict[str, Any], index: object) -> ToolBegin:
-    function = _function(call)
-    return ToolBegin(str(call.get("id") or f"call_{index}"), str(function.get("name") or ""))
+def _tool_begin(call: dict[str, Any], index: object) -> Part:
+    name = str(_function(call).get("name") or "")
+    return Part("tool_use", id=str(call.get("id") or f"call_{index}"), name=name)
 
 
 def _arguments(call: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from anvil_mux.errors import BadRequest, TooLarge
 
@@ -91,6 +91,20 @@ def read(
     return json.loads(text, object_pairs_hook=pairs)
 
 
+def read_or_none(text: str | bytes | bytearray, *, of_request: bool = False) -> Any:
+    """The same; None where the text is none, or goes beyond the limits."""
+    try:
+        return read(text, of_request=of_request)
+    except ValueError:
+        return None
+
+
+def read_object(text: str | bytes | bytearray, *, of_request: bool = False) -> dict[str, Any] | None:
+    """The object that a JSON text is; None if it is none, or goes beyond the limits."""
+    found = read_or_none(text, of_request=of_request)
+    return found if isinstance(found, dict) else None
+
+
 class Lines:
     """The lines of a stream, in whatever pieces it comes: none is copied for each of its pieces."""
 
@@ -112,17 +126,7 @@ class Lines:
 # Compressed bodies
 
 
-class Unpacker(Protocol):
-    """The common interface of zlib's and zstd's decompressors."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: Any, max_length: int, /) -> bytes: ...
-
-
-def _find_zstd() -> Callable[[], Unpacker] | None:
+def _find_zstd() -> Callable[[], Any] | None:
     for name in ("compression.zstd", "backports.zstd"):
         try:
             return import_module(name).ZstdDecompressor  # type: ignore[no-any-return]
@@ -131,12 +135,13 @@ def _find_zstd() -> Callable[[], Unpacker] | None:
     return None
 
 
-CODINGS: dict[str, Callable[[], Unpacker] | None] = {
+CODINGS: dict[str, Callable[[], Any] | None] = {
     "gzip": lambda: zlib.decompressobj(31),
     "x-gzip": lambda: zlib.decompressobj(31),
     "deflate": zlib.decompressobj,
     "zstd": _find_zstd(),
 }
+"""Coding -> what makes a decompressor, whose interface zlib and zstd have in common; None: it is missing."""
 
 
 RATIO = 100
@@ -160,7 +165,7 @@ def unpacked(body: bytes | bytearray, coding: str, limit: int) -> bytes:
         raise BadRequest(f"Content-Encoding {coding} is not understood{needs}: {advice}", status=415)
     unpacker = make()
     try:
-        content = unpacker.decompress(body, limit + 1)
+        content: bytes = unpacker.decompress(body, limit + 1)
     except Exception as error:  # each library has errors of its own
         raise BadRequest(f"the body is not {coding}: {error}", param="body") from None
     if len(content) > limit:

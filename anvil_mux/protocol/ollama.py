@@ -27,10 +27,6 @@ from anvil_mux.protocol.completions import (
     ChunkReader,
     Ending,
     Part,
-    Text,
-    Thinking,
-    ToolArguments,
-    ToolBegin,
     Translation,
     arguments_of,
     count,
@@ -87,11 +83,12 @@ def embed(said: dict[str, Any]) -> Translation:
     question = {"input": said.get("input")}
     if "dimensions" in said:
         question["dimensions"] = said["dimensions"]
-    return _without_stream(said, question, "input", _Embed)
+    return _translation(said, "/v1/embeddings" if said.get("input") else "", question, _Embed)
 
 
 def embeddings(said: dict[str, Any]) -> Translation:
-    return _without_stream(said, {"input": text(said, "prompt")}, "prompt", _Embeddings)
+    prompt = text(said, "prompt")
+    return _translation(said, "/v1/embeddings" if prompt else "", {"input": prompt}, _Embeddings)
 
 
 TRANSLATE: dict[str, Callable[[dict[str, Any]], Translation]] = {
@@ -105,21 +102,10 @@ TRANSLATE: dict[str, Callable[[dict[str, Any]], Translation]] = {
 def _translation(
     said: dict[str, Any], path: str, question: dict[str, Any], answer: type[_Words]
 ) -> Translation:
-    stream = said.get("stream", True) is not False
+    """The translation; ``path`` is empty where nothing is asked."""
+    stream = issubclass(answer, _Spoken) and said.get("stream", True) is not False
     if stream and path:
         question |= {"stream": True, "stream_options": {"include_usage": True}}
-    return _made(said, path, question, answer, stream=stream)
-
-
-def _without_stream(
-    said: dict[str, Any], question: dict[str, Any], key: str, answer: type[_Words]
-) -> Translation:
-    return _made(said, "/v1/embeddings" if said.get(key) else "", question, answer, stream=False)
-
-
-def _made(
-    said: dict[str, Any], path: str, question: dict[str, Any], answer: type[_Words], *, stream: bool
-) -> Translation:
     name, keep_alive = name_in(said), _keep_alive(said)
     about = answer(name or "", "unload" if keep_alive == 0 else "load")
     return Translation(name, path, question, about, stream=stream, keep_alive=keep_alive)
@@ -305,13 +291,12 @@ class _Spoken(_Words):
 
     def _gather(self, part: Part) -> bool:
         """Keep what belongs to a tool call, which is sent whole."""
-        match part:
-            case ToolBegin(id, name):
-                self._calls.append((id, name, []))
-            case ToolArguments(piece) if self._calls:
-                self._calls[-1][2].append(piece)
-            case _:
-                return False
+        if part.kind != "tool_use":
+            return False
+        if part.id:
+            self._calls.append((part.id, part.name, []))
+        else:
+            self._calls[-1][2].append(part.text)
         return True
 
     def _tool_calls(self) -> list[dict[str, Any]]:
@@ -338,8 +323,8 @@ class _Spoken(_Words):
         return {key: value for key, value in figures.items() if value is not None}
 
     def _line(self, now: float, parts: list[Part], more: dict[str, Any], *, calls: bool = False) -> bytes:
-        said = "".join(part.text for part in parts if isinstance(part, Text))
-        thought = "".join(part.text for part in parts if isinstance(part, Thinking))
+        said = "".join(part.text for part in parts if part.kind == "text")
+        thought = "".join(part.text for part in parts if part.kind == "thinking")
         about = {"model": self._model, "created_at": _stamp(now)}
         said_by = self._said(said, thought, self._tool_calls() if calls else [])
         return written({**about, **said_by, **more}) + b"\n"

@@ -111,7 +111,7 @@ class Access:
         self.presets = presets_of(config.backends)
         """The presets by backend and name: what the name means there."""
         presets = {name for _, name in self.presets}
-        self._meant = {
+        self.meant = {
             name: Named(model, name if name in presets else "") for name, model in config.names.items()
         }
         """Name of a model, or of a preset -> its meaning."""
@@ -122,7 +122,7 @@ class Access:
         """The presets whose prompts an engine caches apart from those of their model."""
         self._names: dict[str, set[str]] = {}
         """Model -> its names, but for those of presets."""
-        for name, meant in self._meant.items():
+        for name, meant in self.meant.items():
             names = self._names.setdefault(meant.model, set())
             if not meant.preset:
                 names.add(name)
@@ -140,10 +140,6 @@ class Access:
         self._chains = chains(config.backends)
         self.lacking: set[tuple[str, str]] = set()
         """The (backend, path) of routes that engines turned out not to have. Changed by atomic operations."""
-
-    def tells_state(self, key: Key | None) -> bool:
-        """Whether ``key`` may see the state of the whole; None: there are no keys, or it shows none."""
-        return not self.keys or (key is not None and key.state)
 
     def context(
         self,
@@ -246,29 +242,25 @@ class Access:
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
         for each in self._configured(name, api):
-            if found := self._meant.get(each):
+            if found := self.meant.get(each):
                 if self.may_use(key, found.model, found.preset):
                     return found
             elif rules := self.rules(each, key):
-                return self.meant(rules[0].models[0])._replace(
+                return self.meant[rules[0].models[0]]._replace(
                     rules=rules, swaps=self.config.any_of[each].swaps
                 )
-        known = [name for name, means in self._meant.items() if self.may_use(key, means.model, means.preset)]
+        known = [name for name, means in self.meant.items() if self.may_use(key, means.model, means.preset)]
         raise UnknownModel(name, known + [each for each in self.config.any_of if self.rules(each, key)])
 
     def _configured(self, name: str, api: str) -> list[str]:
         """The configured names that a client's name may be, or else the longest alias that it fits."""
         spelled = (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,)
-        exact = [each for each in spelled if each in self._meant or each in self.config.any_of]
+        exact = [each for each in spelled if each in self.meant or each in self.config.any_of]
         return exact or [alias for alias in self._patterns if _fits(name, alias)][:1]
 
     def knows(self, name: str) -> bool:
         """Whether a name stands for anything, whoever may use it."""
         return bool(self._configured(name, ""))
-
-    def meant(self, name: str) -> Named:
-        """The meaning of a name of a model, or of a preset."""
-        return self._meant[name]
 
     def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
         """The one model that a client's name stands for; BadRequest if it stands for several."""
@@ -287,7 +279,7 @@ class Access:
         if found is None or key is None or key.models is None or name in key.models:
             return found.rules if found else ()
         usable = [
-            Rule(tuple([each for each in models if self.may_use(key, *self.meant(each)[:2])]), when)
+            Rule(tuple([each for each in models if self.may_use(key, *self.meant[each][:2])]), when)
             for models, when in found.rules
         ]
         return tuple([rule for rule in usable if rule.models])
@@ -295,7 +287,7 @@ class Access:
     def usable(self, key: Key | None) -> list[str]:
         """The models, then the presets, then the names for several, that a key may use."""
         models = [model for model in self._names if self.may_use(key, model)]
-        presets = [meant for meant in self._meant.values() if meant.preset]
+        presets = [meant for meant in self.meant.values() if meant.preset]
         models += [each.preset for each in presets if self.may_use(key, each.model, each.preset)]
         return models + [name for name in self.config.any_of if self.rules(name, key)]
 

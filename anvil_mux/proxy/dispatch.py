@@ -122,7 +122,7 @@ class Dispatcher:
         for rule in target.rules:
             name = target.preset or target.model
             reply.chosen = f"{name}; {rule.conditions}" if rule.when else name
-        if translation and translation.unloads:
+        if translation and translation.keep_alive == 0:
             self._answer_and_unload(question, reply)
         elif question.context.route.path == "/props" and (known := self._props(target.model, query)):
             reply.whole(200, [JSON], known)
@@ -274,8 +274,10 @@ class Dispatcher:
             text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
             again = isinstance(error, (EngineUnreachable, Unanswered)) or not seen
             return _Failure(EngineUnreachable(text) if again else BrokenOff(text), again, (crash,))
-        if lease.taken_back or (isinstance(error, Severed) and not seen):
-            return _Failure(EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.taken_back)
+        if lease.ticket.taken_back or (isinstance(error, Severed) and not seen):
+            return _Failure(
+                EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.ticket.taken_back
+            )
         return _Failure(error, isinstance(error, EngineUnreachable))
 
     # The choice among replicas

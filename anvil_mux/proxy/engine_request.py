@@ -55,21 +55,12 @@ WITHOUT_ADAPTERS = frozenset(
     )
 )
 """The routes at which llama-server does not let a question choose one."""
-SYSTEM_IN: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "/v1/chat/completions",
-            "/v1/chat/completions/batch",
-            "/v1/chat/completions/input_tokens",
-            "/apply-template",
-            "/tokenize",
-        ),
-        "messages",
-    ),
-    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), "system"),
-    **dict.fromkeys(("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens"), "instructions"),
+SYSTEM_IN = {
+    **dict.fromkeys(("/v1/chat/completions", "/apply-template", "/tokenize"), "messages"),
+    "/v1/messages": "system",
+    "/v1/responses": "instructions",
 }
-"""Path of an engine -> the field of a question in which a conversation's system message stands."""
+"""Path of an engine, or its beginning -> the field in which a conversation's system message stands."""
 SYSTEM_ROLES = ("system", "developer")
 
 _decode = json.JSONDecoder().raw_decode
@@ -216,7 +207,7 @@ def rewritten(
 
 def with_system(body: bytes | bytearray, path: str, system: str) -> bytes | bytearray:
     """Return ``body`` with a system message, if it is a conversation that has none; else as it is."""
-    field = SYSTEM_IN.get(path)
+    field = next((field for beginning, field in SYSTEM_IN.items() if path.startswith(beginning)), None)
     if field is None:
         return body
     members = {name: written[value:] for name, written, value in _members(body)}

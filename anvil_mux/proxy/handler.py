@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Moved, MuxError, NotFound, Unauthorized
-from anvil_mux.host.engines import find_engine
-from anvil_mux.host.seam import Sight
+from anvil_mux.host.engines import ENGINES
+from anvil_mux.host.seam import GpuUses
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.proxy.access import ADMIN, ANY_KEY, NO_KEY, STATE, Access, Right, challenge, is_page, preflight
@@ -236,7 +236,7 @@ class Local:
         tail: Callable[[str, int], Iterable[str]],
         keep_pause: Keep,
         notes: Mapping[str, Callable[[], str]] = {},
-        sight: Callable[[], Sight] = dict,
+        gpu_uses: Callable[[], GpuUses] = dict,
         hosts: HostReports = list,
         usage: UsageSince = lambda since: [],
         reloads: Reloads | None = None,
@@ -246,7 +246,7 @@ class Local:
         """
         self._mux = mux
         self._feed = feed
-        self.probes = probes = Probes(mux, metrics, checks, sight=sight, reloads=reloads, notes=notes)
+        self.probes = probes = Probes(mux, metrics, checks, gpu_uses=gpu_uses, reloads=reloads, notes=notes)
         self.captures = captures = Captures(capture)
         lists, diagnosis = Lists(mux), Diagnosis(mux, tail, probes)
         operations, page = Operations(mux, feed, reloads, hosts, keep_pause), Page(mux, feed, self._followed)
@@ -300,8 +300,8 @@ class Local:
 
     def _followed(self) -> dict[str, Any]:
         """The state as the page follows it; ``pages``: the models whose engines have a page of their own."""
-        backends = self._mux.overview.configured()
-        pages = {each.model: None for each in backends if find_engine(each.engine).has_page and not each.url}
+        backends = self._mux.overview.config.backends
+        pages = {each.model: None for each in backends if ENGINES[each.engine].has_page and not each.url}
         return {**self.probes.state(brief=True), "capture": self.captures.most, "pages": list(pages)}
 
     def drain(self) -> None:

@@ -281,17 +281,14 @@ def _model(reply: Reply) -> str:
     kind = request.fields.get(b"content-type", b"")
     if kind.startswith(naming.URLENCODED):
         body = reply.client.read_body(request, naming.MAX_JSON_PARSED)
-        if naming.is_urlencoded(kind, body):
-            return _model_named(naming.in_urlencoded(body)[0], reply)
-        return _model_in(body, reply)
-    return _model_in(read_json(reply.context, reply.client), reply)
+    else:
+        body = read_json(reply.context, reply.client)
+    return _model_in(body, reply, kind)
 
 
-def _model_in(body: bytes | bytearray, reply: Reply) -> str:
-    return _model_named(naming.model_and_stream(body)[0], reply)
-
-
-def _model_named(name: str | None, reply: Reply) -> str:
+def _model_in(body: bytes | bytearray, reply: Reply, kind: bytes = b"") -> str:
+    read = naming.in_urlencoded if naming.is_urlencoded(kind, body) else naming.model_and_stream
+    name, _ = read(body)
     if name is None:
         raise BadRequest("the body must name a `model`", param="model")
     reply.record.model = resolve(reply.context, name)

@@ -144,7 +144,8 @@ class _Rendering:
         self.place = place
         self.picture = picture
         self.at = time.monotonic()
-        self.sensors = _sensors(picture)
+        self.sensors = {gpu: about["sensors"] for gpu, about in picture["gpus"].items()}
+        """GPU -> the figures that it measures of itself."""
         self.lasting = _lasting(picture)
         self.message = _message("state", picture)
 
@@ -201,11 +202,6 @@ def _request(served: Served) -> Picture:
         "fallback_of": served.fallback_of or None,
         "fallback_cause": served.fallback_cause or None,
     }
-
-
-def _sensors(picture: Picture) -> dict[str, Any]:
-    """GPU -> the figures that it measures of itself."""
-    return {gpu: about["sensors"] for gpu, about in picture["gpus"].items()}
 
 
 _FLEETING = re.compile(

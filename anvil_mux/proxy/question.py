@@ -29,7 +29,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
 from anvil_mux.config.values import Preset, Rule, When, names_in
 from anvil_mux.errors import BadRequest, Forbidden, Moved, MuxError, NotFound, UnknownModel
-from anvil_mux.host.engines import find_engine
+from anvil_mux.host.engines import ENGINES
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, foreign, http1, naming, ollama
 from anvil_mux.protocol.completions import Translation, parse
@@ -153,7 +153,7 @@ class Questions:
         if rule.when:
             rule = chosen_by(before.rules, _contents(question))
         name = self._mux.overview.choose(rule.models)
-        found = _target(context, context.access.meant(name)._replace(rules=before.rules))
+        found = _target(context, context.access.meant[name]._replace(rules=before.rules))
         target = replace(found, never_swaps=before.never_swaps, rules=(rule,))
         return replace(question, target=target)
 
@@ -166,7 +166,7 @@ class Questions:
         if (kept := self._stored.find(question.previous_answer, context.key)) is None:
             return None
         names = names_in(question.target.rules)
-        own = [name for name in names if context.access.meant(name).model == kept.model][:1]
+        own = [name for name in names if context.access.meant[name].model == kept.model][:1]
         return Rule(tuple(own)) if own and self._mux.overview.is_ready(kept.model) else None
 
     def _read(self, context: RequestContext, client: Client) -> Question:
@@ -234,7 +234,8 @@ class Questions:
                 raise Moved("The page of its engine is here", f"{quote(request.path, safe='/%')}/")
             if not access.may_use(context.key, model):  # but a preset of it, which the engine does not know
                 raise Forbidden(f"this API key may use {name}, but not all of {model}, as /upstream/ does")
-            if not _may_ask(context, model, path):
+            backends = [each for each in access.config.backends if each.model == model]
+            if not all(_offers(each, context, path) for each in backends):
                 pages = "" if context.shows_pages else "; pages have a port of their own (pages_port)"
                 text = f"{request.method} {path} is not offered of the engine of {model}{pages}."
                 raise NotFound(text)
@@ -243,7 +244,7 @@ class Questions:
             upgrades = context.shows_pages and request.method == "GET" and _is_for_websocket(request)
             context = replace(context, route=api.Route("openai", "upstream", path=path, upgrades=upgrades))
             body = _read(context, client)
-            if context.key and not (context.key.admin or _knows_one_model(context, model)):
+            if context.key and not (context.key.admin or _knows_one_model(context, backends)):
                 _check_names(context, model, path, body)
             return Question(context, _target(context, Named(model)), body)
         raise _no_upstream(context)
@@ -314,7 +315,7 @@ def hint(mux: Multiplexer, context: RequestContext, named: str) -> str:
         # What the request will contain is not known yet.
         rule = first_fit(found.rules, Contents())
         name = mux.overview.choose(rule.models) if rule else resolve(context, named)
-        found = context.access.meant(name)
+        found = context.access.meant[name]
     mux.tell(mux.scheduler.hinted, found.model)
     return found.model
 
@@ -400,17 +401,12 @@ def _coding(request: http1.Request) -> str:
     return "" if named.lower() == "identity" else named or "(empty)"
 
 
-def _may_ask(context: RequestContext, model: str, path: str) -> bool:
-    backends = [backend for backend in context.access.config.backends if backend.model == model]
-    return all(_offers(backend, context, path) for backend in backends)
-
-
 def _offers(backend: Backend, context: RequestContext, path: str) -> bool:
     """Whether ``path`` may be asked for below /upstream/; what steers the engine never may.
 
     A page may read whatever else its engine has.
     """
-    engine, method = find_engine(backend.engine), context.request.method
+    engine, method = ENGINES[backend.engine], context.request.method
     if engine.steers(path):
         return False
     if context.shows_pages and not backend.url and (method == "GET" or (method, path) in engine.acts_of_page):
@@ -430,10 +426,9 @@ def _loads(context: RequestContext) -> bool:
     return context.shows_pages and is_opened(context.request) and site in (b"none", b"same-origin")
 
 
-def _knows_one_model(context: RequestContext, model: str) -> bool:
+def _knows_one_model(context: RequestContext, backends: Sequence[Backend]) -> bool:
     """Whether a page is of an engine that has but one model, which answers to any name, as its file's."""
-    backends = [each for each in context.access.config.backends if each.model == model]
-    one = all(find_engine(each.engine).names_file and not each.served_model for each in backends)
+    one = all(ENGINES[each.engine].names_file and not each.served_model for each in backends)
     return context.shows_pages and one
 
 

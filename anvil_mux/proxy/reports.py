@@ -21,7 +21,7 @@ from anvil_mux.clock import count_in, mistakes
 from anvil_mux.config.kinds import read_seconds
 from anvil_mux.config.values import names_in, words_of
 from anvil_mux.errors import BadRequest, CircuitOpen, NotFound, UnknownModel
-from anvil_mux.host.seam import Seen, Sight
+from anvil_mux.host.seam import GpuUse, GpuUses
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.cards import NOTHING_KNOWN, ModelCard, together
@@ -60,7 +60,7 @@ class Probes:
         mux: Multiplexer,
         metrics: Callable[[str], tuple[str, bytes]],
         checks: Mapping[str, Callable[[], str]],
-        sight: Callable[[], Sight],
+        gpu_uses: Callable[[], GpuUses],
         reloads: Reloads | None,
         notes: Mapping[str, Callable[[], str]],
     ) -> None:
@@ -68,7 +68,7 @@ class Probes:
         self._metrics = metrics
         self.checks = checks
         """Name -> what is wrong with it, from memory; nothing when it is well."""
-        self.sight = sight
+        self.gpu_uses = gpu_uses
         """The use of the GPUs, from memory."""
         self._reloads = reloads
         self._notes = notes
@@ -89,7 +89,7 @@ class Probes:
         ready = not any(problems.values())
         text = "ok\n" if ready else "not ready\n"
         wants_all = not ready or "verbose" in context.request.query.split("&")
-        if wants_all and context.access.tells_state(context.key):
+        if wants_all and (context.key.state if context.key else not context.access.hides_keys):
             lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
             notes = (f"[~]{name} {why}\n" for name, why in self._notes_now().items())
             text = "".join([*lines, *notes]) + text
@@ -110,7 +110,7 @@ class Probes:
         problems = {name: why for name, why in self._problems().items() if why}
         ready = [model.model for model in status.models if model.offered_state == "ready"]
         hosts = {host.host: healthz.host_state(host) for host in status.hosts}
-        sight, external = self.sight(), self._external_states()
+        gpu_uses, external = self.gpu_uses(), self._external_states()
         return {
             "status": "unhealthy" if problems else "ok",
             "version": __version__,
@@ -125,9 +125,9 @@ class Probes:
                 m.model: healthz.model_state(m, brief=brief) | external.get(m.model, {})
                 for m in status.models
             },
-            "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
+            "gpus": {gpu.gpu: healthz.gpu_state(gpu, gpu_uses.get(gpu.gpu, GpuUse())) for gpu in status.gpus},
             **({"hosts": hosts} if hosts else {}),
-            **({"any_of": self._any_of()} if self._mux.overview.any_of() else {}),
+            **({"any_of": self._any_of()} if self._mux.overview.config.any_of else {}),
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
             "reload": self._reloads.as_json() if self._reloads else None,
@@ -136,7 +136,7 @@ class Probes:
     def _any_of(self) -> dict[str, dict[str, object]]:
         """The names that stand for several models, and the one that would serve a plain request now."""
         names: dict[str, dict[str, object]] = {}
-        for name, each in self._mux.overview.any_of().items():
+        for name, each in self._mux.overview.config.any_of.items():
             rule = first_fit(each.rules, Contents())
             serves = self._mux.overview.choose(rule.models) if rule else None
             words = each.words if each.has_conditions else f"{each.words}; now {serves}"
@@ -147,7 +147,7 @@ class Probes:
         """Model -> the part of its state that the scheduler does not know; see ``healthz.external_state``."""
         return {
             backend.model: healthz.external_state(backend, self._mux.circuits)
-            for backend in self._mux.overview.configured()
+            for backend in self._mux.overview.config.backends
             if backend.url or backend.fallback
         }
 
@@ -226,7 +226,7 @@ class Lists:
             if access.may_use(key, name, preset)
         ]
         for name in access.config.any_of:
-            meant = [access.meant(each).model for each in names_in(access.rules(name, key))]
+            meant = [access.meant[each].model for each in names_in(access.rules(name, key))]
             states = [models[each].offered_state for each in meant if each in models]
             if states:
                 card = together([cards[each] for each in meant if each in cards])
@@ -333,7 +333,7 @@ class Diagnosis:
             here = f" For this request that is {chosen}{why}." if len(rules) > 1 else ""
             sentence = f"{name} stands for {words_of(rules)}.{here} {sentence}"
         elif name != model:
-            what = "a preset of" if access.meant(name).preset else "another name for"
+            what = "a preset of" if access.meant[name].preset else "another name for"
             sentence = f"{name} is {what} {model}. {sentence}"
         reply.json({**estimate, "sentence": sentence, "stages": finite(stages), **more, **state})
 

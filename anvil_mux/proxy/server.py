@@ -137,11 +137,6 @@ class Server:
         threading.stack_size(STACK_BYTES)
 
     @property
-    def watched(self) -> int:
-        """How many connections are watched."""
-        return len(self._idle) + len(self._begun)
-
-    @property
     def hangs(self) -> bool:
         """Whether connections are not accepted, though they should be."""
         return not self._stops and time.monotonic() - self._pulse > PULSE_SECONDS

@@ -427,7 +427,8 @@ class InFlightTracker:
                 if choice is None or choice.backend != to:
                     break
                 found.append(key)
-                moved = _with(moved, entry.work, target.hit_tokens)
+                missing = max(entry.work.tokens - target.hit_tokens, 0)
+                moved = _changed(moved, 1, entry.work, missing)
         return found
 
     def _without(self, name: str, entry: _Charge, gone: Sequence[Hashable]) -> Replica:
@@ -435,12 +436,7 @@ class InFlightTracker:
         replica = self._replica(name, entry.work, 0)._replace(hit_tokens=entry.hit)
         entries = self._accounts[name].entries
         for each in (entry, *[entries[key] for key in gone if key in entries]):
-            replica = replica._replace(
-                num_requests=replica.num_requests - 1,
-                num_waiting_requests=replica.num_waiting_requests - 1,
-                prefill_tokens=replica.prefill_tokens - each.missing,
-                num_tokens=replica.num_tokens - each.work.tokens,
-            )
+            replica = _changed(replica, -1, each.work, each.missing)
         return replica
 
     def _charge(self, key: Hashable, work: Work, choice: Choice, now: float) -> None:
@@ -587,10 +583,11 @@ def as_json(figures: EngineFigures | None) -> dict[str, Any] | None:
     }
 
 
-def _with(replica: Replica, work: Work, hit_tokens: int) -> Replica:
+def _changed(replica: Replica, by: int, work: Work, missing: int) -> Replica:
+    """The replica with one more request that waits, or one less."""
     return replica._replace(
-        num_requests=replica.num_requests + 1,
-        num_waiting_requests=replica.num_waiting_requests + 1,
-        prefill_tokens=replica.prefill_tokens + max(work.tokens - hit_tokens, 0),
-        num_tokens=replica.num_tokens + work.tokens,
+        num_requests=replica.num_requests + by,
+        num_waiting_requests=replica.num_waiting_requests + by,
+        prefill_tokens=replica.prefill_tokens + by * missing,
+        num_tokens=replica.num_tokens + by * work.tokens,
     )

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
 from inspect import Parameter, signature
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from anvil_mux.clock import MOST_COUNT
 from anvil_mux.config.config import INFER_TYPES
-from anvil_mux.config.kinds import Problem, nearest, show
+from anvil_mux.config.kinds import COUNT, FLAG, TEXT, Problem, nearest, one_of, show
 from anvil_mux.config.values import ROUTING_NAME
 from anvil_mux.routing import routing
 from anvil_mux.routing.routing import Filter, Metric, Pipeline, Routing, Selector
@@ -37,14 +37,10 @@ Path = tuple[str, ...]
 
 PARTS = ("metrics", "filters", "selector")
 
-PREDICT_PREFILL = False
-"""Whether what replicas with a profile have to compute falls with time, where a policy does not say."""
-
 CACHE_LOCALITY = {"cache_aware_all_prefills_tokens_num": {"min_tokens": 1024}}
 """The metric of ``cache_aware``, as a step: Llumnix looks for shorter prompts in no cache."""
-MODES = ("lite", "full")
-FLAGS = ("cache_aware", "predict_prefill")
-KEYS = ("like", "mode", "top_k", *FLAGS)
+SWITCHES = {"mode": one_of("lite", "full"), "cache_aware": FLAG, "predict_prefill": FLAG}
+KEYS = ("like", "top_k", *SWITCHES)
 HARMLESS = {"selector": "round_robin"}
 """A policy with which to look for further problems, where what it is like cannot be read."""
 
@@ -75,7 +71,8 @@ def build(name: str, own: Mapping[str, object] | None = None) -> Routing:
 
 def compile(name: str, written: object) -> tuple[Routing, list[Problem]]:
     """The policy as far as it could be read, and all that is wrong with it."""
-    steps, mode, predict, problems = _switches(written)
+    steps, switches, problems = _switches(written)
+    mode, predict = switches.get("mode", ""), switches.get("predict_prefill", False)
     reading = _PolicyReader(mode, problems)
     pipelines: dict[str, Pipeline] = {}
     if not isinstance(steps, Mapping) or not steps:
@@ -88,7 +85,7 @@ def compile(name: str, written: object) -> tuple[Routing, list[Problem]]:
                 reading.problem((str(key),), f"stands beside infer types; {nearest(str(key), INFER_TYPES)}")
     else:
         pipelines = dict.fromkeys(INFER_TYPES, reading.pipeline(steps, ()))
-    return Routing(name, pipelines, mode, PREDICT_PREFILL if predict is None else predict), reading.problems
+    return Routing(name, pipelines, mode, predict), reading.problems
 
 
 @dataclass
@@ -248,11 +245,14 @@ class _PolicyReader:
             return self._ranking(value, path)
         if kind == Mapping[Metric, float]:
             return self._weights(value, path)
-        value = _plain(value, kind)
-        if wanted := _misfit(value, kind):
-            self.problem(path, f"must be {wanted}, not {show(value)}")
+        return self._plain(value, kind, path)
+
+    def _plain(self, value: object, kind: Any, path: Path) -> Any:
+        try:
+            return _reader(kind)(value)
+        except ValueError as error:
+            self.problem(path, str(error))
             return None
-        return float(value) if kind is float else value
 
     def _ranking(self, value: object, path: Path) -> tuple[Metric | None, ...]:
         if not isinstance(value, list) or not value:
@@ -267,14 +267,13 @@ class _PolicyReader:
         weights = {}
         for name, weight in value.items():
             metric = self._metric(name, (*path, str(name)))
-            weight = _plain(weight, float)
-            if wanted := _misfit(weight, float):
-                self.problem((*path, str(name)), f"must be {wanted}, not {show(weight)}")
-            elif metric:
-                weights[metric] = float(weight)
+            number = self._plain(weight, float, (*path, str(name)))
+            if metric and number is not None:
+                weights[metric] = number
         return weights
 
 
+@cache
 def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
     """Setting -> (its type, whether it must be given)."""
     hints = get_type_hints(function)
@@ -285,28 +284,21 @@ def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def _plain(value: Any, kind: Any) -> Any:
-    """Read the number or the flag that a text means, if ``kind`` is one: variables give text."""
-    if isinstance(value, str) and kind in (bool, int, float):
-        try:
-            return {"true": True, "false": False}[value] if kind is bool else kind(value)
-        except (KeyError, ValueError):
-            pass
-    return value
-
-
-def _misfit(value: Any, kind: Any) -> str:
-    """Say what ``value`` should be, if it is not."""
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """The reader of values of this type, which may also be written as text: variables give that."""
     if get_origin(kind) is Literal:
-        return "" if value in get_args(kind) else "one of " + ", ".join(get_args(kind))
-    if kind is bool:
-        return "" if isinstance(value, bool) else "true or false"
-    if kind is str:
-        return "" if isinstance(value, str) and value else "text"
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST_COUNT
-    if kind is int:
-        return "" if number and isinstance(value, int) and value > 0 else "a whole number of at least 1"
-    return "" if number and value >= 0 else "a number of at least 0"
+        return one_of(*get_args(kind)).read
+    return {bool: FLAG.read, int: COUNT.read, str: TEXT.read, float: _read_number}[kind]
+
+
+def _read_number(value: Any) -> float:
+    try:
+        number = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = -1.0
+    if not 0 <= number <= MOST_COUNT:
+        raise ValueError(f"must be a number of at least 0, not {show(value)}")
+    return number
 
 
 def _bound(function: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
@@ -322,59 +314,44 @@ def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
 # Switches
 
 
-class _Switches(NamedTuple):
-    """The switches of one policy, as far as they can be read."""
-
-    pipelines: object
-    """The policy without them, as it is written or as they make it."""
-    mode: str
-    predict_prefill: bool | None
-    """None: not said."""
-    problems: list[Problem]
-
-
-def _switches(written: object) -> _Switches:
-    """Read the switches of a policy."""
+def _switches(written: object) -> tuple[object, dict[str, Any], list[Problem]]:
+    """The pipelines of a policy without its switches, as it is written or as they make them; the switches
+    that can be read; and what is wrong with the others.
+    """
     if not isinstance(written, Mapping):
-        return _Switches(written, "", None, [])
-    said = {key: written[key] for key in KEYS if key in written}
+        return written, {}, []
     pipelines = {key: value for key, value in written.items() if key not in KEYS}
-    problems = _problems(said, pipelines)
+    problems = _problems_of_likeness(written, pipelines)
+    said = {}
+    for key in [key for key in SWITCHES if key in written]:
+        try:
+            said[key] = SWITCHES[key].read(written[key])
+        except ValueError as error:
+            problems.append(((key,), str(error)))
     if problems:
-        return _Switches(HARMLESS if "like" in said else pipelines, "", None, problems)
-    mode = said.get("mode", "")
-    if "like" in said:
-        pipelines = dict(shipped()[said["like"]])
-        mode = mode or pipelines.get("mode", "")
-        pipelines.pop("mode", None)
+        return HARMLESS if "like" in written else pipelines, {}, problems
+    if "like" in written:
+        pipelines = dict(shipped()[written["like"]])
+        said = {"mode": pipelines.pop("mode", ""), **said}
     try:
-        if _flag(said.get("cache_aware")):
-            pipelines = _cache_aware(pipelines, mode)
-        if "top_k" in said:
-            pipelines = _top_k(pipelines, said["top_k"])
+        if said.get("cache_aware"):
+            pipelines = _cache_aware(pipelines, said.get("mode", ""))
+        if "top_k" in written:
+            pipelines = _top_k(pipelines, written["top_k"])
     except ValueError as error:
         problems.append(((), str(error)))
-    return _Switches(pipelines, mode, _flag(said.get("predict_prefill")), problems)
+    return pipelines, said, problems
 
 
-def _problems(said: Mapping[str, Any], pipelines: Mapping[str, Any]) -> list[Problem]:
-    found: list[Problem] = []
-    if "like" in said and (like := str(said["like"])) not in shipped():
-        found.append((("like",), f"no policy {like} is shipped; {nearest(like, shipped())}"))
-    elif "like" in said and pipelines:
+def _problems_of_likeness(written: Mapping[str, Any], pipelines: Mapping[str, Any]) -> list[Problem]:
+    if "like" not in written:
+        return []
+    if (like := str(written["like"])) not in shipped():
+        return [(("like",), f"no policy {like} is shipped; {nearest(like, shipped())}")]
+    if pipelines:
         key = str(next(iter(pipelines)))
-        found.append(((key,), f"stands beside like: {said['like']}, which has all of that"))
-    if "mode" in said and said["mode"] not in MODES:
-        found.append((("mode",), f"must be one of {', '.join(MODES)}, not {show(said['mode'])}"))
-    for key in FLAGS:
-        if key in said and _flag(said[key]) is None:
-            found.append(((key,), f"must be true or false, not {show(said[key])}"))
-    return found
-
-
-def _flag(value: object) -> bool | None:
-    """The flag that a value is, or that a text means: variables give text."""
-    return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value))
+        return [((key,), f"stands beside like: {written['like']}, which has all of that")]
+    return []
 
 
 def _by_infer_type(pipelines: Mapping[str, Any]) -> dict[str, Any]:

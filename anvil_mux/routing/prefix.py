@@ -28,17 +28,17 @@ PARTS = ("tools", "functions", "system", "instructions", "messages", "input", "p
 """The parts of a request that get into the prompt, of all APIs."""
 SALTS = ("cache_salt", "lora", "lora_path")
 """The fields by which engines keep equal prompts apart."""
-MEDIA = re.compile(rb"(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{4096,}={0,2}")
-"""Images and sound in base64: few tokens, however long. A run is tried from its beginning alone."""
+_MEDIA_WORDS = (b"base64", b"input_audio", b'"images"', b"multimodal_data")
+"""Words of which a request with media in it has one."""
+_MEDIA = re.compile(rb'"(?:data:[^",]{0,99};base64,|[A-Za-z0-9+/\\]{4096})[^"]*(?<!\\)"')
+"""A string that is an image or a sound in base64: few tokens, however long. JSON may escape its slashes.
+A try goes from a quote to the next one, and no farther."""
 
 
 def read(model: str, body: bytes | bytearray, bytes_per_token: float, session: str = "") -> Work:
     """Read a JSON request as the router sees it; of any other only the length counts."""
-    try:
-        document = foreign.read(body, of_request=True)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
+    document = foreign.read_object(_without_media(body), of_request=True)
+    if document is None:
         return sized(Work(session=session, size=len(body)), bytes_per_token)
     prompt = b"\n".join(_prompt(document))
     blocks = tuple(_chain(_root(model, document), prompt))
@@ -66,10 +66,14 @@ def _prompt(document: dict[str, Any]) -> Iterator[bytes]:
 
 def _written(value: object) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    data = text.encode("utf-8", "surrogatepass")
-    if len(data) > 4096 and b"base64" in data:
-        data = MEDIA.sub(lambda found: blake2b(found[0], digest_size=16).hexdigest().encode(), data)
-    return data
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _without_media(body: bytes | bytearray) -> bytes | bytearray:
+    """A request with a hash in place of each image and sound."""
+    if not any(word in body for word in _MEDIA_WORDS):
+        return body
+    return _MEDIA.sub(lambda found: b'"%b"' % blake2b(found[0], digest_size=16).hexdigest().encode(), body)
 
 
 def _root(model: str, document: dict[str, Any]) -> bytes:

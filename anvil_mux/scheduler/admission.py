@@ -62,6 +62,7 @@ from anvil_mux.scheduler.state import (
     choose,
     cost_of,
     could_spill,
+    drain_seconds,
     victims,
 )
 
@@ -235,11 +236,8 @@ class Admission(GroupState):
 
     def abandoned(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
-        queue = self.models[ticket.model].queue
-        if ticket not in queue.tickets:
-            return
         self.changed()
-        queue.leave(ticket)
+        self.models[ticket.model].queue.leave(ticket)
         if error:
             self.fail(ticket, error, now)
         else:
@@ -441,7 +439,9 @@ class Bound(NamedTuple):
 
 def bound(state: GroupState, model: Model, now: float) -> Bound:
     """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    load_seconds = min([state.load_seconds(slot, slot.load_level) for slot in state.own(model)], default=0.0)
+    load_seconds = min(
+        [state.costs.load_seconds(slot, slot.load_level) for slot in state.own(model)], default=0.0
+    )
     one = round_seconds(state, model, load_seconds) if model.settings.follows_load else 0.0
     timeout, soonest = state.config.queue_timeout, math.inf
     enough = timeout - most_seconds(model.settings, one) - one
@@ -517,14 +517,6 @@ def answers(slots: Iterable[Slot], now: float) -> tuple[RunningAnswer, ...]:
     return tuple(sorted(found, key=lambda each: -each.run_seconds)[:MOST_ANSWERS])
 
 
-def seconds_left(state: GroupState, victim: Slot, now: float) -> float:
-    """How long the answers of a backend will take yet, as far as is known."""
-    usual = state.models[victim.model].demand.service_seconds or 0.0
-    left = max([usual - (now - since) for since in victim.holders.values()], default=0.0)
-    most = state.drain_left(victim, now)
-    return max(min(left, most), 0.0)
-
-
 class _Prospect(NamedTuple):
     """The soonest that a backend could be loaded."""
 
@@ -561,18 +553,17 @@ def _prospect(state: GroupState, slot: Slot, now: float) -> _Prospect:
     """The soonest that a backend could be loaded, whatever the policy says."""
     if slot.state in (*LOADING, "ready"):
         return _Prospect()
-    seconds = state.load_seconds(slot, slot.load_level)
+    seconds = state.costs.load_seconds(slot, slot.load_level)
     if swap := state.swap_to(slot):
         before = swap.victims
     elif swaps := [each for each in state.swaps if not slot.holds.keys().isdisjoint(each.gpus())]:
         before = [victim for each in swaps for victim in each.victims]
         others = [each.target for each in swaps if each.target]
-        seconds += max([state.load_seconds(other, other.level) for other in others], default=0.0)
+        seconds += max([state.costs.load_seconds(other, other.level) for other in others], default=0.0)
     else:
         before = victims(state, slot, state.busy_gpus(), frozenset(), now) or []
     own = [each for each in before if each.backend.has_own("drain_timeout") and each.holders]
-    left = [seconds_left(state, each, now) for each in own]
-    return _Prospect(max(left, default=0.0), seconds, tuple(own))
+    return _Prospect(drain_seconds(state, own, now), seconds, tuple(own))
 
 
 # Why no backend of a model can be loaded
@@ -643,12 +634,7 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
     why = state.placement.never_fits(slot) or state.memory.never_fits(slot)
     if why:
         return DoesNotFit(f"{slot.name} cannot be loaded: {why}.")
-    return _no_room_beside(state.placement.irremovable(slot), slot, now)
-
-
-def _no_room_beside(others: Sequence[Slot], slot: Slot, now: float) -> MuxError | None:
-    """The error for a backend beside others that cannot be evicted now, and are not all pinned."""
-    asleep = [other for other in others if other.state == "standby"]
+    asleep = [other for other in state.placement.irremovable(slot) if other.state == "standby"]
     return _stuck(min(asleep, key=lambda other: other.retry_at), slot, now) if asleep else None
 
 

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
+
+from anvil_mux.scheduler.slot import Slot
 
 ALPHA = 0.3
 """Weight of the newest swap."""
@@ -85,7 +87,6 @@ class Costs:
         self._loads: dict[tuple[str, str, str], float] = {}  # (host, target, way) -> seconds, from anywhere
         self._elsewhere: dict[tuple[str, str], float] = {}  # (target, way) -> seconds, the last on any
         self._of_engine: dict[tuple[str, str], dict[str, float]] = {}  # (engine, way) -> target -> the same
-        self._usual: dict[tuple[str, str], float] = {}  # (engine, way) -> their median, of some
         self._evictions: dict[tuple[str, str], float] = {}  # (host, source) -> seconds, for anyone
         self._estimates: dict[tuple[str, str, str, str, str], Cost] = {}  # those made since the last swap
         for cost in known:
@@ -102,6 +103,10 @@ class Costs:
             cost = self._estimates[key] = self._estimate(*key)
         return cost
 
+    def load_seconds(self, slot: Slot, level: str) -> float:
+        """How long a load from a standby level is expected to take."""
+        return self.estimate("", slot.model, level, slot.backend.engine, slot.host.name).load_seconds
+
     def _estimate(self, source: str, target: str, way: str, engine: str, host: str) -> Cost:
         cost = self._known.get((host, source, target, way))
         if cost:
@@ -115,15 +120,9 @@ class Costs:
         if seconds is None:
             seconds = self._elsewhere.get((target, way))
         if seconds is None:
-            seconds = self._usual.get((engine, way))
-        return self._usual_load(engine, way) if seconds is None else seconds
-
-    def _usual_load(self, engine: str, way: str) -> float:
-        """Seconds of a load of any model with this engine; kept until another is learned."""
-        loads = self._of_engine.get((engine, way), {}).values()
-        first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
-        seconds = median(loads) if loads else FIRST_LOAD_SECONDS.get((engine, way), first)
-        self._usual[engine, way] = seconds
+            loads = self._of_engine.get((engine, way), {}).values()
+            first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
+            seconds = median(loads) if loads else FIRST_LOAD_SECONDS.get((engine, way), first)
         return seconds
 
     def knows(self, target: str, way: str, host: str = "") -> bool:
@@ -165,7 +164,6 @@ class Costs:
             key: {target: seconds for target, seconds in loads.items() if kept(target)}
             for key, loads in self._of_engine.items()
         }
-        self._usual.clear()
         self._estimates.clear()
 
     def _remember(self, cost: Cost) -> None:
@@ -175,7 +173,6 @@ class Costs:
         self._elsewhere[cost.target, cost.way] = cost.load_seconds
         if cost.engine:
             self._of_engine.setdefault((cost.engine, cost.way), {})[cost.target] = cost.load_seconds
-            self._usual.pop((cost.engine, cost.way), None)
         if cost.source:
             self._evictions[cost.host, cost.source] = cost.evict_seconds
 
@@ -241,8 +238,9 @@ class Footprints:
         held = {gpu: amount + left[gpu] for gpu, amount in freed.items()}
         old = self._known.pop((backend, way), None)
         times = old.times + 1 if old else 1
-        latest = Footprint(backend, way, held, left, host_bytes=host_bytes, times=times)
-        self._remember(replace(latest, described=described))
+        self._remember(
+            Footprint(backend, way, held, left, host_bytes=host_bytes, times=times, described=described)
+        )
 
     def held(self, backend: str, described: str = "") -> Mapping[str, int]:
         """GPU id -> the bytes that a backend held when it last left; empty where that was never read.

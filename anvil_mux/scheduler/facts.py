@@ -198,8 +198,9 @@ class GroupFacts(Swaps):
         cause = Cause("host_lost", host=self.host.name)
         self.changed()
         self.unseen.clear()
-        self.ready = [slot for slot in self.ready if slot.serves]
-        self.end_all()
+        self.note_ready()
+        for swap in tuple(self.swaps):
+            self.end(swap)
         for slot in self.slots.values():
             self.cut += self.sever(slot, now, cause)
             if replicas := self.models[slot.model].replicas:
@@ -291,7 +292,7 @@ class GroupFacts(Swaps):
         given_up = self._give_up_load(model, is_ready, now)
         self.common.hints.pop(model.name, None)
         for slot in ready:
-            self.begin_eviction(slot, now, UNLOADED)
+            self.begin(None, [slot], now, UNLOADED)
         standby = [] if is_ready else [slot for slot in slots if self.may_be_stopped(slot)]
         for slot in standby:
             slot.next_level = "stop"
@@ -370,7 +371,7 @@ class GroupFacts(Swaps):
                 self.dissolve(swap, now)
         for slot in [slot for slot in slots if not slot.host.is_lost]:
             if slot.state == "ready":
-                self.begin_leaving(slot, now)
+                self.begin(None, [slot], now, Cause(slot.leaving))
             elif slot.state == "standby":
                 slot.next_level = "stop"
         for model in self.models.values():

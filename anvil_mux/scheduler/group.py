@@ -168,8 +168,7 @@ class GpuGroup(GroupFacts):
             self._give_up_surplus(now)
         while True:
             step = self.advance(now) if self.swaps else None
-            step = step or self._upkeep_step(now)
-            if step:
+            if step := step or self._retry_stuck(now) or self._demote_due(now):
                 return step
             models = waiting(self)
             if not (
@@ -397,7 +396,7 @@ class GpuGroup(GroupFacts):
     def _unload(self, model: Model, cause: Cause, now: float) -> bool:
         slots = [slot for slot in self.own(model) if slot.state == "ready" and not slot.pinned]
         for slot in slots:
-            self.begin_eviction(slot, now, cause, severs=POLICY)
+            self.begin(None, [slot], now, cause, severs=POLICY)
         return bool(slots)
 
     def _defer_for_stay(self, model: Model, evicted: list[Slot], now: float) -> None:
@@ -425,10 +424,6 @@ class GpuGroup(GroupFacts):
         demotions = [until for slot in self.sleepers if (until := slot.demoted_at) is not None]
         returns = [self.comes_back_at(slot, now) for slot in self._absent()]
         return demotions + returns + [slot.idle_until for slot in self.idlers]
-
-    def _upkeep_step(self, now: float) -> Step | None:
-        """The next step that is due."""
-        return self._retry_stuck(now) or self._demote_due(now)
 
     def _retry_stuck(self, now: float) -> Step | None:
         for slot in self.slots.values():
@@ -484,7 +479,7 @@ class GpuGroup(GroupFacts):
             if slot.state == "ready":
                 if not slot.host.is_cleared:
                     slot.made_way = FOREVER
-                self.begin_eviction(slot, now, self._why_gone(slot))
+                self.begin(None, [slot], now, self._why_gone(slot))
             if slot.host.is_cleared:
                 if slot.state in ("draining", "standby"):
                     slot.next_level = "stop"
@@ -514,12 +509,12 @@ class GpuGroup(GroupFacts):
         idlers = self.idlers
         idle = [slot for slot in idlers if slot.idle_until <= now < FOREVER]
         for slot in idle:
-            self.begin_eviction(slot, now, Cause("idle", seconds=slot.ttl or 0.0))
+            self.begin(None, [slot], now, Cause("idle", seconds=slot.ttl or 0.0))
         for slot in self.ready if self.memory.budget is not None else ():
             model = self.common.models.get(self.memory.answer(slot, now))
             if model and model.queue.tickets:
                 cause, severs = Cause("host_memory_needed", model.name), Cause("evicted", model.name)
-                self.begin_eviction(slot, now, cause, severs=severs)
+                self.begin(None, [slot], now, cause, severs=severs)
                 return True
         return bool(idle)
 
@@ -532,7 +527,7 @@ class GpuGroup(GroupFacts):
             return False
         for victim in preload.victims:
             severs = Cause("evicted", preload.target.model)
-            self.begin_eviction(victim, now, preload.cause, severs=severs)
+            self.begin(None, [victim], now, preload.cause, severs=severs)
         if not preload.victims:
             self.begin(preload.target, [], now, preload.cause, preload=True)
         return True
@@ -697,14 +692,12 @@ def snapshot(
 
 
 def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
-    loaded, backend = slot.loaded, slot.backend
+    loaded = slot.loaded
     model = state.models[slot.model]
     demand = model.demand
     rate, growth = demand.rates(now)
     if model.is_spread:  # residents in several GPU groups share what comes
         rate, growth = rate / max(len(model.ready), 1), growth / max(len(model.ready), 1)
-    way, host = backend.evict_to[0], slot.host.name
-    reload_seconds = state.costs.estimate("", slot.model, way, backend.engine, host).load_seconds
     # By position, like the next: policies that hold swaps back ask for these tens of thousands of times.
     return Resident(
         slot.model,
@@ -716,7 +709,7 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
         growth,
         demand.pause_seconds,
         demand.service_seconds,
-        reload_seconds,
+        state.costs.load_seconds(slot, slot.backend.evict_to[0]),
     )
 
 

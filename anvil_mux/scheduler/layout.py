@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.machines import Gpu, gpu_name
@@ -36,7 +36,6 @@ from anvil_mux.scheduler.slot import HostRecord, Pause, Slot
 from anvil_mux.scheduler.state import Common, SharedSettings, worth
 
 BY_NAME = attrgetter("name")
-T = TypeVar("T")
 
 
 class Exchanged(NamedTuple):
@@ -153,7 +152,7 @@ class Layout(Common):
         for host in dict.fromkeys(("", *(each.host for each in config.backends))):
             if host not in self.hosts:
                 self.hosts[host] = HostRecord(host, pause=self.pause)
-                self.memories[host] = HostMemory(None, self.footprints)
+                self.memories[host] = HostMemory(None, self.footprints, partial(worth, self))
             self.memories[host].budget = config.memory_of(host)
             wake = config.wakes.get(host)
             self.hosts[host].wake_timeout = wake.timeout if wake else None
@@ -228,27 +227,24 @@ class Layout(Common):
         return group
 
     def _note(self, groups: Iterable[GpuGroup]) -> None:
-        """Have all tables say what these groups have. They are changed in place: others keep them."""
+        """Have all tables say what these groups have."""
         places = {name: place for place, name in enumerate(self.settings.wanted)}
 
         def rank(group: GpuGroup) -> tuple[int, str]:
             return max([places.get(name, -1) for name in group.slots], default=-1), group.name
 
-        self.groups[:] = sorted(groups, key=rank)
-        by_name = {group.name: group for group in sorted(self.groups, key=BY_NAME)}
-        _exchange(self.by_name, by_name)
-        _exchange(self.of_backend, {name: group for group in self.groups for name in group.slots})
-        self._on_host = {}
-        groups_of: dict[str, list[GpuGroup]] = {}
-        for group in by_name.values():
+        self.groups = sorted(groups, key=rank)
+        self.by_name = {group.name: group for group in sorted(self.groups, key=BY_NAME)}
+        self.of_backend = {name: group for group in self.groups for name in group.slots}
+        self._on_host, self.groups_of = {}, {}
+        for group in self.by_name.values():
             self._on_host.setdefault(group.host.name, []).append(group)
             for name in group.own_slots:
-                groups_of.setdefault(name, []).append(group)
-        _exchange(self.groups_of, groups_of)
+                self.groups_of.setdefault(name, []).append(group)
         for group in [each for each in self.touched if self.by_name.get(each.name) is not each]:
             del self.touched[group]
         for host, memory in self.memories.items():
-            memory.keep({slot.name for each in self.on_host(host) for slot in each.slots.values()})
+            memory.keep({name: slot for each in self.on_host(host) for name, slot in each.slots.items()})
         self._note_models()
 
     def _note_models(self) -> None:
@@ -257,13 +253,12 @@ class Layout(Common):
         for group in self.groups:
             for name, own in group.own_slots.items():
                 slots.setdefault(name, []).extend(own)
-        _exchange(self.models, {name: model for name, model in self.models.items() if name in slots})
-        homes = {name: self._home(self.models[name]) for name in self.models}
-        _exchange(self.of_model, homes)
+        self.models = {name: model for name, model in self.models.items() if name in slots}
+        self.of_model = {name: self._home(model) for name, model in self.models.items()}
         self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
         for name, model in self.models.items():
             model.take(slots[name])
-            model.queue_group = homes[name].name if len(self.groups_of[name]) > 1 else ""
+            model.queue_group = self.of_model[name].name if len(self.groups_of[name]) > 1 else ""
         self._set_models(self.models.values())
         for group in self.groups:
             group.remodelled()
@@ -327,7 +322,6 @@ def fill(group: GpuGroup, draft: Draft) -> None:
     names = dict.fromkeys(gpu for backend in draft.backends for gpu in backend.gpu_names)
     gpus = [settings.gpus.get(name) or Gpu(name) for name in names]
     for slot in placement.fill(draft.backends, gpus, kept):
-        group.memory.join(slot, partial(worth, group))
         placement.measure(slot, group.footprints.held(slot.name, slot.backend.service.digest))
     new = [slot for slot in group.slots.values() if slot.backend.preload and slot.name not in kept]
     group.filled(_by_model(group.slots.values(), settings.wanted))
@@ -338,7 +332,8 @@ def _describe(group: GpuGroup, slot: Slot, backend: Backend) -> None:
     """Have a backend that goes on described otherwise."""
     group.placement.describe(backend, slot)
     group.placement.measure(slot, group.footprints.held(slot.name, slot.backend.service.digest))
-    group.models[slot.model].described(slot)
+    if replicas := group.models[slot.model].replicas:
+        replicas.change((), (slot,))
 
 
 def _by_model(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str, list[Slot]]:
@@ -370,12 +365,6 @@ def shared_settings(config: Config) -> SharedSettings:
 
 def _routing_of(config: Config) -> tuple[object, ...]:
     return config.routing, config.routing_policies, config.routing_mode
-
-
-def _exchange(table: dict[str, T], other: Mapping[str, T]) -> None:
-    """Have a table say what another one says."""
-    table.clear()
-    table.update(other)
 
 
 def gpu_groups(

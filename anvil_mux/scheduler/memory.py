@@ -44,6 +44,10 @@ Worth = Callable[[Slot, float], Any]
 """The worth, at a moment, of a backend's staying at its level; the least valuable is demoted first."""
 
 
+Weigh = Callable[[Slot], tuple[float, float]]
+"""The ``loss`` and the ``waiting`` of a ``Candidate``."""
+
+
 # The memory of GPUs
 
 
@@ -180,15 +184,13 @@ class Placement:
         target: Slot,
         busy: set[str],
         staying: Set[str] = frozenset(),
-        loss: Callable[[Slot], float] = lambda _: 0.0,
+        weigh: Weigh = lambda _: (0.0, 0.0),
         without: Collection[Slot] = (),
-        waiting: Callable[[Slot], float] = lambda _: 0.0,
     ) -> list[Slot] | None:
         """The backends to evict so that ``target`` fits, on no ``busy`` GPU; None if there is no such choice.
 
         Those are residents, and backends in standby whose residual is needed; none that is ``staying``, and
-        no pinned resident. The backends that it is to be ``without`` count as gone. ``loss`` and
-        ``waiting``: see eviction.Candidate.
+        no pinned resident. The backends that it is to be ``without`` count as gone.
         """
         if not busy.isdisjoint(target.holds):
             return None
@@ -198,24 +200,20 @@ class Placement:
             if not target.holds.keys().isdisjoint(slot.holds)
             and (slot.state == "ready" or self._in_the_way(slot, target))
         ]
-        if len(slots) < 2:
-            return self._at_most(slots, target, without)
-        frees = [(slot, slot.occupies) for slot in slots]
-        return self._choose(frees, self.missing(target, without), loss, waiting)
+        return self._choose([(slot, slot.occupies) for slot in slots], self.missing(target, without), weigh)
 
     def sparing_host(
         self,
         short: int,
         but: Collection[Slot],
         busy: set[str],
-        staying: Set[str] = frozenset(),
-        loss: Callable[[Slot], float] = lambda _: 0.0,
-        waiting: Callable[[Slot], float] = lambda _: 0.0,
+        staying: Set[str],
+        weigh: Weigh,
     ) -> list[Slot] | None:
         """The residents, ``but`` some, to evict so that ``short`` bytes of the host's memory become free."""
         slots = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
         frees = [(slot, {HOST_MEMORY: slot.ram}) for slot in slots]
-        return self._choose(frees, {HOST_MEMORY: short}, loss, waiting)
+        return self._choose(frees, {HOST_MEMORY: short}, weigh)
 
     def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Slot]:
         return (
@@ -228,40 +226,28 @@ class Placement:
         )
 
     def _choose(
-        self,
-        slots: Iterable[tuple[Slot, Mapping[str, int]]],
-        missing: Mapping[str, int],
-        loss: Callable[[Slot], float],
-        waiting: Callable[[Slot], float],
+        self, slots: Iterable[tuple[Slot, Mapping[str, int]]], missing: Mapping[str, int], weigh: Weigh
     ) -> list[Slot] | None:
-        candidates = [
-            Candidate(
-                s.name,
-                frees,
-                len(s.holders),
-                s.used,
-                priority=s.backend.priority,
-                loss=loss(s),
-                waiting=waiting(s),
+        candidates = []
+        for slot, frees in slots:
+            loss, waiting = weigh(slot)
+            candidates.append(
+                Candidate(
+                    slot.name,
+                    frees,
+                    len(slot.holders),
+                    slot.used,
+                    slot.backend.priority,
+                    loss=loss,
+                    waiting=waiting,
+                )
             )
-            for s, frees in slots
-        ]
         try:
             chosen = victims(self._eviction(), candidates, missing)
         except Exception as error:  # anybody's code
             self.mistake = mistake(error)
             chosen = victims(LeastLoss(), candidates, missing)
         return None if chosen is None else [self.slots[name] for name in chosen]
-
-    def _at_most(self, slots: list[Slot], target: Slot, without: Collection[Slot]) -> list[Slot] | None:
-        """The victims where there is no choice among them."""
-        needed = False
-        for gpu, amount in self.missing(target, without).items():
-            if amount > 0:
-                needed = True
-                if not slots or slots[0].occupies.get(gpu, 0) < amount:
-                    return None
-        return slots if needed else []
 
     def fit_together(self, one: Slot, other: Slot) -> bool:
         """Whether two backends may be resident at once."""
@@ -444,15 +430,15 @@ def _covered(chosen: Sequence[Candidate], gpu: str) -> int:
 class HostMemory:
     """The memory of one host, and how much each backend there keeps of it. Its GPU groups share it."""
 
-    def __init__(self, budget: int | None = None, footprints: Footprints | None = None) -> None:
-        self._footprints = footprints or Footprints()
+    def __init__(self, budget: int | None, footprints: Footprints, worth: Worth) -> None:
+        self._footprints, self._worth = footprints, worth
         self.budget = budget
         """Bytes that all engines may have; None: it is not bounded."""
         self.is_changed = False
         """Whether a share of it changed since the GPU groups of the host were asked: they are to be again."""
         self._used_then = 0
         """The bytes of it that were used then."""
-        self._slots: dict[str, tuple[Slot, Worth]] = {}
+        self._slots: dict[str, Slot] = {}
         self._called: dict[str, str] = {}  # backend -> the model of another GPU group for which it is evicted
 
     def changed(self) -> None:
@@ -465,26 +451,22 @@ class HostMemory:
         self.is_changed = False
         return self._used_then < before
 
-    def join(self, slot: Slot, worth: Worth) -> None:
-        self._slots[slot.name] = slot, worth
-
-    def keep(self, backends: Collection[str]) -> None:
-        """Count only these: others are not on this host any longer, and hold nothing here."""
-        for name in [each for each in self._slots if each not in backends]:
-            del self._slots[name]
-            self._called.pop(name, None)
+    def keep(self, slots: Mapping[str, Slot]) -> None:
+        """Count just these backends: others are not on this host any longer, and hold nothing here."""
+        self._slots = dict(slots)
+        self._called = {name: model for name, model in self._called.items() if name in slots}
 
     def short(self, target: Slot, leaving: Collection[Slot] = ()) -> int:
         """Bytes that are missing to run ``target`` if all in standby were stopped; at most 0 if none are."""
         if self.budget is None:
             return 0
-        staying = (slot for slot, _ in self._slots.values() if slot is not target and slot not in leaving)
+        staying = (slot for slot in self._slots.values() if slot is not target and slot not in leaving)
         return target.ram + sum(map(_insists_on, staying)) - self.budget
 
     @property
     def used(self) -> int:
         """Bytes of all backends that run or are to, and of all in standby."""
-        slots = [slot for slot, _ in self._slots.values()]
+        slots = self._slots.values()
         return sum([each.ram if each.state in HOLDING or each.coming else each.host_bytes for each in slots])
 
     def never_fits(self, target: Slot) -> str:
@@ -496,7 +478,7 @@ class HostMemory:
 
     def insisting(self, but: Slot) -> list[tuple[str, int]]:
         """The other backends that do not give up host memory, and how much they have, largest first."""
-        amounts = [(name, _insists_on(slot)) for name, (slot, _) in self._slots.items() if slot is not but]
+        amounts = [(name, _insists_on(slot)) for name, slot in self._slots.items() if slot is not but]
         return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
 
     def call(self, target: Slot, short: int, own: Collection[Slot], now: float) -> bool:
@@ -507,13 +489,13 @@ class HostMemory:
         any.
         """
         idle = []
-        for slot, worth in self._slots.values():
+        for slot in self._slots.values():
             if slot in own:
                 continue
             if slot.state in ("draining", "evicting"):
                 short -= slot.ram
             elif slot.ram and _is_idle(slot, now):
-                idle.append((worth(slot, now), slot.name, slot.ram))
+                idle.append((self._worth(slot, now), slot.name, slot.ram))
         called = {}
         for _, name, ram in sorted(idle):
             if short > 0:
@@ -541,19 +523,19 @@ class HostMemory:
         """
         if self.budget is None:
             return slot.backend.evict_to[0]
-        room = self.budget + spare - sum(self._claimed(s) for s, _ in self._slots.values() if s is not slot)
+        room = self.budget + spare - sum(self._claimed(s) for s in self._slots.values() if s is not slot)
         return next((way for way in slot.levels if self._kept_on(slot, way) <= room), "stop")
 
     def makes_way(self, slot: Slot, now: float) -> bool:
         """Whether a victim gets a lighter level once others in standby that are worth less are demoted."""
         if self.budget is None or (next_level := self.level_for(slot)) == slot.backend.evict_to[0]:
             return False
-        worth = self._slots[slot.name][1](slot, now)
+        worth = self._worth(slot, now)
         spare = 0
-        for other, worth_of in self._slots.values():
+        for other in self._slots.values():
             if other.state == "demoting":
                 spare += max(other.host_bytes - self._kept_on(other, other.next_level), 0)
-            elif other.state == "standby" and _leaves(other, now) and worth_of(other, now) < worth:
+            elif other.state == "standby" and _leaves(other, now) and self._worth(other, now) < worth:
                 spare += other.host_bytes
         return self.level_for(slot, spare) != next_level
 
@@ -564,21 +546,18 @@ class HostMemory:
         """
         if self.budget is None or (target.state == "standby" and target.ram <= target.host_bytes):
             return True  # it takes no more than it has already
-        others = sum(self._kept(slot) for slot, _ in self._slots.values() if slot is not target)
+        others = sum(self._kept(slot) for slot in self._slots.values() if slot is not target)
         return others + max(target.ram, target.host_bytes) <= self.budget
 
     def yields(self, now: float) -> Slot | None:
         """The next backend to demote because host memory is short, or will be."""
         if self.budget is None:
             return None
-        excess = sum(self._promised(slot) for slot, _ in self._slots.values()) - self.budget
+        excess = sum(map(self._promised, self._slots.values())) - self.budget
         if excess <= 0:
             return None
-        leaving = [
-            (worth(slot, now), name) for name, (slot, worth) in self._slots.items() if _leaves(slot, now)
-        ]
-        for _, name in sorted(leaving):
-            slot, _ = self._slots[name]
+        leaving = [slot for slot in self._slots.values() if _leaves(slot, now)]
+        for slot in sorted(leaving, key=lambda slot: (self._worth(slot, now), slot.name)):
             if slot.state == "standby":
                 return slot
             excess -= self._promised(slot)  # it takes a deeper level by itself when its drain has ended

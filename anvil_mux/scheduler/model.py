@@ -4,9 +4,8 @@ It is there as long as any backend is its own: a reload changes it in place.
 
 A queue is overdue some seconds, its bound, after its first request came. The bound is fixed when the queue
 begins. Where a model takes only so many requests at once its queue is admitted in parts, and senders take
-turns (``FairQueue``): a sender of a hundred requests at once delays only itself; the first request of another
-waits for one of them, not for a hundred. A sender that comes back after its last request was taken comes
-last.
+turns: a sender of a hundred requests at once delays only itself; the first request of another waits for one
+of them, not for a hundred. A sender that comes back after its last request was taken comes last.
 
 A backend with a ``most`` is loaded only while fewer backends of its model than that are resident or coming,
 over all GPU groups and hosts; of a model that is served in two stages, fewer of the same stage. Counted are
@@ -102,48 +101,10 @@ def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
     )
 
 
-class FairQueue:
-    """The tickets that wait, in the order in which they are to be taken: one of each sender, in rounds."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Hashable, dict[Ticket, None]] = {}
-        """Sender -> tickets, the oldest first; the senders in the order of their turns."""
-
-    def join(self, sender: Hashable, ticket: Ticket) -> None:
-        self._waiting.setdefault(sender, {})[ticket] = None
-
-    def leave(self, sender: Hashable, ticket: Ticket) -> None:
-        """Take a ticket out, if it is there; no turn changes."""
-        tickets = self._waiting.get(sender, {})
-        tickets.pop(ticket, None)
-        if not tickets:
-            self._waiting.pop(sender, None)
-
-    def take(self, fits: Callable[[Ticket], bool]) -> Ticket | None:
-        """Take out the next ticket that ``fits``; its sender's next turn comes after all others'."""
-        found = (
-            (sender, each) for sender, tickets in self._waiting.items() for each in tickets if fits(each)
-        )
-        sender, ticket = next(found, (None, None))
-        if ticket is None:
-            return None
-        tickets = self._waiting.pop(sender)
-        del tickets[ticket]
-        if tickets:
-            self._waiting[sender] = tickets
-        return ticket
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-
 class ModelQueue:
     """The requests that wait for one model."""
 
-    __slots__ = ("_turns", "bound", "left", "load_seconds", "tickets")
-
-    def __init__(self, *, limited: bool = False) -> None:
-        """``limited``: the queue is admitted in parts, as its backends take only so many at once."""
+    def __init__(self) -> None:
         self.tickets: dict[Ticket, None] = {}
         """The tickets that wait, oldest first."""
         self.bound = math.inf
@@ -152,7 +113,8 @@ class ModelQueue:
         """The time that the load of its model was expected to take when it began."""
         self.left = -math.inf
         """When a backend of a limited model last ceased to be ready: no request waited for a load before."""
-        self._turns = FairQueue() if limited else None
+        self._turns: dict[Hashable, dict[Ticket, None]] = {}
+        """Sender -> the tickets that take a lease, oldest first; the senders in the order of their turns."""
 
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self.tickets)
@@ -173,7 +135,7 @@ class ModelQueue:
     @property
     def since(self) -> float:
         """Since when the first of its requests has waited for a load."""
-        return max(next(iter(self.tickets)).since, self.left)
+        return max(self.first.since, self.left)
 
     @property
     def overdue_at(self) -> float:
@@ -182,37 +144,32 @@ class ModelQueue:
 
     def join(self, ticket: Ticket) -> None:
         self.tickets[ticket] = None
-        if self._turns is not None and ticket.takes_lease:
-            self._turns.join(ticket.sender, ticket)
+        if ticket.takes_lease:
+            self._turns.setdefault(ticket.sender, {})[ticket] = None
 
     def leave(self, ticket: Ticket) -> None:
+        """Take out a ticket; no turn changes."""
         del self.tickets[ticket]
-        if self._turns is not None:
-            self._turns.leave(ticket.sender, ticket)
+        own = self._turns.get(ticket.sender, {})
+        own.pop(ticket, None)
+        if not own:
+            self._turns.pop(ticket.sender, None)
 
     def take(self, fits: Callable[[Ticket], bool]) -> Ticket | None:
-        """Take out the next ticket by turns that ``fits``. Of a limited model."""
-        assert self._turns is not None
-        ticket = self._turns.take(fits)
+        """Take out the next ticket by turns that ``fits``; its sender's next turn comes after all others'."""
+        ticket = next((each for own in self._turns.values() for each in own if fits(each)), None)
         if ticket is not None:
-            del self.tickets[ticket]
+            self.leave(ticket)
+            if ticket.sender in self._turns:
+                self._turns[ticket.sender] = self._turns.pop(ticket.sender)
         return ticket
 
     def clear(self) -> None:
         self.tickets.clear()
-        if self._turns is not None:
-            self._turns.clear()
-
-    def go_on(self, *, limited: bool, most: float) -> None:
-        """Go on under a bound of at most ``most`` seconds, ``limited`` or not."""
-        if self.tickets:
-            self.bound = min(self.bound, most)
-        if limited != (self._turns is not None):
-            self._turns = FairQueue() if limited else None
-            for ticket in self.tickets:
-                self.join(ticket)
+        self._turns.clear()
 
 
+@dataclass(eq=False, slots=True)
 class Demand:
     """How often a model is asked for, and for how long: what a policy knows of the future.
 
@@ -226,35 +183,22 @@ class Demand:
     the same.
     """
 
-    __slots__ = (
-        "_busy_seconds",
-        "_busy_since",
-        "_first",
-        "_joined",
-        "_last",
-        "_overlaps",
-        "_queue_seconds",
-        "_weight",
-        "longest",
-        "overlapping",
-        "pause_seconds",
-        "service_seconds",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self._first = self._last = -math.inf
-        self._weight = 0.0  # arrivals, those before the last one faded to its moment
-        self._joined = self._queue_seconds = 0.0
-        self._overlaps = self._busy_seconds = 0.0  # arrivals while others were answered, and how long
-        self._busy_since = math.inf
-        self.longest = 0.0
-        """How many requests the longest of its queues had, of late; 0: it had none."""
-        self.overlapping = 0
-        """Requests that came since the model was last idle, while others were answered."""
-        self.pause_seconds = 0.0
-        """How long the model is resident and idle before the next request comes."""
-        self.service_seconds = 0.0
-        """How long a lease lasts; 0 before the first has ended."""
+    _first: float = -math.inf
+    _last: float = -math.inf
+    _weight: float = 0.0  # arrivals, those before the last one faded to its moment
+    _joined: float = 0.0
+    _queue_seconds: float = 0.0
+    _overlaps: float = 0.0  # arrivals while others were answered
+    _busy_seconds: float = 0.0  # and how long
+    _busy_since: float = math.inf
+    longest: float = 0.0
+    """How many requests the longest of its queues had, of late; 0: it had none."""
+    overlapping: int = 0
+    """Requests that came since the model was last idle, while others were answered."""
+    pause_seconds: float = 0.0
+    """How long the model is resident and idle before the next request comes."""
+    service_seconds: float = 0.0
+    """How long a lease lasts; 0 before the first has ended."""
 
     # Facts
 
@@ -297,12 +241,8 @@ class Demand:
         """Arrivals per second."""
         return self.rates(now)[0]
 
-    def growth(self, now: float, count: int = 0, seconds: float = 0.0) -> float:
-        """Arrivals per second while others wait; ``count`` wait now, the first for ``seconds``."""
-        return self.rates(now, count, seconds)[1]
-
     def rates(self, now: float, count: int = 0, seconds: float = 0.0) -> tuple[float, float]:
-        """``rate`` and ``growth``."""
+        """``rate`` and ``growth``; ``count`` wait now, the first of them for ``seconds``."""
         if not self._weight:
             return 0.0, 0.0
         silence = now - self._last
@@ -330,7 +270,7 @@ class Model:
     """Whether routing uses the figures of engines, besides our own counts."""
     slots: list[Slot] = field(default_factory=list)
     """All backends of the model, and those that are about to become its own, in the order of all."""
-    queue: ModelQueue = field(init=False)
+    queue: ModelQueue = field(default_factory=ModelQueue)
     replicas: Replicas | None = None
     """The choice among its backends; None: it has one only."""
     demand: Demand = field(default_factory=Demand)
@@ -338,15 +278,10 @@ class Model:
     """The backends that may be leased."""
     active: dict[Slot, None] = field(default_factory=dict)
     """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
-    _order: dict[Slot, int] = field(default_factory=dict, repr=False)
-    """The slots, each with its place among them."""
     queue_group: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
-
-    def __post_init__(self) -> None:
-        self.queue = ModelQueue(limited=self.settings.limited)
 
     @property
     def priority(self) -> int:
@@ -372,23 +307,18 @@ class Model:
 
     # Changes
 
-    def described(self, slot: Slot) -> None:
-        """Note that a backend that goes on is described otherwise."""
-        if self.replicas:
-            self.replicas.change((), (slot,))
-
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
         self.settings, self.routing = settings, routing
-        self.queue.go_on(limited=settings.limited, most=settings.max_wait)
+        self.queue.bound = min(self.queue.bound, settings.max_wait)
         if self.replicas:
             self.replicas.in_flight.routing = routing
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Have just these backends, in the order of all."""
-        before, self._order = self._order, {slot: nth for nth, slot in enumerate(slots)}
-        left = [slot for slot in before if slot not in self._order]
-        come = [slot for slot in slots if slot not in before]
+        before, after = dict.fromkeys(self.slots), dict.fromkeys(slots)
+        left = [slot for slot in before if slot not in after]
+        come = [slot for slot in after if slot not in before]
         self.slots[:] = slots
         for slot in left:
             self.active.pop(slot, None)
@@ -408,14 +338,10 @@ class Model:
             self.active[slot] = None
         else:
             self.active.pop(slot, None)
-        if self.replicas:
-            self.replicas.note(slot)
 
     def renew_ready(self) -> None:
         """Bring up to date which backends may be leased, in their order."""
-        self.ready = [slot for slot in self.active if slot.serves]
-        if len(self.ready) > 1:
-            self.ready.sort(key=self._order.__getitem__)
+        self.ready = [slot for slot in self.slots if slot.serves]
 
     def takes(self, owner: str = "") -> bool:
         """Whether a request would be leased at once; one that needs ``owner`` waits for it."""
@@ -497,11 +423,6 @@ def _counts(slot: Slot) -> bool:
     return slot.state in ("ready", "loading") or (slot.coming and slot.state != "cancelling")
 
 
-def ready_slots(slots: Iterable[Slot]) -> list[Slot]:
-    """The backends that may be leased."""
-    return [slot for slot in slots if slot.serves]
-
-
 # The choice among its backends
 
 
@@ -513,24 +434,16 @@ class Replicas:
         self._by_name = {slot.name: slot for slot in model.slots}
         backends = [slot.backend for slot in model.slots]
         self.in_flight = InFlightTracker(model.routing, backends, full=model.full)
-        self._doubtful = dict.fromkeys(model.slots)
-        """The backends that may have failed: those that were never loaded have not."""
 
     def change(self, gone: Iterable[Slot], come: Iterable[Slot]) -> None:
         """Do without the backends that are ``gone``, and with those that come or are described otherwise."""
         for slot in come:
             self._by_name[slot.name] = slot
-            self._doubtful[slot] = None
             self.in_flight.join(slot.backend)
         for slot in gone:
-            self._doubtful.pop(slot, None)
             if self._by_name[slot.name] is slot:
                 del self._by_name[slot.name]
                 self.in_flight.leave(slot.name)
-
-    def note(self, slot: Slot) -> None:
-        """Note that a backend entered a state."""
-        self._doubtful[slot] = None
 
     def take_one_more(self) -> bool:
         """Whether a request would be leased at once by any of those that are ready."""
@@ -650,13 +563,7 @@ class Replicas:
 
     def _failed(self, now: float) -> list[str]:
         """The backends that could not be stopped, or loaded lately."""
-        failed = []
-        for slot in tuple(self._doubtful):
-            if slot.state == "stuck" or slot.retry_at > now:
-                failed.append(slot.name)
-            elif slot.since < now:  # else its failure may be noted in a moment
-                del self._doubtful[slot]
-        return failed
+        return [slot.name for slot in self._model.slots if slot.state == "stuck" or slot.retry_at > now]
 
 
 def _takes(slot: Slot, stage: str) -> bool:

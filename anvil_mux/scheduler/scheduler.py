@@ -143,10 +143,9 @@ class Scheduler:
 
     def keep_alive_asked(self, ticket: Ticket, seconds: float, now: float) -> Effects:
         """A leased request says for how long its backend is to stay once nobody uses it."""
-        group = self.layout.of_backend.get(ticket.backend or "")
-        slot = group.slots[ticket.backend or ""] if group else None
-        if group and slot and ticket in slot.holders:
-            group.keep_alive(slot, seconds)
+        slot = self.layout.slot(ticket.backend or "")
+        if slot and ticket in slot.holders:
+            self.layout.of_backend[slot.name].keep_alive(slot, seconds)
         return NOTHING
 
     def abandoned(self, ticket: Ticket, now: float, error: MuxError | None = None) -> Effects:

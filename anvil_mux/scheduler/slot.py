@@ -68,14 +68,19 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("demoting", "stopped"): "stopped",
     ("demoting", "standby"): "standby",
     ("demoting", "evict_failed"): "standby",
-    ("loading", "gone"): "stopped",
-    ("cancelling", "gone"): "stopped",
-    ("ready", "gone"): "stopped",
-    ("draining", "gone"): "stopped",
-    ("evicting", "gone"): "stopped",
-    ("stuck", "gone"): "stopped",
-    ("standby", "gone"): "stopped",
-    ("demoting", "gone"): "stopped",
+    **{
+        (state, "gone"): "stopped"
+        for state in (
+            "loading",
+            "cancelling",
+            "ready",
+            "draining",
+            "evicting",
+            "stuck",
+            "standby",
+            "demoting",
+        )
+    },
     ("stopped", "unfit"): "stuck",
 }
 """State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""
@@ -510,79 +515,46 @@ class Crash(NamedTuple):
     """The last lines that its engine had printed."""
 
 
+@dataclass(eq=False, slots=True, repr=False)
 class Ticket:
     """One request's identity, from its arrival to its end. Guarded like the GPU group that it is given to."""
 
-    __slots__ = (
-        "backend",
-        "choice",
-        "crash",
-        "crashes",
-        "cut",
-        "error",
-        "granted",
-        "id",
-        "model",
-        "never_swaps",
-        "prefill",
-        "request",
-        "resent",
-        "sender",
-        "severed",
-        "share",
-        "since",
-        "takes_lease",
-        "wake",
-        "work",
-    )
+    id: int
+    model: str
+    since: float
+    takes_lease: bool = True
+    """Whether it takes a lease; if not it only wants the model loaded."""
+    work: Work = NO_WORK
+    prefill: Ticket | None = None
+    """The ticket of its first stage, leased with it if backends of both stages are resident."""
+    sender: Hashable = None
+    """The client that it counts for: where a queue is admitted in parts, senders take turns."""
+    crashes: tuple[Crash, ...] = ()
+    """The ends of backends at which the same request was there, as another ticket."""
+    request: str = ""
+    """The id of its request, as its client was told."""
+    resent: bool = False
+    """Whether the same request came before, as another ticket: it counts once."""
+    never_swaps: bool = False
+    """Whether it may force no swap: it is leased by what is ready, or fails."""
+    crash: Crash | None = None
+    """The end of a backend that ended its lease."""
+    backend: str | None = None
+    choice: Choice | None = None
+    """Why that backend, where the model has several."""
+    error: MuxError | None = None
+    severed: Severance | None = None
+    share: float = 0.0
+    """Seconds that it had of its backend, once its lease has ended: a part of the time, if others ran.
 
-    def __init__(
-        self,
-        id: int,
-        model: str,
-        since: float,
-        takes_lease: bool = True,
-        work: Work = NO_WORK,
-        prefill: Ticket | None = None,
-        sender: Hashable = None,
-        crashes: tuple[Crash, ...] = (),
-    ) -> None:
-        self.id = id
-        self.model = model
-        self.since = since
-        self.work = work
-        self.sender = sender
-        """The client that it counts for: where a queue is admitted in parts, senders take turns."""
-        self.takes_lease = takes_lease
-        """Whether it takes a lease; if not it only wants the model loaded."""
-        self.request = ""
-        """The id of its request, as its client was told."""
-        self.resent = False
-        """Whether the same request came before, as another ticket: it counts once."""
-        self.never_swaps = False
-        """Whether it may force no swap: it is leased by what is ready, or fails."""
-        self.prefill = prefill
-        """The ticket of its first stage, leased with it if backends of both stages are resident."""
-        self.crashes = crashes
-        """The ends of backends at which the same request was there, as another ticket."""
-        self.crash: Crash | None = None
-        """The end of a backend that ended its lease."""
-        self.backend: str | None = None
-        self.choice: Choice | None = None
-        """Why that backend, where the model has several."""
-        self.error: MuxError | None = None
-        self.severed: Severance | None = None
-        self.share = 0.0
-        """Seconds that it had of its backend, once its lease has ended: a part of the time, if others ran.
-
-        Until then less than nothing: what ``Slot.gpu_seconds`` was when the lease began.
-        """
-        self.granted: Any = None
-        """An object of the driver, by which it knows what was leased, whatever becomes of the backend."""
-        self.wake: Any = None
-        """An object of the driver, by which it goes on when this ticket has ended waiting."""
-        self.cut: Callable[[], None] | None = None
-        """A call of the driver, by which it cuts the request when it is severed."""
+    Until then less than nothing: what ``Slot.gpu_seconds`` was when the lease began.
+    """
+    granted: Any = None
+    """An object of the driver, by which it knows what was leased, whatever becomes of the backend."""
+    wake: Any = None
+    """An object of the driver, by which it goes on when this ticket has ended waiting."""
+    cut: Callable[[], None] | None = None
+    """A call of the driver, by which it cuts the request when it is severed."""
 
     @property
     def taken_back(self) -> bool:

@@ -25,7 +25,7 @@ from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Cost, Costs, Footprints, source_of
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.memory import Eviction, HostMemory, Placement
-from anvil_mux.scheduler.model import Model, ModelSettings, ready_slots
+from anvil_mux.scheduler.model import Model, ModelSettings
 from anvil_mux.scheduler.policies import FOREVER, Policy, Spill, Stay
 from anvil_mux.scheduler.slot import HOLDING, HostRecord, Slot, Ticket
 
@@ -130,14 +130,20 @@ class SwapInProgress:
         return (*self.gone, *(victim.model for victim in self.victims))
 
 
-def drains(swaps: Iterable[SwapInProgress]) -> dict[str, tuple[str, float]]:
-    """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
-    return {
-        victim.name: (swap.target.model if swap.target else "", victim.drain_until)
-        for swap in swaps
-        for victim in swap.victims
-        if victim.state == "draining"
-    }
+class Drain(NamedTuple):
+    """The drain of a backend that is under way."""
+
+    target: str
+    """The model that it makes room for; "" for none."""
+    seconds_left: float
+
+
+def drain_of(slot: Slot, swaps: Iterable[SwapInProgress], now: float) -> Drain | None:
+    """The drain of a backend, which is a victim of one of these swaps; None: it does not drain."""
+    if slot.state != "draining":
+        return None
+    target = next((swap.target for swap in swaps if slot in swap.victims), None)
+    return Drain(target.model if target else "", max(slot.drain_until - now, 0.0))
 
 
 @dataclass(eq=False, slots=True)
@@ -207,10 +213,14 @@ class GroupState:
     def filled(self, models: Mapping[str, Iterable[Slot]]) -> None:
         """Compute anew what depends on which slots it has; ``models``: model -> its slots that are here."""
         self.own_slots = {name: list(slots) for name, slots in models.items()}
-        self.ready = ready_slots(self.slots.values())
+        self.note_ready()
         self.preloads = [slot for slot in self.preloads if self.slots.get(slot.name) is slot]
         self.unseen &= self.slots.keys()
         self.described()
+
+    def note_ready(self) -> None:
+        """Compute anew which backends may be leased."""
+        self.ready = [slot for slot in self.slots.values() if slot.serves]
 
     def described(self) -> None:
         """Compute anew what depends on how its backends are described."""
@@ -317,10 +327,6 @@ class GroupState:
         source = source_of(evicts)
         return self.costs.estimate(source, target.model, level, target.backend.engine, target.host.name)
 
-    def load_seconds(self, slot: Slot, level: str) -> float:
-        """How long a load from a standby level is expected to take."""
-        return self.costs.estimate("", slot.model, level, slot.backend.engine, slot.host.name).load_seconds
-
     def staying(self, now: float) -> set[str]:
         """The backends that may stay for their min_residency; only an overdue queue evicts them."""
         return {slot.name for slot in self.stayers if slot.stays_until > now}
@@ -407,15 +413,32 @@ def victims(
 
     The backends that it is to be ``without`` count as gone.
     """
-    lost, queued = partial(loss, state, now), partial(waiting_at, state)
-    found = state.placement.victims(target, busy, staying, loss=lost, without=without, waiting=queued)
+    weight = partial(weigh, state, now)
+    found = state.placement.victims(target, busy, staying, weight, without)
     if found is None or (short := state.memory.short(target, [*found, *without])) <= 0:
         return found
-    more = state.placement.sparing_host(short, found, busy, staying, loss=lost, waiting=queued)
+    more = state.placement.sparing_host(short, found, busy, staying, weight)
     return None if more is None else found + more
 
 
 # What it costs
+
+
+def drain_seconds(
+    state: GroupState, slots: Iterable[Slot], now: float, *, first: float = 0.0, late: float = 0.0
+) -> float:
+    """How long the answers at these backends will take yet, as answers of their models do on average.
+
+    ``first``: how long those take of which none has ended; ``late``: what one takes yet that has run for
+    longer. None takes longer than its drain may.
+    """
+    left = 0.0
+    for slot in slots:
+        usual, most = state.models[slot.model].demand.service_seconds or first, state.drain_left(slot, now)
+        for since in slot.holders.values():
+            rest = usual - (now - since)
+            left = max(left, min(rest if rest > 0.0 else late, most))
+    return left
 
 
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
@@ -432,32 +455,24 @@ def expected_load(state: GroupState, slot: Slot) -> float | None:
     return None
 
 
-def loss(state: GroupState, now: float, slot: Slot) -> float:
-    """The cost of evicting a backend: its arrivals per second, times the seconds of loading it again.
+def weigh(state: GroupState, now: float, slot: Slot) -> tuple[float, float]:
+    """The cost of evicting a backend, and the requests that wait for a place at it: see ``Candidate``.
 
-    Of a model with residents in several GPU groups it is a share of the arrivals.
+    Of a model with residents in several GPU groups it is a share of the arrivals: the others go on serving.
     """
     level = "stop" if slot.state == "standby" else slot.backend.evict_to[0]
     model = state.models[slot.model]
-    rate = model.demand.rate(now)
+    rate, residents = model.demand.rate(now), max(len(model.ready), 1)
     if model.is_spread:
-        rate /= max(len(model.ready), 1)  # the others go on serving
-    return rate * state.load_seconds(slot, level)
+        rate /= residents
+    waiting = len(model.queue) / residents if slot.state == "ready" else 0.0
+    return rate * state.costs.load_seconds(slot, level), waiting
 
 
-def waiting_at(state: GroupState, slot: Slot) -> float:
-    """The requests that wait for a place at a resident backend: its share of its model's queue."""
-    model = state.models[slot.model]
-    if slot.state != "ready" or not model.queue.tickets:
-        return 0.0
-    return len(model.queue) / max(len(model.ready), 1)
-
-
-def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, float]:
+def worth(common: Common, slot: Slot, now: float) -> tuple[bool, int, float, float]:
     """How much a backend deserves a light standby level: see ``HostMemory``."""
-    cold = state.load_seconds(slot, "stop")
-    model = state.models[slot.model]
-    lost = model.demand.rate(now) * cold
+    model = common.models[slot.model]
+    lost = model.demand.rate(now) * common.costs.load_seconds(slot, "stop")
     return bool(model.queue.tickets), slot.backend.priority, lost, slot.used
 
 
@@ -473,11 +488,13 @@ def free_place(model: Model, swap: SwapInProgress, here: GroupState, now: float)
     roomy = with_room(here.groups_of(model))
     if not roomy:
         return None
-    soonest = _seconds_to_drain(here, swap, now) + cost_of(here, swap, swap.target).seconds
+    # An answer that takes longer than usual may take as long as it can.
+    drain = drain_seconds(here, swap.victims, now, first=FIRST_SERVICE_SECONDS, late=FOREVER)
+    soonest = drain + cost_of(here, swap, swap.target).seconds
     best = None
     for state in roomy:
         for slot in _free_places(state, model, swap, now):
-            seconds = state.load_seconds(slot, slot.level)
+            seconds = state.costs.load_seconds(slot, slot.level)
             if seconds < soonest or (best is None and seconds == soonest):
                 best, soonest = slot, seconds
     return best
@@ -579,18 +596,6 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
         return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)
 
 
-def _seconds_to_drain(state: GroupState, swap: SwapInProgress, now: float) -> float:
-    """How long a swap may drain yet: as answers do on average; one that takes longer, until it is severed."""
-    left = 0.0
-    for victim in swap.victims:
-        usual = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        most = state.drain_left(victim, now)
-        for since in victim.holders.values():
-            rest = usual - (now - since)
-            left = max(left, min(rest, most) if rest > 0 else most)
-    return left
-
-
 # Another replica of a busy model
 
 
@@ -622,7 +627,7 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     found = plan(state, model, state.busy_gpus(), now, used | state.staying(now))
     if found is None:
         return None
-    reload = [state.load_seconds(each, each.backend.evict_to[0]) for each in found.victims]
+    reload = [state.costs.load_seconds(each, each.backend.evict_to[0]) for each in found.victims]
     return found, Spill(
         model=model.name,
         backend=found.target.name,

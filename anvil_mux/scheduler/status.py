@@ -18,7 +18,7 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import HOLDING, HostRecord, Pause, Slot
-from anvil_mux.scheduler.state import drains
+from anvil_mux.scheduler.state import Drain, drain_of
 from anvil_mux.scheduler.waits import Progress
 
 
@@ -120,9 +120,7 @@ class ModelState:
     """How far its load is, if it is being loaded."""
     oldest_wait: float | None = None
     """Seconds that the first in queue has waited."""
-    draining_target: str | None = None
-    """The model that it makes room for while it drains; "" for none."""
-    drain_seconds_left: float = 0.0
+    drain: Drain | None = None
     drained_for: tuple[RunningAnswer, ...] = ()
     """The answers that its drain waits for, the longest first."""
     deferred: Deferral | None = None
@@ -150,9 +148,10 @@ class GpuState:
     gpu: str
     residents: tuple[str, ...]
     state: str
-    draining_target: str
-    draining_leases: int
-    drain_seconds_left: float
+    drain: Drain | None = None
+    """The drain of one that holds it."""
+    draining_leases: int = 0
+    """The leases that it waits for."""
     total: int | None = None
     """Bytes, where they are known."""
     reserve: int = 0
@@ -210,7 +209,7 @@ def model_state(group: GpuGroup, model: Model, now: float, progress: Progress | 
     slots = model.slots
     slot = min(slots, key=lambda slot: (slot.host.is_lost, _SHOWN.index(slot.state)))
     first = next(iter(model.queue), None)
-    target, until = drains(group.swaps_of(model)).get(slot.name, (None, now))
+    drain = drain_of(slot, group.swaps_of(model), now)
     return ModelState(
         model=model.name,
         state=slot.state,
@@ -227,14 +226,10 @@ def model_state(group: GpuGroup, model: Model, now: float, progress: Progress | 
         pinned=any(each.pinned for each in slots),
         progress=progress,
         oldest_wait=now - first.since if first else None,
-        draining_target=target,
-        drain_seconds_left=max(until - now, 0.0),
-        drained_for=answers([slot], now) if target is not None else (),
+        drain=drain,
+        drained_for=answers([slot], now) if drain else (),
         deferred=_deferral(group, model, now),
-        backends=tuple(
-            _backend_state(each, now, group.footprints.held(each.name), _figures(model, each, now), group)
-            for each in slots
-        ),
+        backends=tuple(_backend_state(group, model, each, now) for each in slots),
     )
 
 
@@ -258,11 +253,6 @@ def _deferral(group: GpuGroup, model: Model, now: float) -> Deferral | None:
     return Deferral(max(stay.until - now, 0.0), stay.cause)
 
 
-def _figures(model: Model, slot: Slot, now: float) -> EngineFigures | None:
-    """The last figures of a replica's engine, in the mode full."""
-    return model.replicas.in_flight.figures(slot.name, now) if model.replicas else None
-
-
 def _vram_to_declare(group: GpuGroup, slot: Slot) -> str:
     """The size to declare for a backend that takes its GPUs whole, if another one needs them too."""
     if not slot.held_last or not slot.whole or slot.backend.vram_measured:
@@ -272,12 +262,11 @@ def _vram_to_declare(group: GpuGroup, slot: Slot) -> str:
     return to_declare(slot.held_last) if shared else ""
 
 
-def _backend_state(
-    slot: Slot, now: float, measured: Mapping[str, int], figures: EngineFigures | None, group: GpuGroup
-) -> BackendState:
+def _backend_state(group: GpuGroup, model: Model, slot: Slot, now: float) -> BackendState:
     idle = slot.state == "ready" and not slot.holders
     unload_at = slot.idle_until
-    takes = measured or ({} if slot.whole else slot.holds)
+    takes = group.footprints.held(slot.name) or ({} if slot.whole else slot.holds)
+    figures = model.replicas.in_flight.figures(slot.name, now) if model.replicas else None
     return BackendState(
         backend=slot.name,
         state=slot.state,
@@ -320,16 +309,13 @@ def gpu_states(group: GpuGroup, known: Mapping[str, Gpu], now: float) -> list[Gp
 def _gpu_state(group: GpuGroup, gpu: Gpu, now: float) -> GpuState:
     slots = group.slots.values()
     here = [slot for slot in slots if gpu.name in slot.holds and slot.state in HOLDING]
-    draining = drains(group.swaps)
-    leaving = next((slot for slot in here if slot.name in draining), None)
-    target, until = draining[leaving.name] if leaving else ("", now)
+    leaving = next((slot for slot in here if slot.state == "draining"), None)
     return GpuState(
         gpu=gpu.name,
         residents=tuple(slot.model for slot in here),
         state="draining" if leaving else min((s.state for s in here), key=_SHOWN.index, default="free"),
-        draining_target=target,
+        drain=drain_of(leaving, group.swaps, now) if leaving else None,
         draining_leases=len(leaving.holders) if leaving else 0,
-        drain_seconds_left=max(until - now, 0.0),
         total=gpu.vram,
         reserve=gpu.reserve,
         residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),

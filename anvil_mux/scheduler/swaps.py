@@ -28,7 +28,6 @@ from anvil_mux.scheduler.events import (
     Severance,
     ending,
 )
-from anvil_mux.scheduler.model import ready_slots
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import (
     LOADING,
@@ -62,7 +61,10 @@ class Swaps(Admission):
         preload: bool = False,
         severs: Cause | None = None,
     ) -> SwapInProgress:
-        """Begin a swap; ``severs``: why requests are severed, if neither for the target nor for ``cause``."""
+        """Begin a swap; without a ``target`` it only evicts.
+
+        ``severs``: why requests are severed, if neither for the target nor for ``cause``.
+        """
         if severs is None:
             severs = Cause("evicted", target.model) if target else cause
         self.changed()
@@ -74,15 +76,6 @@ class Swaps(Admission):
             self._note_target(target, coming=True)
         self._drain(swap, now)
         return swap
-
-    def begin_eviction(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
-        """Begin to evict a resident without loading another backend."""
-        self.begin(None, [slot], now, cause, severs=severs)
-
-    def begin_leaving(self, slot: Slot, now: float) -> None:
-        """Begin to evict a backend for good, once its leases have ended."""
-        assert slot.leaving
-        self.begin(None, [slot], now, Cause(slot.leaving))
 
     def _note_target(self, target: Slot, *, coming: bool) -> None:
         """Note that a backend is the target of a swap from now on, or is so no longer."""
@@ -167,7 +160,7 @@ class Swaps(Admission):
         if swap.victims:
             return self._go_elsewhere(swap, now)
         if target is None:
-            self._end(swap)
+            self.end(swap)
         elif target.state not in LOADING:
             if not self._has_room(swap, target, now):
                 return self._evict_next(swap, now)
@@ -301,7 +294,7 @@ class Swaps(Admission):
 
     def dissolve(self, swap: SwapInProgress, now: float) -> None:
         """End a swap before its target was loaded; victims that only drained stay resident."""
-        self._end(swap)
+        self.end(swap)
         if swap.target:
             swap.target.next_level = ""
         for victim in swap.victims:
@@ -319,7 +312,7 @@ class Swaps(Admission):
         """Have a backend go that is resident, or on its way to be."""
         swap = self.swap_to(slot)
         if swap is None:
-            self.begin_eviction(slot, now, cause)
+            self.begin(None, [slot], now, cause)
         elif slot.state in LOADING:
             swap.cancel = cause
         else:
@@ -345,7 +338,7 @@ class Swaps(Admission):
         if victim.state == "ready":
             return
         if victim.leaving:
-            self.begin_leaving(victim, now)
+            self.begin(None, [victim], now, Cause(victim.leaving))
             return
         self.enter(victim, "reprieve", now)
         self.emit(Event(now, "ready", victim.model, victim.name, cause=Cause("reprieved")))
@@ -358,25 +351,13 @@ class Swaps(Admission):
                 swap.victims.remove(victim)
                 swap.gone.append(victim.model)
 
-    def learn(self, target: Slot, level: str, seconds: float) -> None:
-        """Learn the cost of the swap to ``target``, which was loaded from this standby level."""
-        if swap := self.swap_to(target):
-            source, host, engine = source_of(swap.gone), target.host.name, target.backend.engine
-            self.costs.learn(
-                source, target.model, level, swap.evict_seconds, seconds, host=host, engine=engine
-            )
-
-    def end_to(self, slot: Slot) -> None:
-        """The load of ``slot`` has ended, one way or another."""
+    def end_to(self, slot: Slot) -> SwapInProgress | None:
+        """End the swap to ``slot``, whose load has ended, one way or another."""
         if swap := self.swap_to(slot):
-            self._end(swap)
+            self.end(swap)
+        return swap
 
-    def end_all(self) -> None:
-        """End all swaps without a further step: the host is lost."""
-        for swap in tuple(self.swaps):
-            self._end(swap)
-
-    def _end(self, swap: SwapInProgress) -> None:
+    def end(self, swap: SwapInProgress) -> None:
         self.changed()
         self.swaps.remove(swap)
         if swap.target:
@@ -394,7 +375,7 @@ class Swaps(Admission):
         if leaves_ready and model.limited:
             model.queue.left = now
         if leaves_ready or slot.state == "ready":
-            self.ready = ready_slots(self.slots.values())
+            self.note_ready()
             model.renew_ready()
         self.changed()
         self.memory.changed()
@@ -463,20 +444,21 @@ class Swaps(Admission):
             if other is slot or not self.placement.fit_together(slot, other):
                 other.made_way = None
         self.keep_alive(slot, None)
-        self.learn(slot, level, seconds)
-        self.end_to(slot)
+        if swap := self.end_to(slot):
+            source, host, engine = source_of(swap.gone), slot.host.name, slot.backend.engine
+            self.costs.learn(source, slot.model, level, swap.evict_seconds, seconds, host=host, engine=engine)
         self.emit(Event(now, "ready", slot.model, slot.name, seconds=seconds, way=level))
         if slot.leaving:
-            self.begin_leaving(slot, now)
+            self.begin(None, [slot], now, Cause(slot.leaving))
             return
         self.admit(model, now)
         if unwanted:  # it was unloaded a moment too late to be cancelled
-            self.begin_eviction(slot, now, UNLOADED)
+            self.begin(None, [slot], now, UNLOADED)
         elif wanted:
             slot.next_level = ""
         elif slot.next_level:
             cause = Cause("wake_to_demote", way=slot.next_level)
-            self.begin_eviction(slot, now, cause, severs=Cause("idle"))
+            self.begin(None, [slot], now, cause, severs=Cause("idle"))
         if slot.state == "ready" and model.replicas and not model.queue.tickets:
             self.take_back(slot, now)
         if slot.pinned:

@@ -1,9 +1,9 @@
 """The waits of requests: that of one that would come now, the loads that queues wait for, how far these are.
 
-Pure functions over a GPU group's state. ``awaited`` is what a request would meet, and ``wait_estimate`` that
-in words, with how long and why. Nothing is guessed that the GPU group would not do: the policy is asked as if
-one more request waited; the queue that it would begin stands in its snapshot, and nowhere else. The weights
-of a load that a queue waits for may be read before it begins.
+Pure functions over a GPU group's state. ``wait_estimate`` is what a request would meet, in words, with how
+long and why. Nothing is guessed that the GPU group would not do: the policy is asked as if one more request
+waited; the queue that it would begin stands in its snapshot, and nowhere else. The weights of a load that a
+queue waits for may be read before it begins.
 
 How far a load is follows from what loads took before, and from what the engine says in its log. A log speaks
 of one stage of the load, so it can only make the whole longer than what was learned.
@@ -16,23 +16,29 @@ from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.kinds import span
-from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.admission import (
     RunningAnswer,
     answers,
     bound,
     nearest,
     refusal,
-    seconds_left,
     too_late,
 )
-from anvil_mux.scheduler.costs import NO_COST, Cost
 from anvil_mux.scheduler.events import sentence
 from anvil_mux.scheduler.group import contests, snapshot
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER, Decision, Stay, SwapTo, ask
-from anvil_mux.scheduler.slot import HOLDING, IS_PAUSED, LOADING, Pause, Slot
-from anvil_mux.scheduler.state import GroupState, cost_of, drains, plan, waiting
+from anvil_mux.scheduler.slot import HOLDING, IS_PAUSED, LOADING, Slot
+from anvil_mux.scheduler.state import (
+    GroupState,
+    Plan,
+    SwapInProgress,
+    cost_of,
+    drain_of,
+    drain_seconds,
+    plan,
+    waiting,
+)
 
 UNLOADING = ("ollama", "llamacpp")
 """The engines that forget their weights when they sleep, and read them again."""
@@ -82,19 +88,23 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
             text = f"it is resident{_on(ready)}, but runs as many requests as it may ({busy})"
             return _waits(model.name, f"{text}; {len(model.queue)} wait before this one")
         return WaitEstimate(model.name, "served", 0.0, 0.0, f"it is resident{_on(ready)}, {_serving(busy)}.")
-    found = awaited(state, model, now)
-    if found.refusal:
-        return WaitEstimate(model.name, "refused", None, None, found.refusal.message)
-    if state.host.pause.is_on:
-        return _paused(state.host.pause, model.name, now)
+    if error := refusal(state, model, now) or too_late(state, model, now):
+        return WaitEstimate(model.name, "refused", None, None, error.message)
+    pause = state.host.pause
+    if pause.is_on:
+        left = pause.until - now
+        when = f"for {span(left)} more" if left < FOREVER else "until it is resumed by hand"
+        return _waits(model.name, f"{IS_PAUSED} {when}; then it may be loaded", left)
+    for each in state.groups_of(model):
+        for swap in each.swaps:
+            if swap.target and swap.target.model == model.name and not swap.cancel:
+                return _coming(each, swap, swap.target, now, far)
+    if not model.queue:
+        state = nearest(state.groups_of(model), model, now)
     if state.host.is_lost:
         asleep = f"its host {state.host.name} is not there, and is woken for it"
         return _waits(model.name, f"{asleep}; that may take {span(state.host.wake_timeout or 0.0)}")
-    if found.target and found.state:
-        if found.decision:
-            return _planned(found.state, model.name, found, now)
-        return _coming(found.state, found.target, found, now, far)
-    return _blocked(state, model, found, now)
+    return _next_swap(state, model, now)
 
 
 def _waits(
@@ -109,28 +119,21 @@ def _waits(
     return WaitEstimate(model, "waits", about, most, f"{because}.", waits_for=waits_for)
 
 
-def _paused(pause: Pause, model: str, now: float) -> WaitEstimate:
-    """Nothing is loaded before the end of the pause."""
-    left = pause.until - now
-    when = f"for {span(left)} more" if left < FOREVER else "until it is resumed by hand"
-    return _waits(model, f"{IS_PAUSED} {when}; then it may be loaded", left)
-
-
 def _coming(
-    state: GroupState, target: Slot, found: Awaited, now: float, far: Progress | None
+    state: GroupState, swap: SwapInProgress, target: Slot, now: float, far: Progress | None
 ) -> WaitEstimate:
     """A swap to it is under way."""
-    model, cost = target.model, found.cost
+    model, cost = target.model, cost_of(state, swap, target)
     if target.state == "loading":
         since, left = now - target.since, far.seconds_left if far else None
-        before = f"loads have taken {span(cost.load_seconds)}"
-        known = before if found.loaded_before else "it was never loaded before"
+        is_known = state.costs.knows(model, cost.way, target.host.name)
+        before = f"loads have taken {span(cost.load_seconds)}" if is_known else "it was never loaded before"
         so_far = f" ({far.words})" if far and far.words else ""
         limit = max(target.backend.load_timeout - since, left or 0.0)
-        text = f"it has been loading for {span(since)}{so_far}; {known}"
+        text = f"it has been loading for {span(since)}{so_far}; {before}"
         return _waits(model, text, FOREVER if left is None else left, limit)
-    names = _names(victim.model for victim in found.victims)
-    drain = _drain(state, found.victims, now)
+    names = _names(victim.model for victim in swap.victims)
+    drain = _drain(state, swap.victims, now)
     if drain.answers:
         text = f"it waits for {names} to make room; {drain.words}"
         return _waits(model, text, drain.seconds + cost.seconds, cost.seconds + drain.most, drain.answers)
@@ -138,7 +141,7 @@ def _coming(
     return _waits(model, text, cost.seconds)
 
 
-class _Drain(NamedTuple):
+class _DrainEstimate(NamedTuple):
     """The drain of some victims, as far as it is known."""
 
     answers: tuple[RunningAnswer, ...] = ()
@@ -148,17 +151,17 @@ class _Drain(NamedTuple):
     words: str = ""
 
 
-def _drain(state: GroupState, leaving: Sequence[Slot], now: float) -> _Drain:
+def _drain(state: GroupState, leaving: Sequence[Slot], now: float) -> _DrainEstimate:
     busy = [slot for slot in leaving if slot.holders]
     if not busy:
-        return _Drain()
+        return _DrainEstimate()
     most = max(*[state.drain_left(slot, now) for slot in busy], 0.0)
     longest = f"for at most {span(most)}" if most < FOREVER else "for as long as it takes"
     running = answers(busy, now)
     words = f"{_running(sum(len(slot.holders) for slot in busy))}, {longest} ({running[0].words})"
     known = all(_is_usual(state, slot, now) for slot in busy)
-    left = max([seconds_left(state, slot, now) for slot in busy]) if known else FOREVER
-    return _Drain(running, left, most, words)
+    left = drain_seconds(state, busy, now) if known else FOREVER
+    return _DrainEstimate(running, left, most, words)
 
 
 def _is_usual(state: GroupState, slot: Slot, now: float) -> bool:
@@ -166,15 +169,32 @@ def _is_usual(state: GroupState, slot: Slot, now: float) -> bool:
     return now - min(slot.holders.values()) <= state.models[slot.model].demand.service_seconds
 
 
-def _planned(state: GroupState, model: str, found: Awaited, now: float) -> WaitEstimate:
-    """A swap to it could begin; the policy says when."""
-    victims, cost, decision = found.victims, found.cost, found.decision
-    drain = _drain(state, victims, now)
+def _next_swap(state: GroupState, model: Model, now: float) -> WaitEstimate:
+    """No swap to it is under way, and the next one would be here."""
+    queue = model.queue
+    most = queue.bound if queue else bound(state, model, now).seconds
+    late = max((queue.overdue_at if queue else max(now, queue.left) + most) - now, 0.0)
+    models = waiting(state)
+    if not queue and not model.is_coming and not (model.limited and model.ready):
+        models.append(model)
+    busy, staying = state.busy_gpus(), state.staying(now)
+    found = {each.name: plan(state, each, busy, now, staying) for each in models}
+    plans = {name: each for name, each in found.items() if each}
+    if model.name not in plans:
+        return _blocked(state, model, late, now)
+    together, here = next(each for each in contests(state, plans) if model.name in each.plans)
+    decision = ask(state.policy, snapshot(state, now, together, most=most, here=here))
+    return _planned(state, plans[model.name], decision, late, now)
+
+
+def _planned(state: GroupState, found: Plan, decision: Decision, late: float, now: float) -> WaitEstimate:
+    """A swap to it could begin; the policy says when, in ``late`` seconds at the latest."""
+    target, victims, _, cost = found
+    model, drain = target.model, _drain(state, victims, now)
     names = _names(victim.model for victim in victims)
-    takes = f"then its load takes {span(cost.load_seconds)}" + ("" if found.loaded_before else " (a guess)")
-    late = max(found.overdue_at - now, 0.0)
-    about, most = FOREVER, cost.seconds + drain.most
-    reason = sentence(decision.cause) if decision else ""
+    is_known = state.costs.knows(model, target.level, target.host.name)
+    takes = f"then its load takes {span(cost.load_seconds)}" + ("" if is_known else " (a guess)")
+    about, most, reason = FOREVER, cost.seconds + drain.most, sentence(decision.cause)
     if isinstance(decision, SwapTo) and decision.model == model:
         about = drain.seconds + cost.seconds
         text = f"{names} will be evicted now" if victims else "there is room"
@@ -182,31 +202,29 @@ def _planned(state: GroupState, model: str, found: Awaited, now: float) -> WaitE
         text += f"; {drain.words}" if drain.words else ""
         return _waits(model, f"{text}; {takes}", about, most, drain.answers)
     if isinstance(decision, Stay):
-        until = min(decision.until, found.overdue_at)
-        if decision.until < FOREVER:
-            about = until - now + cost.seconds
-        longest = f"about {span(until - now)} more" if until < found.overdue_at else f"at most {span(late)}"
+        left = decision.until - now
+        about = min(left, late) + cost.seconds if left < FOREVER else FOREVER
+        longest = f"about {span(left)} more" if left < late else f"at most {span(late)}"
         text = f"{names or 'what is resident'} may stay for {longest} ({reason})"
     else:
-        other = decision.model if decision else ""
-        text = f"{other} comes first ({reason}), for at most {span(late)}"
+        text = f"{decision.model} comes first ({reason}), for at most {span(late)}"
     return _waits(model, f"{text}; {takes}", about, late + most, drain.answers)
 
 
-def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> WaitEstimate:
-    """No swap to it could begin now."""
+def _blocked(state: GroupState, model: Model, late: float, now: float) -> WaitEstimate:
+    """No swap to it could begin now; it is overdue in ``late`` seconds."""
     wanted = {gpu for slot in model.slots for gpu in slot.holds}
     others = [slot for slot in state.slots.values() if slot.state in HOLDING and wanted & slot.holds.keys()]
     leaving = [slot for slot in model.slots if slot.state in HOLDING]
     moving = [slot for slot in others if slot.state != "ready"]
-    drain = _Drain()
-    late = max(found.overdue_at - now, 0.0)
+    drain = _DrainEstimate()
     lacks = [lack for slot in model.slots if (lack := state.placement.others_before(slot))]
     if lacks and not leaving and len(lacks) == len(model.slots):
         return _waits(model.name, f"{lacks[0]}; it is refused in {span(late)} if that stays so")
     if leaving:
-        goal, _ = drains(state.swaps).get(leaving[0].name, ("", now))
-        text = f"it is being evicted{f' for {goal}' if goal else ''}, and can be loaded again after that"
+        drained = drain_of(leaving[0], state.swaps_of(model), now)
+        goal = f" for {drained.target}" if drained and drained.target else ""
+        text = f"it is being evicted{goal}, and can be loaded again after that"
         drain = _drain(state, leaving, now)
     elif moving:
         text = f"its GPUs are not free: {_names(f'{slot.model} is {slot.state}' for slot in moving)}"
@@ -236,69 +254,6 @@ def _serving(count: int) -> str:
 
 def _running(count: int) -> str:
     return "1 request still runs there" if count == 1 else f"{count} requests still run there"
-
-
-# What a request would meet
-
-
-class Awaited(NamedTuple):
-    """The situation that a request would meet if it came now."""
-
-    refusal: MuxError | None = None
-    target: Slot | None = None
-    """The backend that will serve it, if a swap to that is under way, or could begin now."""
-    victims: Sequence[Slot] = ()
-    cost: Cost = NO_COST
-    loaded_before: bool = False
-    """Whether it was loaded from that level before, so that ``cost`` is no mere guess."""
-    decision: Decision | None = None
-    """The policy's decision on that swap; None: it is under way."""
-    overdue_at: float = FOREVER
-    """When its swap begins, whatever the policy says."""
-    state: GroupState | None = None
-    """The GPU group of the backend, which need not be where the queue stood; None: no backend is known."""
-
-
-def awaited(state: GroupState, model: Model, now: float) -> Awaited:
-    """Find out what a request for ``model`` would meet if it came now; nothing is changed."""
-    if error := refusal(state, model, now) or too_late(state, model, now):
-        return Awaited(error)
-    for each in state.groups_of(model):
-        for swap in each.swaps:
-            if swap.target and swap.target.model == model.name and not swap.cancel:
-                expected = cost_of(each, swap, swap.target)
-                known = each.costs.knows(model.name, expected.way, swap.target.host.name)
-                return Awaited(None, swap.target, swap.victims, expected, known, state=each)
-    return _next_swap(state if model.queue else nearest(state.groups_of(model), model, now), model, now)
-
-
-def _next_swap(state: GroupState, model: Model, now: float) -> Awaited:
-    """The same where no swap to it is under way."""
-    queue = model.queue
-    most = queue.bound if queue else bound(state, model, now).seconds
-    overdue_at = queue.overdue_at if queue else max(now, queue.left) + most
-    models = waiting(state)
-    if not queue and not model.is_coming and not (model.limited and model.ready):
-        models.append(model)
-    busy, staying = state.busy_gpus(), state.staying(now)
-    found = {each.name: plan(state, each, busy, now, staying) for each in models}
-    plans = {name: each for name, each in found.items() if each}
-    if model.name not in plans:
-        return Awaited(overdue_at=overdue_at)
-    together, here = next(each for each in contests(state, plans) if model.name in each.plans)
-    decision = ask(state.policy, snapshot(state, now, together, most=most, here=here))
-    target, victims, _, expected = plans[model.name]
-    known = state.costs.knows(model.name, target.level, target.host.name)
-    return Awaited(
-        None,
-        target,
-        victims,
-        expected,
-        loaded_before=known,
-        decision=decision,
-        overdue_at=overdue_at,
-        state=state,
-    )
 
 
 # The load that a queue waits for
@@ -340,20 +295,12 @@ def _reads_weights(slot: Slot) -> bool:
 # How far a load is
 
 
-class LogProgress(NamedTuple):
-    """The stage of a load, and how far it is, as an engine's log says."""
+class Progress(NamedTuple):
+    """How far a load is, as far as is known, or as an engine's log says of one stage of it."""
 
-    stage: str
+    stage: str = ""
     fraction: float | None = None
     seconds_left: float | None = None
-
-
-class Progress(NamedTuple):
-    """How far a load is, as far as is known."""
-
-    fraction: float | None
-    seconds_left: float | None
-    stage: str
 
     @property
     def words(self) -> str:
@@ -363,12 +310,12 @@ class Progress(NamedTuple):
         return ", ".join(filter(None, (done, left, self.stage)))
 
 
-def progress(elapsed: float, expected: float | None, log: LogProgress | None) -> Progress:
-    """How far a load is that has taken ``elapsed`` and was ``expected`` to take so long."""
-    stage = log.stage if log else ""
+def progress(elapsed: float, expected: float | None, log: Progress | None) -> Progress:
+    """How far a load is that has taken ``elapsed`` and was ``expected`` to take so long, and its ``log``."""
+    log = log or Progress()
     if expected is None:
-        return Progress(log.fraction if log else None, log.seconds_left if log else None, stage)
-    left = max(expected - elapsed, (log.seconds_left or 0.0) if log else 0.0)
+        return log
+    left = max(expected - elapsed, log.seconds_left or 0.0)
     if left <= 0.0:
-        return Progress(NEARLY, None, stage)
-    return Progress(min(elapsed / (elapsed + left), NEARLY), left, stage)
+        return Progress(log.stage, NEARLY)
+    return Progress(log.stage, min(elapsed / (elapsed + left), NEARLY), left)

@@ -31,6 +31,7 @@ from anvil_mux.config.kinds import gib
 from anvil_mux.errors import MuxError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import LOG_LINES, HostConfig
+from anvil_mux.multiplexer.driver import Running
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.exchange import Relay
 from anvil_mux.proxy.handler import Handler, Local
@@ -38,7 +39,7 @@ from anvil_mux.proxy.operations import Reloads
 from anvil_mux.proxy.server import CPUs, Server, listen, one_cpu, run_on
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.files import Known, LearnedFile, PauseFile, checked, digests, recalled
-from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead, Stock
+from anvil_mux.serve.hosts import TOO_MANY, Adoption, ConfiguredHosts, ReadingAhead
 from anvil_mux.serve.invocation import CannotServe, Options, say
 from anvil_mux.serve.polling import ExternalServers, RedisStore, Scraper, Sharing, StoreError
 from anvil_mux.serve.watches import HostWatches
@@ -137,7 +138,8 @@ class Parts:
             overview.status,
             costs=overview.costs,
             footprints=overview.footprints,
-            sight=lambda: self.watches.sight(),  # they tell the journal what steps took, which tells these
+            # They tell the journal what steps took, which tells these.
+            gpu_uses=lambda: self.watches.gpu_uses(),
             round_trips=lambda: self.watches.round_trips(),
             usage=Usage(folder / "usage", self.say),
             circuits=self._circuits,
@@ -217,7 +219,7 @@ class Parts:
             notes={"cluster": self.watches.problem, "rights": lambda: "; ".join(self.missing_rights)},
             hosts=self.watches.reports,
             tail=self._log_tail,
-            sight=self.watches.sight,
+            gpu_uses=self.watches.gpu_uses,
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
             usage=self._usage_since,
@@ -268,7 +270,8 @@ class Parts:
         added = [each for each in added if self.watches.is_here(each.host)]
         try:
             with self.watches.busy(each.host for each in added):
-                refused = self._take_effect(config, keys, tls, self.adoption.fit(added))
+                running = self.adoption.fit(self.adoption.running(added))
+                refused = self._take_effect(config, keys, tls, running)
                 self.adoption.stop_all([(each, TOO_MANY) for each in added if each.name in refused])
         except MuxError:  # a host was lost meanwhile
             if self.config is before:
@@ -281,7 +284,7 @@ class Parts:
         return change
 
     def _take_effect(
-        self, config: Config, keys: Keyring, tls: ssl.SSLContext | None, running: Stock
+        self, config: Config, keys: Keyring, tls: ssl.SSLContext | None, running: Running
     ) -> list[str]:
         """Let those know it first who hear of what follows; requests mean it once its models are there.
 
@@ -290,7 +293,7 @@ class Parts:
         self.metrics.know(config)
         if self.event_log:
             self.event_log.head(eventlog.header(config, self.clock.wall(0.0)))
-        refused = self.mux.facts.reconfigure(config, running.awake, running.standby)
+        refused = self.mux.facts.reconfigure(config, running)
         self.config = config
         self.handler.reconfigure(config, keys)
         self.server.max_connections = config.max_connections

@@ -69,7 +69,7 @@ class ConfiguredHosts(Hosts):
         super().__init__({"": local})
         self.local = local
         self.cluster = cluster
-        self._config = config
+        self.config = config
         self._adding = threading.Lock()
         self._add(config)
         for name in self.others:
@@ -84,11 +84,6 @@ class ConfiguredHosts(Hosts):
     def nodes(self) -> Mapping[str, Node]:
         """The hosts that are in the cluster, and may be used."""
         return self.cluster.nodes if self.cluster else {}
-
-    @property
-    def wakes(self) -> Mapping[str, Wake]:
-        """How hosts are woken that may sleep."""
-        return self._config.wakes
 
     def _add(self, config: Config) -> None:
         """Have the hosts that are named, and those that are there."""
@@ -108,8 +103,8 @@ class ConfiguredHosts(Hosts):
     def join(self, name: str) -> bool:
         """Have a host that has come into the cluster; whether it was known before, by its name."""
         is_known = name in self.by_name
-        self._add(self._config)
-        self._configure(name, self._config)
+        self._add(self.config)
+        self._configure(name, self.config)
         return is_known
 
     def take(self, config: Config) -> None:
@@ -123,9 +118,9 @@ class ConfiguredHosts(Hosts):
         except ConfigError:
             for name in tried:
                 with suppress(ConfigError):
-                    self._configure(name, self._config)
+                    self._configure(name, self.config)
             raise
-        self._config = config
+        self.config = config
 
     def close(self) -> None:
         """Let another anvil-mux have the hosts."""
@@ -141,21 +136,21 @@ class ConfiguredHosts(Hosts):
 class Stock(NamedTuple):
     """Backends that run on hosts, as they were found."""
 
-    awake: dict[str, str]
-    """Backend -> the URL at which it serves."""
-    standby: dict[str, Evicted]
+    fit: dict[str, str | Evicted]
+    """Backend -> the URL at which it serves, or how it is in standby."""
     unfit: list[tuple[Backend, str]]
     """Backends that cannot be taken over, and why."""
 
 
 def take_stock(hosts: AnyHost, running: Sequence[Backend]) -> Stock:
     """Ask how backends are that run."""
-    found = list(zip(running, side_by_side(hosts.adopt, running), strict=True))
-    return Stock(
-        {backend.name: what.url for backend, what in found if isinstance(what, Awake)},
-        {backend.name: what for backend, what in found if isinstance(what, Evicted)},
-        [(backend, what.why) for backend, what in found if isinstance(what, Unfit)],
-    )
+    stock = Stock({}, [])
+    for backend, found in zip(running, side_by_side(hosts.adopt, running), strict=True):
+        if isinstance(found, Unfit):
+            stock.unfit.append((backend, found.why))
+        else:
+            stock.fit[backend.name] = found.url if isinstance(found, Awake) else found
+    return stock
 
 
 class Adoption:
@@ -179,17 +174,17 @@ class Adoption:
             self.is_over.set()
 
     def _adopt(self, backend: Backend) -> None:
-        stock = take_stock(self._hosts, [backend])
-        self.stop_all([(backend, _anew(backend, why)) for backend, why in stock.unfit])
-        if self._mux.facts.adopt(stock.awake, stock.standby):
+        if self._mux.facts.adopt(self.fit([backend])):
             self.stop(backend, TOO_MANY)
         self._mux.facts.looked_at([backend.name])
 
-    def fit(self, backends: Iterable[Backend]) -> Stock:
-        """Find those of ``backends`` that run already and can be taken over; stop the others that run."""
-        stock = take_stock(self._hosts, self.running(backends))
-        self.stop_all([(backend, _anew(backend, why)) for backend, why in stock.unfit])
-        return stock
+    def fit(self, running: Sequence[Backend]) -> dict[str, str | Evicted]:
+        """Find those of the backends that run that can be taken over; stop the others."""
+        stock = take_stock(self._hosts, running)
+        self.stop_all(
+            [(each, f"{why}; the next request for {each.model} loads it anew") for each, why in stock.unfit]
+        )
+        return stock.fit
 
     def running(self, backends: Iterable[Backend], when: str = " already") -> list[Backend]:
         """List the ``backends`` that run; external ones always do, as far as we have to care."""
@@ -220,15 +215,7 @@ class Adoption:
             self._say(f"{backend.name} could not be stopped: {error.message}")
 
 
-def _anew(backend: Backend, why: str) -> str:
-    return f"{why}; the next request for {backend.model} loads it anew"
-
-
 # What is read there ahead of its load
-
-
-ComingLoads = Callable[[Iterable[str]], tuple[list[str], list[Backend]]]
-"""The models among some that have a queue, and the backends whose loads they wait for, the next first."""
 
 
 class ReadingAhead:
@@ -239,7 +226,10 @@ class ReadingAhead:
     while it loads. ``observe`` is called under the multiplexer's lock.
     """
 
-    def __init__(self, coming_loads: ComingLoads, hosts: Hosts) -> None:
+    def __init__(
+        self, coming_loads: Callable[[Iterable[str]], tuple[list[str], list[Backend]]], hosts: Hosts
+    ) -> None:
+        """``coming_loads``: see ``Overview``."""
         self._coming_loads = coming_loads
         self._hosts = hosts
         self._begun: deque[str] = deque()
@@ -288,29 +278,28 @@ class Waker:
         self._say = say
         self._send = send
         # Other threads read it, so it is replaced as a whole and never altered.
-        self._since: Mapping[str, float] = {}
-        """Host that is awaited -> since when."""
-        self._woken: dict[str, float] = {}
-        """Host -> when it was woken last, of those that are awaited."""
+        self._woken: Mapping[str, tuple[float, float]] = {}
+        """Host that is awaited -> since when, and when it was woken last."""
 
     def is_waking(self, host: str) -> bool:
-        return host in self._since
+        return host in self._woken
 
     def turn(self, wakes: Mapping[str, Wake]) -> None:
         """Wake the hosts for which requests wait, and give up those that have had their time."""
         now = self._clock.now()
         awaited = self._mux.overview.hosts_to_wake() if wakes else ()
-        wanted = {host: wakes[host] for host in awaited if host in wakes}
-        self._since = {host: self._since.get(host, now) for host in wanted}
-        self._woken = {host: at for host, at in self._woken.items() if host in wanted}
-        for host, wake in wanted.items():
-            if now - self._since[host] >= wake.timeout:
-                self._give_up(host, f"it is not there {span(wake.timeout)} after it was woken")
-            elif now - self._woken.get(host, -AGAIN_SECONDS) >= AGAIN_SECONDS:
-                if host not in self._woken:
+        before, woken = self._woken, dict[str, tuple[float, float]]()
+        for host in [host for host in awaited if host in wakes]:
+            since, last = before.get(host, (now, -math.inf))
+            is_due = now - last >= AGAIN_SECONDS
+            woken[host] = since, now if is_due else last
+            if now - since >= wakes[host].timeout:
+                self._give_up(host, f"it is not there {span(wakes[host].timeout)} after it was woken")
+            elif is_due:
+                if host not in before:
                     self._say(f"host {host} is woken: requests wait for it")
-                self._woken[host] = now
-                self._wake(host, wake)
+                self._wake(host, wakes[host])
+        self._woken = woken
 
     def _wake(self, host: str, wake: Wake) -> None:
         if wake.run:

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -97,15 +97,12 @@ class StandardError(io.TextIOBase):
         return os.isatty(STDERR)
 
 
-@contextmanager
-def access_log(options: Options) -> Iterator[int | None]:
+def access_log(options: Options) -> AbstractContextManager[int | None]:
     """Open what the access log is written to; None: there is none."""
-    if options.access_log in ("-", "off"):
-        silent = options.access_log == "off" or options.verbosity <= journal.QUIET
-        yield None if silent else STDERR
-        return
-    with appended("access log", options.access_log) as descriptor:
-        yield descriptor
+    if options.access_log not in ("-", "off"):
+        return appended("access log", options.access_log)
+    silent = options.access_log == "off" or options.verbosity <= journal.QUIET
+    return nullcontext(None if silent else STDERR)
 
 
 @contextmanager

@@ -9,16 +9,17 @@ while.
 from __future__ import annotations
 
 import http.client
-import json
 import math
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
 from anvil_mux.clock import Worker, side_by_side
+from anvil_mux.cluster import frames
+from anvil_mux.cluster.frames import Unreadable
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.kinds import Diagnostic
 from anvil_mux.host.hosts import Finding, look_at_server
@@ -59,9 +60,8 @@ class Scraper:
     filter ``staleness`` goes by.
     """
 
-    def __init__(self, mux: Multiplexer, every: float = SCRAPE_SECONDS) -> None:
+    def __init__(self, mux: Multiplexer) -> None:
         self._mux = mux
-        self._every = every
         self.worker = Worker("scraper", self.scrape)
 
     def scrape(self) -> float:
@@ -71,7 +71,7 @@ class Scraper:
                 self._mux.tell(self._mux.scheduler.observed, backend.name, ask(backend, address))
             except NoAnswer:
                 self._mux.tell(self._mux.scheduler.silent, backend.name)
-        return self._every
+        return SCRAPE_SECONDS
 
 
 NAMES = {
@@ -94,21 +94,14 @@ def load_of(text: str) -> EngineLoad | None:
     figures: dict[str, list[float]] = {}
     for name, value in LINE.findall(text):
         if what := NAMES.get(name):
-            number = _number(value)
-            if math.isfinite(number):
-                figures.setdefault(what, []).append(number)
+            with suppress(ValueError):
+                if math.isfinite(number := float(value)):
+                    figures.setdefault(what, []).append(number)
     if "running" not in figures or "waiting" not in figures:
         return None
     usage = figures.get("usage")
     share = sum(usage) / len(usage) if usage else None
     return EngineLoad(round(sum(figures["running"])), round(sum(figures["waiting"])), share)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def load_of_slots(text: str) -> EngineLoad | None:
@@ -182,14 +175,14 @@ class RedisStore:
             )
         except ValueError as error:
             raise StoreError(f"{error}") from None
-        self._prefix = f"anvil-mux:1:{quote(project)}"
+        self._prefix = f"anvil-mux:2:{quote(project)}"
         self._owners = f"{self._prefix}:owners"
 
     def publish(self, owner: str, reports: Reports) -> None:
         """Publish reports in place of those that ``owner`` published before."""
         try:
             with self._redis.pipeline() as batch:
-                batch.set(self._key(owner), as_text(reports), px=round(EXPIRES_SECONDS * 1000))
+                batch.set(self._key(owner), frames.dump(reports), px=round(EXPIRES_SECONDS * 1000))
                 batch.sadd(self._owners, owner)
                 batch.execute()
         except self._failure as error:
@@ -213,7 +206,9 @@ class RedisStore:
             if text is None or left < 0:
                 gone.append(each)
             else:
-                reports.append(_older(from_text(text), EXPIRES_SECONDS - left / 1000))
+                with suppress(Unreadable):  # of another version, or somebody else's
+                    written = frames.read(Reports, text, is_foreign=True)
+                    reports.append(_older(written, EXPIRES_SECONDS - left / 1000))
         if gone:
             self._redis.srem(self._owners, *gone)
         return reports
@@ -223,38 +218,6 @@ class RedisStore:
 
     def close(self) -> None:
         self._redis.close()
-
-
-def as_text(reports: Reports) -> str:
-    return json.dumps(reports, separators=(",", ":"))
-
-
-def from_text(text: str) -> Reports:
-    """The reports in ``text``; none if it is not as we write it."""
-    try:
-        return {backend: _report(*values) for backend, values in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        return {}
-
-
-def _report(
-    requests: Any, waiting: Any, prefill: Any, decode: Any, tokens: Any, load: Any, age: Any
-) -> Report:
-    return Report(
-        num_requests=int(requests),
-        num_waiting_requests=int(waiting),
-        prefill_tokens=int(prefill),
-        decode_tokens=int(decode),
-        num_tokens=int(tokens),
-        load=None if load is None else _load(*load),
-        age_seconds=float(age),
-    )
-
-
-def _load(running: Any, waiting: Any, usage: Any) -> EngineLoad:
-    return EngineLoad(
-        int(running), None if waiting is None else int(waiting), None if usage is None else float(usage)
-    )
 
 
 def _older(reports: Reports, seconds: float) -> Reports:
@@ -287,19 +250,18 @@ class Sharing:
     def once(self) -> float:
         """Publish and read once; the seconds until the next time."""
         heard: dict[str, list[Report]] = {}
+        failed, self._fails = self._fails, False
         try:
             self._store.publish(self._owner, self._mux.overview.reports())
             for reports in self._store.others(self._owner):
                 for backend, report in reports.items():
                     heard.setdefault(backend, []).append(report)
         except StoreError as error:
-            if not self._fails:
-                self._say(f"the routing store does not answer ({error}): own counts are used until it does")
             self._fails = True
-        else:
-            if self._fails:
-                self._say("the routing store answers again")
-            self._fails = False
+            if not failed:
+                self._say(f"the routing store does not answer ({error}): own counts are used until it does")
+        if failed and not self._fails:
+            self._say("the routing store answers again")
         self._mux.facts.hear(heard)
         return self._every
 
@@ -319,16 +281,14 @@ class ExternalServers:
         circuits: Circuits,
         say: Callable[[str], object],
         *,
+        read: Callable[[CardRead], object],
         ask: Callable[[Backend], Finding] = look_at_server,
-        now: Callable[[], float] = time.monotonic,
-        read: Callable[[CardRead], object] = lambda card: None,
     ) -> None:
         """``read`` is told what a server's list says of its model."""
         self._circuits = circuits
         self._say = say
         self._read = read
         self._ask = ask
-        self._now = now
         self._backends: tuple[Backend, ...] = ()
         self._hints: dict[str, str] = {}
         self.worker = Worker("external", self.look, first=None)
@@ -356,14 +316,14 @@ class ExternalServers:
 
     def _is_due(self, circuit: Circuit) -> bool:
         if circuit.state == "open":
-            return circuit.is_away and circuit.pause_left(self._now()) <= 0
-        return self._now() - circuit.heard > QUIET_SECONDS
+            return circuit.is_away and circuit.pause_left(self._circuits.now()) <= 0
+        return self._circuits.now() - circuit.heard > QUIET_SECONDS
 
     def _tell(self, name: str, circuit: Circuit) -> None:
         if circuit.state == "closed":
             self._say(f"{name}: its circuit is closed, its server answers again")
         else:
-            left = circuit.pause_left(self._now())
+            left = circuit.pause_left(self._circuits.now())
             self._say(f"{name}: its circuit is open for {left:.0f} s, since {circuit.why}")
 
 

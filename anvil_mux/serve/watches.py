@@ -38,18 +38,18 @@ from anvil_mux.host.seam import (
     PHASES,
     AnyNews,
     CardRead,
-    GpusSeen,
+    GpusRead,
+    GpuUses,
     Host,
     LoadStage,
     PhaseTook,
     PromptsKept,
     ServiceEnded,
-    Sight,
     WeightsRead,
 )
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.files import Known, as_text
 from anvil_mux.serve.hosts import Adoption, ConfiguredHosts, Waker, broadcast, take_stock
 
@@ -152,7 +152,7 @@ class HostWatches:
     def _look(self) -> float:
         """Look which hosts there are, and wake those for which requests wait."""
         assert self._cluster
-        self._waker.turn(self._hosts.wakes)
+        self._waker.turn(self._hosts.config.wakes)
         try:
             is_changed = self._cluster.refresh()
         except AgentSilent as error:
@@ -200,12 +200,12 @@ class HostWatches:
                 stack.enter_context(watch.busy)
         return stack
 
-    def sight(self) -> Sight:
+    def gpu_uses(self) -> GpuUses:
         """The use of all GPUs, by name."""
-        sight = dict(self._news.sight())
+        gpu_uses = dict(self._news.gpu_uses())
         for each in self.by_host.values():
-            sight |= each.news.sight()
-        return sight
+            gpu_uses |= each.news.gpu_uses()
+        return gpu_uses
 
     def problem(self) -> str:
         """Why the cluster cannot be steered now, "" if it can. Never blocks."""
@@ -285,12 +285,6 @@ class HostWatch:
         try:
             if not self._is_sure:
                 self._contact()
-        except Fenced as error:
-            self._fenced(error.message)
-            return ALONE_SECONDS
-        except MuxError as error:  # silent, of another version, of another anvil-mux, or without Docker
-            return self._missed(error.message)
-        try:
             self.news.read(POLL_SECONDS)
             if self.learned != self._kept:
                 self._kept = self.learned
@@ -298,7 +292,9 @@ class HostWatch:
         except Fenced as error:
             self._fenced(error.message)
             return ALONE_SECONDS
-        except (AgentSilent, Unreadable) as error:
+        except MuxError as error:  # silent, of another version, of another anvil-mux, or without Docker
+            if self._is_sure and not isinstance(error, (AgentSilent, Unreadable)):
+                raise
             return self._missed(error.message)
         self._heard = self._clock.now()
         return 0.0
@@ -319,29 +315,23 @@ class HostWatch:
 
     def _take_stock(self) -> None:
         """Find out what runs there, and make it known."""
-        backends = [each for each in self._mux.overview.configured() if each.host == self.host.name]
+        name, facts, overview = self.host.name, self._mux.facts, self._mux.overview
+        backends = [each for each in overview.config.backends if each.host == name]
         if self.state == "new":
-            self._adoption.begin(self.host.name, backends)
+            self._adoption.begin(name, backends)
         elif self.state == "lost":
-            self._adoption.stop_orphans(self.host.name)
-            self._come_back(backends)
+            self._adoption.stop_orphans(name)
+            running = set(self.host.running())
+            stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
+            facts.host_back(name, stock.fit)
+            self._adoption.stop_all(stock.unfit)
         elif self._is_unknown:
-            self._find_dead()
+            running = set(self.host.running())
+            for backend, _ in overview.serving(name):
+                if backend.name not in running:  # it ended while nobody saw it
+                    facts.died(backend.name, "ended while its agent was away")
         if self.state == "away":
-            self._mux.tell(self._mux.scheduler.host_away, self.host.name, away=False)
-
-    def _come_back(self, backends: list[Backend]) -> None:
-        running = set(self.host.running())
-        stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
-        self._mux.facts.host_back(self.host.name, stock.awake, stock.standby)
-        self._adoption.stop_all(stock.unfit)
-
-    def _find_dead(self) -> None:
-        """Report the engines that ended while nobody saw it."""
-        running = set(self.host.running())
-        for backend, _ in self._mux.overview.serving(self.host.name):
-            if backend.name not in running:
-                self._mux.facts.died(backend.name, "ended while its agent was away")
+            self._mux.tell(self._mux.scheduler.host_away, name, away=False)
 
     # Not heard
 
@@ -406,61 +396,56 @@ class NewsReader:
         host: Host,
         mux: Multiplexer,
         took: Callable[[Backend, str, float], object],
-        read_ahead: Callable[[Backend, int, float], object] = lambda backend, size, seconds: None,
+        read_ahead: Callable[[Backend, int, float], object],
     ) -> None:
         self._name = name
         self._host = host
         self._mux = mux
         self._took = took
         self._read_ahead = read_ahead
-        self._sight: Sight = {}
+        self._gpu_uses: GpuUses = {}
         self._last = 0
         """The number of the last that was handed on."""
 
-    def sight(self) -> Sight:
+    def gpu_uses(self) -> GpuUses:
         """The use of its GPUs, by their names, as last seen; it is looked at more often now. Any thread."""
         self._host.watch_gpus()
-        return self._sight
+        return self._gpu_uses
 
     def begin_anew(self) -> None:
         """Begin with the first news there is: what is told by now begins to count anew."""
-        self._last, self._sight = 0, {}
+        self._last, self._gpu_uses = 0, {}
 
     def read(self, timeout: float = NEWS_SECONDS) -> float:
         """Hand on the news that come within ``timeout`` seconds; the seconds until the next call is due."""
         for news in self._host.news(self._last, timeout):
             self._last = news.number
-            if isinstance(news.what, GpusSeen) or self._is_its_own(news.what.backend):
-                self._hand_on(news.what)
+            if isinstance(news.what, GpusRead):
+                self._take_gpu_uses(news.what.gpu_uses)
+            elif (found := self._mux.overview.backend(news.what.backend)) and found.host == self._name:
+                self._hand_on(news.what, found)
         return 0.0
 
-    def _is_its_own(self, backend: str) -> bool:
-        found = self._mux.overview.backend(backend)
-        return found is not None and found.host == self._name
-
-    def _hand_on(self, what: AnyNews) -> None:
+    def _hand_on(self, what: AnyNews, backend: Backend) -> None:
+        overview, name = self._mux.overview, backend.name
         match what:
-            case ServiceEnded(backend, why, lines, load):
-                self._mux.facts.died(backend, why, lines, load=load)
-            case GpusSeen(sight):
-                self._take_sight(sight)
-            case LoadStage(backend, stage, fraction, seconds_left):
-                self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
-            case PromptsKept(backend, prompts, tokens, size):
-                self._mux.overview.note_prompts(backend, KeptPrompts(prompts, tokens, size))
+            case ServiceEnded(_, why, lines, load):
+                self._mux.facts.died(name, why, lines, load=load)
+            case LoadStage(_, stage, fraction, seconds_left):
+                overview.report(name, Progress(stage, fraction, seconds_left))
+            case PromptsKept(_, prompts, tokens, size):
+                overview.note_prompts(name, KeptPrompts(prompts, tokens, size))
             case CardRead():
-                self._mux.overview.note_card(what)
-            case PhaseTook(name, phase, seconds) if phase in PHASES:
-                if found := self._mux.overview.backend(name):
-                    self._took(found, phase, seconds)
-            case WeightsRead(name, size, seconds):
-                if found := self._mux.overview.backend(name):
-                    self._read_ahead(found, size, seconds)
+                overview.note_card(what)
+            case PhaseTook(_, phase, seconds) if phase in PHASES:
+                self._took(backend, phase, seconds)
+            case WeightsRead(_, size, seconds):
+                self._read_ahead(backend, size, seconds)
 
-    def _take_sight(self, sight: Sight) -> None:
-        self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
-        held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
+    def _take_gpu_uses(self, gpu_uses: GpuUses) -> None:
+        self._gpu_uses = {gpu_name(self._name, id): use for id, use in gpu_uses.items()}
+        held = {id: sum(each.used or 0 for each in use.others) for id, use in gpu_uses.items()}
         others = {id: n for id, n in held.items() if n > 0}
         self._mux.tell(self._mux.scheduler.memory_seen, others, host=self._name)
-        if self._mux.overview.leaves_gpus():  # who plays does not want to wait 10 s
+        if self._mux.overview.config.yield_above is not None:  # who plays does not want to wait 10 s
             self._host.watch_gpus()

@@ -301,12 +301,16 @@ class Situation:
     # As JSON
 
     def to_json(self) -> dict[str, Any]:
-        backends = {name: each for name, each in self.backends.items() if _is_worth_a_word(each)}
-        queues = {model: queue for model, queue in self.queues.items() if queue != QueueRecord()}
+        told = {
+            name: _described(each)
+            for name, each in self.backends.items()
+            if each.state != "stopped" or each.failed_starts or each.crashes
+        }
+        queues = {model: _described(queue) for model, queue in self.queues.items()}
         return {
             "at": self.at,
-            "backends": {name: _described(each) for name, each in backends.items()},
-            "queues": {model: _described(queue) for model, queue in queues.items()},
+            "backends": told,
+            "queues": {model: queue for model, queue in queues.items() if queue},
             "begun": sorted(self.begun),
             "pins": self.pins,
             "paused": self.is_paused,
@@ -325,10 +329,6 @@ class Situation:
             made.begun, made.pins = set(state["begun"]), dict(state["pins"])
             made.is_paused = bool(state.get("paused"))  # logs of old know of no pause
         return made
-
-
-def _is_worth_a_word(backend: BackendRecord) -> bool:
-    return backend.state != "stopped" or bool(backend.failed_starts or backend.crashes)
 
 
 def _described(each: BackendRecord | QueueRecord) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from anvil_mux.host.seam import Seen, Sight
+from anvil_mux.host.seam import GpuUse, GpuUses
 from anvil_mux.multiplexer.circuits import CIRCUIT_STATES
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.slot import STATES
@@ -74,28 +74,28 @@ def _is_listed(backend: BackendState) -> bool:
     return backend.host is None or backend.state != "stopped"
 
 
-def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
+def of_gpus(status: Status, gpu_uses: GpuUses) -> Iterator[Metric]:
     gpus = status.gpus
     held = {(gpu.gpu,): len(gpu.residents) for gpu in gpus}
     yield gauge("anvil_gpu_residents", "Backends that hold the GPU.", "gpu", held)
     text = "1 while the GPU is reserved for the model by a running swap."
     reserved = {(gpu.gpu, model): 1.0 for gpu in gpus for model in gpu.reserved_for}
     yield gauge("anvil_gpu_reserved", text, "gpu model", reserved)
-    seen = {gpu.gpu: sight.get(gpu.gpu, Seen()) for gpu in gpus}
-    total = {(gpu.gpu,): gpu.total if seen[gpu.gpu].total is None else seen[gpu.gpu].total for gpu in gpus}
+    uses = {gpu.gpu: gpu_uses.get(gpu.gpu, GpuUse()) for gpu in gpus}
+    total = {(gpu.gpu,): gpu.total if uses[gpu.gpu].total is None else uses[gpu.gpu].total for gpu in gpus}
     yield gauge("anvil_gpu_memory_total_bytes", "Memory of the GPU, if known.", "gpu", total)
-    used = {(gpu,): each.used for gpu, each in seen.items()}
+    used = {(gpu,): each.used for gpu, each in uses.items()}
     yield gauge("anvil_gpu_memory_used_bytes", "Used memory of the GPU, whoever uses it.", "gpu", used)
     text = "Memory of the GPU that is kept free of models."
     reserve = {(gpu.gpu,): gpu.reserve for gpu in gpus}
     yield gauge("anvil_gpu_memory_reserve_bytes", text, "gpu", reserve)
     text = "Memory of the GPU that other processes hold."
-    foreign = {(gpu,): sum(s.used or 0 for s in each.others) for gpu, each in seen.items() if gpu in sight}
+    foreign = {(gpu,): sum(s.used or 0 for s in each.others) for gpu, each in uses.items() if gpu in gpu_uses}
     yield gauge("anvil_gpu_memory_other_bytes", text, "gpu", foreign)
     text = "Memory of the GPU that backends in standby still hold."
     kept = {(gpu.gpu,): sum(amount for _, amount in gpu.residuals) for gpu in gpus}
     yield gauge("anvil_gpu_memory_residual_bytes", text, "gpu", kept)
-    sensors = {(gpu,): each.sensors for gpu, each in seen.items()}
+    sensors = {(gpu,): each.sensors for gpu, each in uses.items()}
     text = "Utilization of the GPU from 0 to 1, if it reports it."
     busy = {gpu: each.utilization for gpu, each in sensors.items()}
     yield gauge("anvil_gpu_utilization_ratio", text, "gpu", busy)

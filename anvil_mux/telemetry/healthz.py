@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import site
-from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.host.seam import GpuUse, OtherProcess, Sensors
 from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.admission import RunningAnswer
 from anvil_mux.scheduler.events import LOCAL, sentence, to_json
 from anvil_mux.scheduler.slot import Pause
+from anvil_mux.scheduler.state import Drain
 from anvil_mux.scheduler.status import (
     BackendState,
     Deferral,
@@ -47,7 +48,7 @@ def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
         **({"max_queue": model.max_queue} if model.max_queue else {}),
         "oldest_wait_seconds": _rounded(model.oldest_wait),
         "leases": model.leases,
-        "draining": _draining(model),
+        "draining": _draining(model.drain, model.leases, model.drained_for),
         "deferred": _deferral(model.deferred) if model.deferred else None,
         "last_error": model.last_error or None,
         "load_seconds": model.load_seconds,
@@ -124,7 +125,7 @@ def _matters(model: ModelState, backend: BackendState) -> bool:
 def _progress(progress: Progress | None) -> dict[str, object] | None:
     if progress is None:
         return None
-    fraction, left, stage = progress
+    stage, fraction, left = progress
     return {
         "fraction": None if fraction is None else round(fraction, 2),
         "seconds_left": None if left is None else round(left, 1),
@@ -133,15 +134,15 @@ def _progress(progress: Progress | None) -> dict[str, object] | None:
     }
 
 
-def _draining(model: ModelState) -> dict[str, object] | None:
-    if model.draining_target is None:
+def _draining(
+    drain: Drain | None, leases: int, answers: Iterable[RunningAnswer] | None = None
+) -> dict[str, object] | None:
+    """A drain that is under way, with the answers that it waits for."""
+    if drain is None:
         return None
-    return {
-        "target": model.draining_target or None,
-        "leases": model.leases,
-        "seconds_left": _rounded(model.drain_seconds_left),
-        "answers": [answer(each) for each in model.drained_for],
-    }
+    left = _rounded(drain.seconds_left)
+    found: dict[str, object] = {"target": drain.target or None, "leases": leases, "seconds_left": left}
+    return found if answers is None else {**found, "answers": [answer(each) for each in answers]}
 
 
 def answer(each: RunningAnswer) -> dict[str, object]:
@@ -206,23 +207,18 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None or math.isinf(seconds) else round(seconds, 1)
 
 
-def gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
-    draining = {
-        "target": gpu.draining_target or None,
-        "leases": gpu.draining_leases,
-        "seconds_left": _rounded(gpu.drain_seconds_left),
-    }
+def gpu_state(gpu: GpuState, use: GpuUse) -> dict[str, object]:
     return {
         "resident": gpu.residents[0] if gpu.residents else None,
         "residents": list(gpu.residents),
         "state": gpu.state,
-        "draining": draining if gpu.state == "draining" else None,
-        "used": seen.used,
-        "total": gpu.total if seen.total is None else seen.total,
+        "draining": _draining(gpu.drain, gpu.draining_leases),
+        "used": use.used,
+        "total": gpu.total if use.total is None else use.total,
         "reserve": gpu.reserve,
-        "sensors": _sensors(seen.sensors),
-        "users": dict(seen.users),
-        "others": [_other_process(each) for each in seen.others],
+        "sensors": _sensors(use.sensors),
+        "users": dict(use.users),
+        "others": [_other_process(each) for each in use.others],
         "residuals": dict(gpu.residuals),
         "reserved_for": list(gpu.reserved_for),
         **_place(gpu.host),

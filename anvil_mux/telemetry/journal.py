@@ -35,7 +35,6 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import Overloaded, TooManyRequests
 from anvil_mux.scheduler.events import Event, Severance, sentence, to_json
-from anvil_mux.scheduler.slot import STATES
 from anvil_mux.telemetry.accesslog import Output, Served, human_line, json_line, stamp
 from anvil_mux.telemetry.metrics import Metrics
 
@@ -239,11 +238,7 @@ class Feed:
         self._bell = threading.Condition(threading.Lock())
         self._watchers: Counter[Key | None] = Counter()
         """How many watch with each key."""
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        self.closed = False
 
     def tell(self, event: Event) -> None:
         self._events.append((next(self._numbers), event))
@@ -261,7 +256,7 @@ class Feed:
     def close(self) -> None:
         """The program ends: nobody waits any more."""
         with self._bell:
-            self._closed = True
+            self.closed = True
             self._bell.notify_all()
 
     @contextmanager
@@ -289,7 +284,7 @@ class Feed:
         """Return the news after ``after``; wait for some for at most ``seconds`` (None: for ever)."""
         if seconds != 0.0:
             with self._bell:
-                self._bell.wait_for(lambda: self._closed or self._is_news(after), seconds)
+                self._bell.wait_for(lambda: self.closed or self._is_news(after), seconds)
         events, last_event = _after(self._events, after.event)
         requests, last_request = _after(self._requests, after.request)
         return News(
@@ -302,7 +297,7 @@ class Feed:
     def pause(self, seconds: float) -> None:
         """Waits, but for no longer than the program lives."""
         with self._bell:
-            self._bell.wait_for(lambda: self._closed, seconds)
+            self._bell.wait_for(lambda: self.closed, seconds)
 
 
 _T = TypeVar("_T")
@@ -321,20 +316,7 @@ def _after(ring: deque[tuple[int, _T]], place: int) -> tuple[list[_T], int]:
 # Events in words
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
-_NORMAL = {
-    *STATES,
-    "deferred",
-    "pinned",
-    "unpinned",
-    "reloaded",
-    "host_back",
-    "host_drained",
-    "host_undrained",
-    "host_away",
-    "host_heard",
-    "paused",
-    "resumed",
-}
+_FOR_VERBOSE = _OF_REQUESTS | {"gone", "failed", "severed"}
 
 
 def _is_failure(event: Event) -> bool:
@@ -346,7 +328,7 @@ def _level(event: Event) -> int:
     """How much must be asked for to be told; what single requests go through is for -v."""
     if _is_failure(event) or event.kind in ("reload_failed", "plugin_failed", "host_lost"):
         return QUIET
-    return NORMAL if event.kind in _NORMAL else VERBOSE
+    return VERBOSE if event.kind in _FOR_VERBOSE else NORMAL
 
 
 def _figures(event: Event) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from prometheus_client.utils import floatToGoString
 from anvil_mux import __version__
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ClientStalled
-from anvil_mux.host.seam import Sight
+from anvil_mux.host.seam import GpuUses
 from anvil_mux.protocol import api
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.scheduler.events import FOUND, Event
@@ -165,7 +165,7 @@ class Metrics:
         status: Callable[[], Status],
         costs: Callable[[], Iterable[Cost]] = tuple,
         footprints: Callable[[], Iterable[Footprint]] = tuple,
-        sight: Callable[[], Sight] = dict,
+        gpu_uses: Callable[[], GpuUses] = dict,
         round_trips: Callable[[], Mapping[str, float]] = dict,
         usage: Usage | None = None,
         circuits: Callable[[], Mapping[str, str]] = dict,
@@ -174,7 +174,7 @@ class Metrics:
         self._status = status
         self._costs = costs
         self._footprints = footprints
-        self._sight = sight
+        self._gpu_uses = gpu_uses
         self._round_trips = round_trips
         self._circuits = circuits
         self._models: dict[str, str] = {}
@@ -332,8 +332,7 @@ class Metrics:
                 tokens[0] += prompt - cached if prompt > cached else 0
                 tokens[1] += cached
                 tokens[2] += record.tokens
-            forecast = self._forecast_counts.get(model) if record.foreseen is not None else None
-            if forecast is not None and record.foreseen is not None:
+            if record.foreseen is not None and (forecast := self._forecast_counts.get(model)):
                 thought = round(record.foreseen * prompt)
                 forecast[0] += min(thought, cached)
                 forecast[1] += max(thought - cached, 0)
@@ -342,11 +341,9 @@ class Metrics:
     def _begun(self, model: str, route: str, preset: str) -> _OfRequests:
         """The counts of requests of which this is the first; no backend serves those for unknown models."""
         durations = self._durations[_labels(model, route, preset)]
-        if model == UNKNOWN:
-            counts = _OfRequests(Counter(), durations, Histogram(), Histogram(), [0] * len(TOKENS))
-        else:
-            counts = _OfRequests(Counter(), durations, *self._know_preset(model, preset))
-        self._by_route[model, route, preset] = counts
+        nobody = Histogram(), Histogram(), [0] * len(TOKENS)
+        served = nobody if model == UNKNOWN else self._know_preset(model, preset)
+        counts = self._by_route[model, route, preset] = _OfRequests(Counter(), durations, *served)
         return counts
 
     # Events and phases
@@ -491,7 +488,7 @@ class Metrics:
             gauges.of_costs(self._costs(), set(self._models.values())),
             gauges.of_footprints(self._footprints()),
             gauges.of_models(status),
-            gauges.of_gpus(status, self._sight()),
+            gauges.of_gpus(status, self._gpu_uses()),
             gauges.of_hosts(status, self._round_trips()),
             gauges.of_pause(status),
             gauges.of_circuits(self._circuits()),

@@ -11,7 +11,8 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Usage:
         for rows in (here, *map(self._read, earlier)):
             for (hour, key, model), counts in rows.items():
                 if hour >= first:
-                    _add(found[key, model], counts)
+                    found[key, model] = list(map(add, found[key, model], counts))
         ordered = sorted(found.items(), key=lambda each: (-each[1][6], -each[1][5], each[0]))
         return [{"key": key, "model": model, **_as_json(counts)} for (key, model), counts in ordered]
 
@@ -158,10 +159,6 @@ class Usage:
 
 def _nothing() -> UsageFigures:
     return [0.0] * len(FIGURES)
-
-
-def _add(counts: UsageFigures, more: Sequence[float]) -> None:
-    counts[:] = [one + other for one, other in zip(counts, more, strict=True)]
 
 
 def _row(hour: int, key: str, model: str, *counts: float) -> tuple[UsagePlace, UsageFigures]:

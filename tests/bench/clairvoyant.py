@@ -26,7 +26,7 @@ moment are admitted together, unless a request for another model stands between 
 is the policy asked between them.
 
 Some bounds of the GPU group are no choice of a policy, and are kept out: ``following`` lifts ``max_wait``
-and its like, and no service may be longer than ``drain_timeout``. Moments of random instances are multiples
+and its like, and the drains of instances have no end. Moments of random instances are multiples
 of 2**-10 s, so that sums of them are exact.
 """
 
@@ -35,22 +35,20 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, islice
 from statistics import fmean
 from typing import NamedTuple
 
-from anvil_mux.config.config import Config, inherited
-from anvil_mux.config.kinds import AUTO
+from anvil_mux.config.config import Config
 from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.workload import Workload
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER, Decision, Snapshot, Stay, SwapTo, Unload
 
 MOST_REQUESTS = 12
-MOST_MODELS = 3
 
 
 class Move(NamedTuple):
@@ -88,9 +86,7 @@ class Clairvoyant:
         return Stay(self.plan[due].at if due < len(self.plan) else FOREVER)
 
 
-NAME = "clairvoyant"
 POLICY = f"{Clairvoyant.__module__}:{Clairvoyant.__qualname__}"
-"""What users and what configurations call it."""
 
 
 # Instances
@@ -179,59 +175,10 @@ def best(made: Workload, *, ahead: bool = False) -> Plan:
     return _Search(made, ahead).run()
 
 
-def plan_for(made: Workload, config: Config) -> Plan:
-    """A best plan for a workload on ``config``; ValueError if they are not small and simple enough."""
-    problem = _workload_problem(made, config.drain_timeout) or _config_problem(made, config)
-    if problem:
-        raise ValueError(f"clairvoyant: {made.name}: {problem}")
-    return best(made)
-
-
 def following(config: Config, plan: Plan) -> Config:
     """A configuration under which a plan is carried out, without the bounds that might come before it."""
-    plain = {"ttl": None, "min_residency": 0.0, "max_wait": AUTO, "inherits": inherited(())}
-    backends = [replace(b, **plain) for b in config.backends]
-    return replace(
-        config,
-        backends=tuple(backends),
-        policy=POLICY,
-        policy_settings={"plan": plan.moves},
-        max_wait=FOREVER,
-        queue_timeout=FOREVER,
-        max_queue=max(config.max_queue, MOST_REQUESTS),
-    )
-
-
-def _workload_problem(made: Workload, drain_timeout: float) -> str | None:
-    models = {request.model for request in made.requests}
-    if made.follow:
-        return "has clients that wait for their answers; what they send depends on the schedule"
-    if not 0 < len(made.requests) <= MOST_REQUESTS:
-        return f"has {len(made.requests)} requests, and 1 to {MOST_REQUESTS} can be searched"
-    if len(models) > MOST_MODELS:
-        return f"asks for {len(models)} models, and at most {MOST_MODELS} can be searched"
-    if any(request.patience < FOREVER or not request.leases for request in made.requests):
-        return "has requests that do not wait until they are served"
-    if max(request.seconds for request in made.requests) > drain_timeout:
-        return f"has requests that take longer than drain_timeout, {drain_timeout:g} s, and could be severed"
-    if min(made.load_seconds.values()) <= 0.0:
-        return "has a model that loads in no time"
-    return None
-
-
-def _config_problem(made: Workload, config: Config) -> str | None:
-    models = {request.model for request in made.requests} | {*made.resident}
-    backends = [backend for backend in config.backends if backend.model in models]
-    sized = {gpu.id for gpu in config.gpus if gpu.vram}
-    if sorted(backend.model for backend in backends) != sorted(models):
-        return "needs one backend for each of its models"
-    if len({backend.gpus for backend in backends}) > 1 or len(backends[0].gpus) != 1:
-        return "has to run on one GPU"
-    if any(backend.vram and backend.gpus[0] in sized for backend in backends) or len(made.resident) > 1:
-        return "has models that share a GPU"
-    if any(backend.pin for backend in backends):
-        return "has a pinned model"
-    return None
+    settings = {"plan": plan.moves}
+    return replace(config, policy=POLICY, policy_settings=settings, max_wait=FOREVER, queue_timeout=FOREVER)
 
 
 # Ratios
@@ -250,39 +197,26 @@ class Ratio:
     """Over the best one that puts models out ahead of time."""
 
 
-def ratios(
-    policies: Iterable[str],
-    count: int = 1000,
-    *,
-    first_seed: int = 0,
-    progress: Callable[[int], object] | None = None,
-) -> list[Ratio]:
-    """One row for each policy, over the instances of ``count`` seeds, whose best total is never 0.
-
-    ``progress`` is told how many of them are done.
-    """
+def ratios(policies: Iterable[str], count: int) -> list[Ratio]:
+    """One row for each policy, over the instances of ``count`` seeds, whose best total is never 0."""
     rows: dict[str, list[tuple[float, float]]] = {policy: [] for policy in policies}
-    for done in range(count):
-        made = instance(first_seed + done)
-        plan, least = best(made), best(made, ahead=True).total_wait
+    for seed in range(count):
+        made = instance(seed)
+        least, ahead = (best(made, ahead=early).total_wait for early in (False, True))
         for policy, row in rows.items():
-            wait = total_wait(_run(made, policy, plan))
-            row.append((wait / plan.total_wait, wait / least))
-        if progress:
-            progress(done + 1)
-    return [_ratio(policy, row, first_seed) for policy, row in rows.items() if row]
+            wait = total_wait(_run(made, policy))
+            row.append((wait / least, wait / ahead))
+    return [_ratio(policy, row) for policy, row in rows.items()]
 
 
-def _ratio(policy: str, row: Sequence[tuple[float, float]], first_seed: int) -> Ratio:
+def _ratio(policy: str, row: Sequence[tuple[float, float]]) -> Ratio:
     ratios = [ratio for ratio, _ in row]
     worst = max(ratios)
-    seed = first_seed + ratios.index(worst)
-    return Ratio(policy, len(row), fmean(ratios), worst, seed, fmean(ahead for _, ahead in row))
+    return Ratio(policy, len(row), fmean(ratios), worst, ratios.index(worst), fmean(far for _, far in row))
 
 
-def _run(made: Workload, policy: str, plan: Plan) -> list[Event]:
-    config = made.config()
-    config = following(config, plan) if policy == NAME else replace(config, policy=policy)
+def _run(made: Workload, policy: str) -> list[Event]:
+    config = replace(made.config(), policy=policy)
     engines, resident = made.engines(config), made.residents(config)
     return simulate(config, made.requests, engines, resident=resident, costs=engines.costs(config))
 

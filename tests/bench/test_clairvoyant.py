@@ -7,11 +7,9 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.machines import Gpu
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.simulate import Arrival, simulate
-from anvil_mux.lab.workload import Rounds, Workload
+from anvil_mux.lab.workload import Workload
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload
 from tests.bench.clairvoyant import (
     MOST_REQUESTS,
@@ -19,7 +17,6 @@ from tests.bench.clairvoyant import (
     best,
     following,
     instance,
-    plan_for,
     ratios,
     total_wait,
 )
@@ -293,85 +290,15 @@ def test_instances_are_as_they_are_described():
         assert best(m).total_wait > 0.0
 
 
-def test_a_plan_is_made_for_what_a_user_has():
-    """Backends with other names than their models, and moments that are no multiples of anything."""
-    backends = Backend("one", "a", ("0",)), Backend("two", "b", ("0",)), Backend("elsewhere", "c", ("1",))
-    config = Config(backends=backends)
-    made = small(*(Arrival(0.1 * n, "aab"[n % 3], 0.7) for n in range(12)), a=3.3, b=2.1, c=5.0)
-    plan = plan_for(made, config)
-    assert plan == best(made)
-    assert total_wait(run(made, following(config, plan))) == pytest.approx(plan.total_wait, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("of_backends", "of_all"),
-    [
-        ({"ttl": 0.25}, {}),
-        ({"min_residency": 100.0}, {}),
-        ({"max_wait": 1.0}, {}),
-        ({}, {"max_wait": 1.0}),
-        ({}, {"queue_timeout": 1.0}),
-        ({}, {"max_queue": 1}),
-    ],
-)
-@pytest.mark.seeds
-def test_no_bound_comes_before_a_plan(of_backends, of_all):
-    for seed in seeds(15, of=40):
-        made = instance(seed)
-        config = replace(made.config(), **of_all)
-        config = replace(config, backends=tuple(replace(b, **of_backends) for b in config.backends))
-        plan = plan_for(made, config)
-        log = run(made, following(config, plan))
-        assert sum(event.kind == "leased" for event in log) == len(made.requests), seed
-        assert total_wait(log) == plan.total_wait, seed
-
-
-A, B = Arrival(0.0, "a", 1.0), Arrival(1.0, "b", 1.0)
-TWO = small(A, B, a=3.0, b=4.0)
-HALF = (Backend("a", "a", ("0",), vram=5), Backend("b", "b", ("0",), vram=5))
-
-
-@pytest.mark.parametrize(
-    ("made", "changes", "problem"),
-    [
-        (replace(TWO, follow=lambda: Rounds([[A, B]])), {}, "small: has clients that wait for their answers"),
-        (replace(TWO, requests=(A,) * 13), {}, "has 13 requests, and 1 to 12 can be searched"),
-        (replace(TWO, requests=()), {}, "has 0 requests"),
-        (small(*(Arrival(0.0, m, 1.0) for m in "abcd"), a=1.0, b=1.0, c=1.0, d=1.0), {}, "asks for 4 models"),
-        (replace(TWO, requests=(A._replace(patience=3.0), B)), {}, "do not wait until they are served"),
-        (replace(TWO, requests=(A._replace(leases=False), B)), {}, "do not wait until they are served"),
-        (TWO, {"drain_timeout": 0.5}, "longer than drain_timeout, 0.5 s, and could be severed"),
-        (replace(TWO, load_seconds={"a": 0.0, "b": 1.0}), {}, "loads in no time"),
-        (TWO, {"backends": (Backend("a", "a", ("0",)),)}, "needs one backend for each"),
-        (TWO, {"backends": tuple(Backend(n, n[0], ("0",)) for n in ("a", "b", "b2"))}, "needs one backend"),
-        (TWO, {"backends": (Backend("a", "a", ("0",)), Backend("b", "b", ("1",)))}, "has to run on one GPU"),
-        (TWO, {"backends": tuple(Backend(n, n, ("0", "1")) for n in "ab")}, "has to run on one GPU"),
-        (TWO, {"backends": HALF, "gpus": (Gpu("0", vram=10),)}, "share a GPU"),
-        (replace(TWO, resident=("a", "b")), {}, "share a GPU"),
-        (TWO, {"backends": (replace(HALF[0], pin=True), HALF[1])}, "a pinned model"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_searched_is_refused(made, changes, problem):
-    with pytest.raises(ValueError, match=problem):
-        plan_for(made, replace(made.config(), **changes))
-
-
-def test_models_without_declared_memory_on_the_gpu_are_exclusive():
-    assert plan_for(TWO, replace(TWO.config(), backends=HALF)) == best(TWO)
-
-
 # Ratios
 
 
 def test_ratios_are_those_of_the_single_instances():
-    told = []
-    eager, exact = ratios(["eager", "clairvoyant"], 20, first_seed=5, progress=told.append)
-    single = {seed: under(instance(seed), "eager") / best(instance(seed)).total_wait for seed in range(5, 25)}
+    (eager,) = ratios(["eager"], 20)
+    single = [under(instance(seed), "eager") / best(instance(seed)).total_wait for seed in range(20)]
     assert (eager.policy, eager.instances) == ("eager", 20)
-    assert eager.mean == pytest.approx(sum(single.values()) / 20)
-    assert (eager.worst, eager.worst_seed) == max((ratio, seed) for seed, ratio in single.items())
-    assert (exact.mean, exact.worst) == (1.0, 1.0)
-    assert told == [*range(1, 21)]
+    assert eager.mean == pytest.approx(sum(single) / 20)
+    assert (eager.worst, eager.worst_seed) == (max(single), single.index(max(single)))
 
 
 def test_a_policy_that_cannot_see_ahead_is_closer_to_the_best_that_swaps_for_somebody_only():

@@ -372,8 +372,11 @@ def test_only_a_picture_needs_matplotlib(
         (["--profile", "single", "--seeds", "0"], "must be a whole number of at least 1, not 0"),
         (["--profile", "single", "--clients", "4+4"], "are for --profile clients"),
         (["--profile", "clients", "--clients", "4+"], "must be how many clients each model has, as 4+4"),
-        (["--profile", "clients", "--think", "-1"], "must be seconds, a number of at least 0, not -1"),
-        (["--profile", "clients", "--load", "nan"], "must be seconds, a number of at least 0, not nan"),
+        (["--profile", "clients", "--think", "-1"], "must be seconds, or a time such as 30s or 2m, not '-1'"),
+        (
+            ["--profile", "clients", "--load", "nan"],
+            "must be seconds, or a time such as 30s or 2m, not 'nan'",
+        ),
         (["--profile", "single", "--check"], "--check is for what --log names"),
     ],
 )

@@ -135,9 +135,9 @@ class Site:
         made.sock = self.cluster.inside(lambda: socket.create_connection(("127.0.0.1", port), 60))
         return made
 
-    def ask(self, method, path, body=None, port=PORT):
+    def ask(self, method, path, body=None, port=PORT, headers=JSON):
         with closing(self.connect(port)) as connection:
-            connection.request(method, path, body and json.dumps(body), JSON)
+            connection.request(method, path, body and json.dumps(body), headers)
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), json.loads(answer.read())
 

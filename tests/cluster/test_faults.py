@@ -5,11 +5,14 @@ The table there and the tests here have the same rows.
 
 from __future__ import annotations
 
+import select
+import socket
+
 import pytest
 
 from tests.cluster import rig
 from tests.cluster.rig import wait_for
-from tests.cluster.site import FILE, TOKENS_PER_SECOND, Site, Stream, service
+from tests.cluster.site import FILE, GPUS, JSON, TOKENS_PER_SECOND, Site, Stream, question, service
 from tests.running import seen
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(rig.why_not()), reason=rig.why_not())]
@@ -241,6 +244,70 @@ def test_whoever_comes_in_the_middle_of_a_load_ends_it_before_anything_else(clus
         assert not loading(site)
         assert site.answers("a")
         assert [name for name in site.ready_on("gpu-a") if "roam" not in name] == ["a.gpu-a"]
+    finally:
+        print("\n".join(site.mux.output))
+        site.end()
+
+
+class Card:
+    """The network card of a host that sleeps: it has power, and reads each frame that its cable brings."""
+
+    MAC = "02:00:00:aa:bb:cc"
+    BROADCAST = "10.77.0.255"
+
+    def __init__(self, cluster, head):
+        self._head = head
+        # A cable with two ends: anvil-mux's machine has an address at one, the card is the other.
+        for line in (
+            f"link add cable type veth peer name card address {self.MAC}",
+            "address add 10.77.0.1/24 broadcast + dev cable",
+            "link set cable up",
+            "link set card up",
+        ):
+            made = head.run(["ip", *line.split()])
+            assert made.returncode == 0, made.stdout
+        self._socket = cluster.inside(
+            lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+        )
+        self._socket.bind(("card", 0))
+
+    def close(self):
+        self._socket.close()
+        self._head.run(["ip", "link", "delete", "cable"])
+
+    def is_called(self):
+        """Whether a frame for all cards has come that has this one's address sixteen times in a row."""
+        mac = bytes.fromhex(self.MAC.replace(":", ""))
+        while select.select([self._socket], [], [], 0.0)[0]:
+            frame = self._socket.recv(2048)
+            if frame[:6] == b"\xff" * 6 and b"\xff" * 6 + 16 * mac in frame[14:]:
+                return True
+        return False
+
+
+def test_a_host_that_sleeps_is_woken_through_its_network_card(cluster, tmp_path, request):
+    card = Card(cluster, cluster.hosts["head"])
+    request.addfinalizer(card.close)
+    wake = {"mac": Card.MAC, "broadcast": Card.BROADCAST}
+    machines = {**FILE["x-anvil"]["machines"], "gpu-a": {"gpus": GPUS, "wake": wake}}
+    site = Site(cluster, tmp_path, {**FILE, "x-anvil": {**FILE["x-anvil"], "machines": machines}})
+    site.mux = site.begin()
+    try:
+        site.becomes("gpu-a", "here")
+        site.a.power_cut()
+        site.becomes("gpu-a", "lost")
+        never = site.ask(
+            "POST", "/v1/chat/completions", question("a", 2), headers={**JSON, "X-Anvil-Swap": "never"}
+        )
+        assert never[2]["error"]["code"] == "nothing_resident", never
+        assert not card.is_called(), "nobody waits yet"
+        stream = Stream(site, "a")
+        wait_for(card.is_called, "a magic packet", site.file)
+        site.becomes("gpu-a", "waking")
+        site.a.start()
+        stream.ended()
+        assert (stream.status, stream.error, stream.is_whole) == (200, "", True)
+        assert site.ready_on("gpu-a") == ["a.gpu-a"]
     finally:
         print("\n".join(site.mux.output))
         site.end()

@@ -35,7 +35,8 @@ from anvil_mux.host.seam import (
     CardRead,
     Evicted,
     Found,
-    GpusSeen,
+    GpusRead,
+    GpuUse,
     Host,
     HostConfig,
     HostGpu,
@@ -46,7 +47,6 @@ from anvil_mux.host.seam import (
     OtherProcess,
     PhaseTook,
     PromptsKept,
-    Seen,
     ServiceEnded,
     Unfit,
     WeightsRead,
@@ -112,7 +112,7 @@ BACKEND = replace(
 
 
 TRUTHS = [
-    (None, None),
+    (type(None), None),
     (list[Backend], [BACKEND]),
     (HostConfig, HostConfig((BACKEND,), (Gpu("0", 1, host="b"),), generated_compose="{}")),
     (Inventory, Inventory((HostGpu("0", "GPU-1", "H100", 80),), 7, "10.0.0.2")),
@@ -125,7 +125,7 @@ TRUTHS = [
         list[HostNews],
         [
             HostNews(1, ServiceEnded("a", "why", ("l",), 3)),
-            HostNews(2, GpusSeen({"0": Seen(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))})),
+            HostNews(2, GpusRead({"0": GpuUse(1, 2, {"a": None}, (OtherProcess("0", 7, 8),))})),
             HostNews(3, LoadStage("a", "reading", 0.5)),
             HostNews(4, PhaseTook("a", "load", 0.25)),
             HostNews(5, PromptsKept("a", 1, 2, 3)),
@@ -182,7 +182,7 @@ def test_what_is_no_call_field_by_field_is_refused(data):
         (Evicted, {"url": "http://a"}),
         (Found, {"url": "http://a", "level": "stop"}),
         (Found, None),
-        (list[HostNews], [{"number": 1, "what": {"sight": []}}]),
+        (list[HostNews], [{"number": 1, "what": {"gpu_uses": []}}]),
         (list[Backend], ["m"]),
         (Inventory, {"gpus": [["0", "GPU-1"]], "memory": 1, "address": "a"}),
         (tuple[str, str], ["a"]),

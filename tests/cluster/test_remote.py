@@ -26,13 +26,13 @@ from anvil_mux.errors import BackendError, ConfigError, LoadError
 from anvil_mux.host.seam import (
     Awake,
     Evicted,
-    GpusSeen,
+    GpusRead,
+    GpuUse,
     HostConfig,
     HostGpu,
     HostNews,
     Inventory,
     Loaded,
-    Seen,
 )
 from tests.cluster.answers import arguments_of
 
@@ -328,8 +328,8 @@ def test_a_host_speaks_of_its_own_backends_and_gpus_alone(agent):
     agent.answers["result"] = results(Loaded("http://10.0.0.2:1", "magic"))
     with pytest.raises(BackendError, match="knows a way 'magic'"):
         agent.host.load(A, "stop", 1)
-    agent.answers["news"] = lambda after, timeout: [HostNews(1, GpusSeen({"0": Seen(1), "9": Seen(2)}))]
-    assert agent.host.news(0, 1.0) == [HostNews(1, GpusSeen({"0": Seen(1)}))]
+    agent.answers["news"] = lambda after, timeout: [HostNews(1, GpusRead({"0": GpuUse(1), "9": GpuUse(2)}))]
+    assert agent.host.news(0, 1.0) == [HostNews(1, GpusRead({"0": GpuUse(1)}))]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -43,6 +45,7 @@ def one(folder: Path, service: str, top: str = "") -> Backend:
 
 
 def table(text: str) -> list[tuple[str, str]]:
-    """The rows of a table with two columns and an arrow in between."""
-    rows = [line.strip().partition("->") for line in text.strip().splitlines()]
-    return [(left.strip(), right.strip()) for left, _, right in rows]
+    """The rows of a table with two columns and an arrow in between; lines that are indented further go on."""
+    rows = [row.split("\n") for row in re.split(r"\n(?=\S)", dedent(text).strip())]
+    columns = [" ".join(map(str.strip, row)).partition("->") for row in rows]
+    return [(left.strip(), right.strip()) for left, _, right in columns]

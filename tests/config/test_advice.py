@@ -300,13 +300,6 @@ def test_what_is_wrong_between_two_services(
             "gpu_count: 1",
         ),
         ("services:\n  a: {image: x}\n", {}, 1, "services", "x-anvil: {}"),
-        ("a: b: c\n", {}, 1, "", "a: 'b: c'"),
-        ("a:\n\tb: 1\n", {}, 2, "", "b: 1"),
-        ("a: [1, 2\nb: 1\n", {}, 1, "", "a: [1, 2]"),
-        ("a: 'x\nb: 1\n", {}, 1, "", "a: 'x'"),
-        ("a: @x\n", {}, 1, "", "a: '@x'"),
-        ('a: "\\q"\n', {}, 1, "", "a: '\\q'"),
-        ("a: 1\nb\nc: 1\n", {}, 2, "", "b: ..."),
     ],
 )
 def test_what_else_is_told(

@@ -11,7 +11,7 @@ from anvil_mux.config.values import URL, site
 from anvil_mux.plugins import load
 from anvil_mux.proxy.access import FallbackStep as Step
 from anvil_mux.proxy.access import chains
-from tests.config.files import plain, problems
+from tests.config.files import plain, problems, table
 
 KEY = {"CLOUD_KEY": "sk-1234"}
 
@@ -57,48 +57,41 @@ def test_a_process_needs_no_command_and_no_image(tmp_path: Path) -> None:
         ("https://api.openai.com", "api.openai.com", "/v1/chat/completions", "/tokenize"),
         ("https://api.openai.com/v1/", "api.openai.com", "/v1/chat/completions", "/tokenize"),
         ("https://host/openai/v1", "host", "/openai/v1/chat/completions", "/openai/tokenize"),
-        (
-            "https://host:8443/v1beta/openai",
-            "host:8443",
-            "/v1beta/openai/chat/completions",
-            "/v1beta/openai/tokenize",
-        ),
+        ("https://host:8443/v1beta/o", "host:8443", "/v1beta/o/chat/completions", "/v1beta/o/tokenize"),
         ("http://[::1]:80", "[::1]", "/v1/chat/completions", "/tokenize"),
         ("http://h:443", "h:443", "/v1/chat/completions", "/tokenize"),
     ],
 )
 def test_paths_below_a_base_url(url: str, name: str, chat: str, tokens: str) -> None:
     server = site(URL.read(url))
-    assert (server.name, server.path("/v1/chat/completions"), server.path("/tokenize")) == (
-        name,
-        chat,
-        tokens,
-    )
+    assert server.name == name
+    assert (server.path("/v1/chat/completions"), server.path("/tokenize")) == (chat, tokens)
 
 
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        ("url: api.openai.com", "must be an address such as https://api.openai.com/v1"),
-        ("url: 'ftp://host/v1'", "must be an address such as"),
-        ("url: 'https://host:99999/v1'", "must be an address such as"),
-        ("url: 'https://me:secret@host/v1'", "must hold no key or password"),
-        ("url: 'https://host/v1?key=abc'", "must end with its path"),
-        ("url: 'https://host/v1/chat/completions'", "must be the base URL of the API"),
-        ("url: 'https://host/v1', vram: 8GiB", "vram: says nothing about a server elsewhere (url)"),
-        ("url: 'https://host/v1', hosts: [a], gpu_count: 2", "gpu_count: says nothing about a server"),
-        ("url: 'https://host/v1', home: true", "home: says nothing about a server"),
-        ("url: 'https://host/v1', prompt_cache: 1GiB", "prompt_cache: says nothing about a server"),
-        ("url: 'https://host/v1', loras: {law: /law}", "loras: says nothing about a server"),
-        ("url: 'https://host/v1', drain_timeout: none", "drain_timeout: says nothing about a server"),
-        ("url: 'https://host/v1', api_key_env: NO_KEY", "the variable NO_KEY is not set, here or in .env"),
-        ("url: 'https://host/v1', api_key_env: TWO", "the variable TWO holds more than a key"),
-        ("url: 'https://host/v1', ca_file: none.pem", "none.pem cannot be used"),
-        ("url: 'https://host/v1', api_kye_env: A", "did you mean api_key_env?"),
-        ("api_key_env: CLOUD_KEY", "x-anvil.api_key_env: needs url beside it"),
-    ],
-)
+WRONG = """
+    url: api.openai.com -> must be an address such as https://api.openai.com/v1
+    url: 'ftp://host/v1' -> must be an address such as
+    url: 'https://host:99999/v1' -> must be an address such as
+    url: 'https://me:secret@host/v1' -> must hold no key or password
+    url: 'https://host/v1?key=abc' -> must end with its path
+    url: 'https://host/v1/chat/completions' -> must be the base URL of the API
+    URL, vram: 8GiB -> vram: says nothing about a server elsewhere (url)
+    URL, hosts: [a], gpu_count: 2 -> gpu_count: says nothing about a server
+    URL, home: true -> home: says nothing about a server
+    URL, prompt_cache: 1GiB -> prompt_cache: says nothing about a server
+    URL, loras: {law: /law} -> loras: says nothing about a server
+    URL, drain_timeout: none -> drain_timeout: says nothing about a server
+    URL, api_key_env: NO_KEY -> the variable NO_KEY is not set, here or in .env
+    URL, api_key_env: TWO -> the variable TWO holds more than a key
+    URL, ca_file: none.pem -> none.pem cannot be used
+    URL, api_kye_env: A -> did you mean api_key_env?
+    api_key_env: CLOUD_KEY -> x-anvil.api_key_env: needs url beside it
+"""
+
+
+@pytest.mark.parametrize(("said", "problem"), table(WRONG))
 def test_what_is_wrong_with_a_service_elsewhere(tmp_path: Path, said: str, problem: str) -> None:
+    said = said.replace("URL", "url: 'https://host/v1'")
     text = f"services: {{gpt: {{image: scratch, profiles: [a], x-anvil: {{{said}}}}}}}"
     [found] = [each for each in problems(tmp_path, text, environ={**KEY, "TWO": "a b"}) if problem in each]
     assert found.startswith("compose.yaml:1: services.gpt.x-anvil")
@@ -163,12 +156,7 @@ def test_what_a_fallback_falls_back_on_follows_it(tmp_path: Path) -> None:
         d="",
     )
     assert found == {
-        "a": (
-            Step("a", 20.0),
-            Step("b", 5.0),
-            Step("c", 5.0),
-            Step("d", None),
-        ),
+        "a": (Step("a", 20.0), Step("b", 5.0), Step("c", 5.0), Step("d", None)),
         "b": (Step("b", 5.0), Step("c", None)),
     }
 

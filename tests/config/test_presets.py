@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -110,14 +111,9 @@ def test_a_preset_wins_over_its_service() -> None:
 
 # Adapters of vLLM
 
-MODULES = [
-    "--enable-lora",
-    "--lora-modules",
-    "sql=/l/sql",
-    '{"name": "chat", "path": "/l/chat"}',
-    "--port",
-    "1",
-]
+MODULES = shlex.split(
+    """--enable-lora --lora-modules sql=/l/sql '{"name": "chat", "path": "/l/chat"}' --port 1"""
+)
 LOADS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 
@@ -134,37 +130,27 @@ def test_an_adapter_with_a_path_is_loaded_into_vllm_once_it_runs() -> None:
     assert found.presets == (Preset("sql", served_model="sql", is_adapter=True),)
 
 
-@pytest.mark.parametrize(
-    ("engine", "words", "variables", "wanted", "problem"),
-    [
-        (
-            "vllm",
-            ["--enable-lora"],
-            {},
-            ("sql", "/l"),
-            'environment: {VLLM_ALLOW_RUNTIME_LORA_UPDATING: "1"}',
-        ),
-        ("vllm", ["--port", "1"], LOADS, ("sql", "/l"), "only with --enable-lora in its command"),
-        ("vllm", MODULES, {}, ("sqll", ""), "is no adapter of its command; did you mean sql?"),
-        ("vllm", MODULES, {}, ("sql", "/other"), "its command has it at /l/sql, not at /other"),
-        ("openai", [], {}, ("sql", "/l"), "cannot be told to load it: name it alone, loras: [sql]"),
-        ("sglang", [], {}, ("sql", ""), "engine sglang takes no adapter's name as a model's"),
-        (
-            "llamacpp",
-            ["--lora", "/l/sql.gguf"],
-            {},
-            ("sqll", ""),
-            "sqll is no adapter of its command; did you mean",
-        ),
-        ("llamacpp", [], {}, ("sql", "/l/s.gguf"), "add --lora /l/s.gguf to its command"),
-    ],
-)
-def test_an_adapter_that_the_engine_cannot_have_is_said(
-    engine: str, words: list[str], variables: dict[str, str], wanted: tuple[str, str], problem: str
-) -> None:
-    found = find_adapters(engine, words, variables, (wanted,))
-    ((path, told),) = found.problems
-    assert path == (wanted[0],)
+REFUSED_ADAPTERS = """
+    vllm --enable-lora | sql=/l -> environment: {VLLM_ALLOW_RUNTIME_LORA_UPDATING: "1"}
+    vllm LOADS --port 1 | sql=/l -> only with --enable-lora in its command
+    vllm MODULES | sqll= -> is no adapter of its command; did you mean sql?
+    vllm MODULES | sql=/other -> its command has it at /l/sql, not at /other
+    openai | sql=/l -> cannot be told to load it: name it alone, loras: [sql]
+    sglang | sql= -> engine sglang takes no adapter's name as a model's
+    llamacpp --lora /l/sql.gguf | sqll= -> sqll is no adapter of its command; did you mean
+    llamacpp | sql=/l/s.gguf -> add --lora /l/s.gguf to its command
+"""
+
+
+@pytest.mark.parametrize(("said", "problem"), table(REFUSED_ADAPTERS))
+def test_an_adapter_that_the_engine_cannot_have_is_said(said: str, problem: str) -> None:
+    command, _, wanted = said.partition(" | ")
+    name, _, path = wanted.partition("=")
+    engine, *words = command.split()
+    variables = LOADS if "LOADS" in words else {}
+    words = MODULES if words == ["MODULES"] else [word for word in words if word != "LOADS"]
+    ((where, told),) = find_adapters(engine, words, variables, ((name, path),)).problems
+    assert where == (name,)
     assert problem in told
 
 
@@ -203,12 +189,7 @@ def scales(put: tuple[tuple[str, str], ...]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("more", "kept"),
-    [
-        ("--cache-ram 0", True),
-        ("-cram 0", True),
-        ("--cache-ram=8192", False),
-        ("", False),
-    ],
+    [("--cache-ram 0", True), ("-cram 0", True), ("--cache-ram=8192", False), ("", False)],
 )
 def test_llama_server_keeps_prompts_only_where_it_cannot_mistake_their_adapter(
     tmp_path: Path, more: str, kept: bool

@@ -19,6 +19,7 @@ from anvil_mux.config.reading import FOLDER, OF_ALL, OF_COMPOSE, OF_SERVICES, Pr
 from anvil_mux.errors import ConfigError
 from anvil_mux.host import check, cuda_checkpoint
 from anvil_mux.plugins import load
+from tests.config.files import table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -200,30 +201,36 @@ def test_with_several_files_the_line_is_of_the_one_that_holds(tmp_path: Path) ->
     assert str(found.place(("services", "a", "x-anvil", "vram"))) == f"{tmp_path}/2.yaml:3"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: b: c\n", "1: is not YAML: a second `: ` follows here"),
-        ("a:\n\t- b\n", "2: is not YAML: a tab stands here: indent with spaces"),
-        ("a: @x\n", "1: is not YAML: text may not begin with @: put it into quotes"),
-        ("a:\n  b: 1\n c: 2\n", "3: is not YAML: it is indented unlike what is above it"),
-        (
-            "a:\n - [1, 2\nb: 1\n",
-            "2: is not YAML: a list or mapping that begins here does not end",
-        ),
-        ("b: 1\na: 'x\nc: 2\n", "2: is not YAML: a quote that is opened here does not end"),
-        ("a: *nope\n", "1: is not YAML: *nope stands for nothing: write &nope above"),
-        ("a: &x 1\nb: &x 2\n", "2: is not YAML: the same &name stands twice"),
-        ('a: "\\q"\n', "1: is not YAML: in double quotes a backslash is an escape"),
-        ("a: 1\n---\nb: 2\n", "2: is not YAML: a second document begins"),
-        ("a: 1\nb\nc: 1\n", "2: is not YAML: a key without its colon"),
-        ("a: !<x\n", "1: is not YAML: expected '>'"),
-    ],
-)
-def test_mistakes_in_yaml_in_plain_words(tmp_path: Path, text: str, said: str) -> None:
+MISTAKES = r"""
+    a: b: c | a: 'b: c' -> 1: is not YAML: a second `: ` follows here
+    a:\n\tb: 1 | b: 1 -> 2: is not YAML: a tab stands here: indent with spaces
+    a: @x | a: '@x' -> 1: is not YAML: text may not begin with @: put it into quotes
+    a:\n  b: 1\n c: 2 | -> 3: is not YAML: it is indented unlike what is above it
+    a: [1, 2\nb: 1 | a: [1, 2] -> 1: is not YAML: a list or mapping that begins here does not end
+    a:\n - [1, 2\nb: 1 | - [1, 2] -> 2: is not YAML: a list or mapping that begins here does not end
+    a: 'x\nb: 1 | a: 'x' -> 1: is not YAML: a quote that is opened here does not end
+    b: 1\na: 'x\nc: 2 | a: 'x' -> 2: is not YAML: a quote that is opened here does not end
+    a: *nope | -> 1: is not YAML: *nope stands for nothing: write &nope above
+    a: &x 1\nb: &x 2 | -> 2: is not YAML: the same &name stands twice
+    a: "\\q" | a: '\\q' -> 1: is not YAML: in double quotes a backslash is an escape
+    a: 1\n---\nb: 2 | -> 2: is not YAML: a second document begins
+    a: 1\nb\nc: 1 | b: ... -> 2: is not YAML: a key without its colon
+    a: !<x | -> 1: is not YAML: expected '>'
+"""
+"""File | line to write -> line of the mistake, and what is said of it."""
+
+
+@pytest.mark.parametrize(("said", "told"), table(MISTAKES.replace("\\\\", "BACKSLASH")))
+def test_mistakes_in_yaml_in_plain_words(tmp_path: Path, said: str, told: str) -> None:
+    text, _, write = (
+        each.replace(r"\n", "\n").replace(r"\t", "\t").replace("BACKSLASH", "\\")
+        for each in said.partition(" |")
+    )
     file = tmp_path / "compose.yaml"
-    file.write_text(text)
+    file.write_text(f"{text}\n")
     with pytest.raises(ConfigError) as caught:
         load([file], environ={}, compose=None)
     (problem,) = caught.value.problems
-    assert problem.startswith(f"{file}:{said}")
+    assert problem.startswith(f"{file}:{told}")
+    assert isinstance(problem, Diagnostic)
+    assert problem.write == write.strip()

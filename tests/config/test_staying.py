@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config.values import AnyOf, Rule
-from tests.config.files import one, plain, problems
+from tests.config.files import SERVICE, one, plain, problems, table
 
-SERVICE = "services: {a: {image: x, x-anvil: {%s}}}"
 TWO = "x-anvil: {gpus: ['0', '1']%s}\nservices: {a: {image: x, x-anvil: {%s}}, b: {image: x, x-anvil: {%s}}}"
 
 
@@ -26,28 +25,6 @@ def test_how_long_a_service_may_drain(tmp_path: Path, said: str, expected: float
 def test_labels_say_it_too(tmp_path: Path) -> None:
     a = one(tmp_path, "labels: {anvil.drain_timeout: none, anvil.home: 'yes', anvil.home_after: 1m}")
     assert (a.drain_timeout, a.home, a.home_after) == (inf, True, 60.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (
-            SERVICE % "drain_timeout: never",
-            "compose.yaml:1: services.a.x-anvil.drain_timeout: must be seconds, a time such as 30s or 2m, or "
-            "none (as long as it takes), not 'never'",
-        ),
-        (SERVICE % "drain_timout: none", "x-anvil.drain_timout: unknown key; did you mean drain_timeout?"),
-        ("x-anvil: {drain_timeout: none}\n" + SERVICE % "", "x-anvil.drain_timeout: must be seconds"),
-        (SERVICE % "home: sometimes", "services.a.x-anvil.home: must be true or false, not 'sometimes'"),
-        (SERVICE % "gpus: ['0'], home: true, ttl: 5m", "services.a.x-anvil.home: cannot hold with ttl"),
-        (
-            TWO % ("", "gpus: ['0', '1'], home: true", "gpus: ['1'], home: true"),
-            "services.b.x-anvil.home: a is at home on GPU 1 too, and both do not fit: one of them",
-        ),
-    ],
-)
-def test_what_cannot_be_is_told(tmp_path: Path, text: str, problem: str) -> None:
-    assert any(problem in each for each in problems(tmp_path, text)), problems(tmp_path, text)
 
 
 def test_homes_that_fit_beside_each_other_may_share_a_gpu(tmp_path: Path) -> None:
@@ -96,31 +73,6 @@ def test_a_variable_may_hold_it(tmp_path: Path) -> None:
     assert found.any_of == {"chat": AnyOf((Rule(("gemma",)),))}
 
 
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        ("chat: [qwem]", "compose.yaml:1: x-anvil.any_of.chat: no service serves qwem; did you mean qwen?"),
-        ("qwen: [gemma]", "x-anvil.any_of.qwen: is a name of the model qwen already: call it otherwise"),
-        ("q: [gemma]", "x-anvil.any_of.q: is a name of the model qwen already: call it otherwise"),
-        ("fast: [qwen]", "x-anvil.any_of.fast: is a name of the model gemma already: call it otherwise"),
-        ("a: [b], b: [qwen]", "x-anvil.any_of.a: b stands for several models itself: name the models"),
-        ("a: [a]", "x-anvil.any_of.a: a stands for several models itself: name the models"),
-        ("chat: []", "x-anvil.any_of.chat: must name at least one model"),
-        ("chat: 3.5", "x-anvil.any_of.chat: must be text, not 3.5"),
-        ("chat: {model: [qwen]}", "x-anvil.any_of.chat.model: unknown key; did you mean models?"),
-        ("chat: {models: [qwen], swap: no}", "x-anvil.any_of.chat.swap: must be never or allowed, not 'no'"),
-        ("chat: {swap: never}", "x-anvil.any_of.chat: must name at least one model"),
-    ],
-)
-def test_what_such_a_name_cannot_be_is_told(tmp_path: Path, said: str, problem: str) -> None:
-    assert any(problem in each for each in problems(tmp_path, ANY % said)), problems(tmp_path, ANY % said)
-
-
-def test_a_list_is_no_mapping_of_names(tmp_path: Path) -> None:
-    text = "x-anvil: {any_of: [qwen]}\nservices: {qwen: {image: x, x-anvil: {}}}"
-    assert any("x-anvil.any_of: must hold {name: [models]}" in each for each in problems(tmp_path, text))
-
-
 # Names that choose by the request
 
 AUTO = """x-anvil: {any_of: {auto: %s}}
@@ -165,45 +117,6 @@ def test_a_name_may_choose_by_the_request(tmp_path: Path, said: str, expected: t
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        (
-            "[{model: vison, when: {images: true}}, small]",
-            "compose.yaml:1: x-anvil.any_of.auto: no service serves vison; did you mean vision?",
-        ),
-        (
-            "[{model: auto, when: {images: true}}]",
-            "x-anvil.any_of.auto: auto stands for several models itself: name the models",
-        ),
-        (
-            "[small, {model: vision, when: {image: true}}]",
-            "compose.yaml:1: x-anvil.any_of.auto.1.when.image: unknown key; did you mean images?",
-        ),
-        (
-            "[{model: vision, when: {images: maybe}}]",
-            "x-anvil.any_of.auto.0.when.images: must be true or false, not 'maybe'",
-        ),
-        (
-            "[{model: vision, when: {tokens_over: 32k}}]",
-            "x-anvil.any_of.auto.0.when.tokens_over: must be a whole number of at least 1, not '32k'",
-        ),
-        (
-            "[{model: vision, when: images}]",
-            "x-anvil.any_of.auto.0.when: must hold conditions, such as {images: true} or "
-            "{tokens_over: 32000}, not 'images'",
-        ),
-        ("[{model: vision, when: {images: }}]", "x-anvil.any_of.auto.0.when: must hold conditions"),
-        ("[{when: {images: true}}]", "x-anvil.any_of.auto.0: must name a `model`"),
-        ("[{models: [vision]}]", "x-anvil.any_of.auto.0.models: unknown key; did you mean model?"),
-        ("{model: vision, when: {images: true}}", "x-anvil.any_of.auto.model: unknown key"),
-    ],
-)
-def test_what_no_rule_can_be_is_told(tmp_path: Path, said: str, problem: str) -> None:
-    found = problems(tmp_path, AUTO % said)
-    assert any(problem in each for each in found), found
-
-
-@pytest.mark.parametrize(
     ("said", "warning"),
     [
         ("[{model: vision, when: {images: true}}, small]", None),
@@ -243,14 +156,71 @@ def test_who_names_no_model_may_get_a_preset_of_any(tmp_path: Path) -> None:
     assert plain(tmp_path, text).default_model == "chat"
 
 
+# What cannot be
+
+REFUSED = {
+    SERVICE: """
+        drain_timeout: never -> compose.yaml:1: services.a.x-anvil.drain_timeout: must be seconds, a time such
+            as 30s or 2m, or none (as long as it takes), not 'never'
+        drain_timout: none -> x-anvil.drain_timout: unknown key; did you mean drain_timeout?
+        home: sometimes -> services.a.x-anvil.home: must be true or false, not 'sometimes'
+        gpus: ['0'], home: true, ttl: 5m -> services.a.x-anvil.home: cannot hold with ttl
+    """,
+    "x-anvil: {%s}\n" + SERVICE % "": """
+        drain_timeout: none -> x-anvil.drain_timeout: must be seconds
+        any_of: [a] -> x-anvil.any_of: must hold {name: [models]}
+    """,
+    TWO.replace("%s", "", 1).replace("%s", "%s, home: true"): """
+        gpus: ['0', '1'] | gpus: ['1'] -> services.b.x-anvil.home: a is at home on GPU 1 too, and both do not
+            fit: one of them
+    """,
+    ANY: """
+        chat: [qwem] -> compose.yaml:1: x-anvil.any_of.chat: no service serves qwem; did you mean qwen?
+        qwen: [gemma] -> x-anvil.any_of.qwen: is a name of the model qwen already: call it otherwise
+        q: [gemma] -> x-anvil.any_of.q: is a name of the model qwen already: call it otherwise
+        fast: [qwen] -> x-anvil.any_of.fast: is a name of the model gemma already: call it otherwise
+        a: [b], b: [qwen] -> x-anvil.any_of.a: b stands for several models itself: name the models
+        a: [a] -> x-anvil.any_of.a: a stands for several models itself: name the models
+        chat: [] -> x-anvil.any_of.chat: must name at least one model
+        chat: 3.5 -> x-anvil.any_of.chat: must be text, not 3.5
+        chat: {model: [qwen]} -> x-anvil.any_of.chat.model: unknown key; did you mean models?
+        chat: {models: [qwen], swap: no} -> x-anvil.any_of.chat.swap: must be never or allowed, not 'no'
+        chat: {swap: never} -> x-anvil.any_of.chat: must name at least one model
+    """,
+    AUTO: """
+        [{model: vison, when: {images: true}}, small] ->
+            compose.yaml:1: x-anvil.any_of.auto: no service serves vison; did you mean vision?
+        [{model: auto, when: {images: true}}] ->
+            x-anvil.any_of.auto: auto stands for several models itself: name the models
+        [small, {model: vision, when: {image: true}}] ->
+            compose.yaml:1: x-anvil.any_of.auto.1.when.image: unknown key; did you mean images?
+        [{model: vision, when: {images: maybe}}] ->
+            x-anvil.any_of.auto.0.when.images: must be true or false, not 'maybe'
+        [{model: vision, when: {tokens_over: 32k}}] ->
+            x-anvil.any_of.auto.0.when.tokens_over: must be a whole number of at least 1, not '32k'
+        [{model: vision, when: images}] -> x-anvil.any_of.auto.0.when: must hold conditions, such as
+            {images: true} or {tokens_over: 32000}, not 'images'
+        [{model: vision, when: {images: }}] -> x-anvil.any_of.auto.0.when: must hold conditions
+        [{when: {images: true}}] -> x-anvil.any_of.auto.0: must name a `model`
+        [{models: [vision]}] -> x-anvil.any_of.auto.0.models: unknown key; did you mean model?
+        {model: vision, when: {images: true}} -> x-anvil.any_of.auto.model: unknown key
+    """,
+    PRESETS: """
+        chat: [thnk] -> x-anvil.any_of.chat: no service serves thnk; did you mean think?
+        law: [qwen] -> x-anvil.any_of.law: is a name of the model gemma already: call it otherwise
+    """,
+}
+"""File -> what stands in it, and what is said of that."""
+
+
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("text", "problem"),
     [
-        ("chat: [thnk]", "x-anvil.any_of.chat: no service serves thnk; did you mean think?"),
-        ("law: [qwen]", "x-anvil.any_of.law: is a name of the model gemma already: call it otherwise"),
+        (file % tuple(said.split("|")), problem)
+        for file, rows in REFUSED.items()
+        for said, problem in table(rows)
     ],
 )
-def test_its_own_name_is_no_preset_and_presets_that_are_not_there_are_told(
-    tmp_path: Path, said: str, problem: str
-) -> None:
-    assert any(problem in each for each in problems(tmp_path, PRESETS % said))
+def test_what_cannot_be_is_told(tmp_path: Path, text: str, problem: str) -> None:
+    found = problems(tmp_path, text)
+    assert any(problem in each for each in found), found

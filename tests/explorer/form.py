@@ -29,7 +29,7 @@ _PLAIN = frozenset((str, int, bool, bytes, type(None)))
 _CALLS = (FunctionType, BuiltinFunctionType, MethodType, partial, type, count)
 _FIXED = (Backend, Gpu, Routing, SharedSettings)
 """The kinds of objects that follow from the configuration, of which is read which one it is."""
-_LEFT_OUT = frozenset(("_plans", "_under_way", "_order"))
+_LEFT_OUT = frozenset(("_plans", "_under_way"))
 """Counters, and what is set anew before it is read."""
 
 

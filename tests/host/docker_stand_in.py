@@ -148,6 +148,7 @@ class Docker:
 
     def create(self, argv: Sequence[str]) -> None:
         """As Compose: up to the service's scale, each with the number after the last."""
+        assert argv[argv.index("create") + 1 :][:3] == ["--no-build", "--pull", "never"]
         service = argv[-1]
         old = [id for id, each in self.containers.items() if _service(each) == service]
         if "--force-recreate" in argv or (self.changed and "--no-recreate" not in argv):

@@ -22,7 +22,6 @@ from anvil_mux.host.engines import (
     at_once,
     await_ready,
     client_of,
-    find_engine,
     idle_connections,
     listen_port,
 )
@@ -401,8 +400,3 @@ def test_every_engine_has_absolute_routes_and_a_port():
 def test_the_port_is_the_backends_or_else_the_engines():
     assert listen_port(VLLM) == 8000
     assert listen_port(Backend(name="s", model="s", engine="sglang", port=8001)) == 8001
-
-
-def test_an_unknown_engine_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown engine 'vlm'; known: openai, vllm, sglang"):
-        find_engine("vlm")

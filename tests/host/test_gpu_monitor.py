@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux.host import gpus
 from anvil_mux.host.gpus import WATCHED_SECONDS, GpuMonitor, Gpus
-from anvil_mux.host.seam import Seen, Sight
+from anvil_mux.host.seam import GpuUse, GpuUses
 from tests.fake_gpu import FakeGpus
 
 GIB = 1 << 30
@@ -21,12 +21,12 @@ def owner(pid: int) -> str | None:
     return {41: "a", 42: "a", 43: "b"}.get(pid)
 
 
-def seen(gpus: list[str], probe: FakeGpus) -> Sight:
+def seen(gpus: list[str], probe: FakeGpus) -> GpuUses:
     """What one look tells."""
-    told: list[Sight] = []
+    told: list[GpuUses] = []
     GpuMonitor(gpus, owner, told.append, probe).look()
-    [sight] = told
-    return sight
+    [gpu_uses] = told
+    return gpu_uses
 
 
 def test_ours_and_other_processes_are_told_apart() -> None:
@@ -37,24 +37,24 @@ def test_ours_and_other_processes_are_told_apart() -> None:
     assert (first.used, first.total) == (12 * GIB, 24 * GIB)
     assert first.users == {"a": 9 * GIB, "b": None}
     assert [(each.pid, each.used) for each in first.others] == [(ME, 3 * GIB)]
-    assert second == Seen(0, 24 * GIB)
+    assert second == GpuUse(0, 24 * GIB)
 
 
 def test_a_gpu_goes_by_the_id_that_the_configuration_gives_it() -> None:
-    sight = seen(["GPU-00000001", "7"], FakeGpus(GIB, 2 * GIB))
-    assert {gpu: each.total for gpu, each in sight.items()} == {"GPU-00000001": 2 * GIB}
+    gpu_uses = seen(["GPU-00000001", "7"], FakeGpus(GIB, 2 * GIB))
+    assert {gpu: each.total for gpu, each in gpu_uses.items()} == {"GPU-00000001": 2 * GIB}
 
 
 def test_gpus_that_vanish_are_seen_no_more() -> None:
     gpus = FakeGpus(GIB)
-    assert seen(["0"], gpus) == {"0": Seen(0, GIB)}
+    assert seen(["0"], gpus) == {"0": GpuUse(0, GIB)}
     gpus.why_none = "GPU is lost"
     assert seen(["0"], gpus) == {}
 
 
 def test_it_rests_when_nobody_has_watched_for_long_and_looks_again_when_somebody_does() -> None:
     moment = [0.0]
-    look = GpuMonitor(["0"], owner, lambda sight: None, FakeGpus(GIB), lambda: moment[0])
+    look = GpuMonitor(["0"], owner, lambda gpu_uses: None, FakeGpus(GIB), lambda: moment[0])
     assert not look.may_slow_down()
     moment[0] = WATCHED_SECONDS
     assert look.may_slow_down()
@@ -84,7 +84,7 @@ def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hang
 ) -> None:
     monkeypatch.setattr(gpus, "EVERY_SECONDS", 0.001)
     nvml = Nvml()
-    told: list[Sight] = []
+    told: list[GpuUses] = []
     look = GpuMonitor(["0"], owner, told.append, nvml)
     look.worker.start()
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hang
     nvml.hangs.set()
     assert nvml.hung.wait(GUARD)
     look.watch()
-    assert told[-1] == {"0": Seen(0, GIB)}
+    assert told[-1] == {"0": GpuUse(0, GIB)}
     look.worker.close()
     nvml.over.set()
     assert look.worker.join(GUARD)

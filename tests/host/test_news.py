@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from anvil_mux.host.local import MOST_NEWS, NewsBoard
-from anvil_mux.host.seam import GpusSeen, HostNews, LoadStage, PhaseTook, Seen, ServiceEnded
+from anvil_mux.host.seam import GpusRead, GpuUse, HostNews, LoadStage, PhaseTook, ServiceEnded
 
 GUARD = 20.0
 
@@ -24,11 +24,11 @@ def test_news_are_read_in_their_order_and_again_until_a_later_number_is_named() 
 def test_of_the_use_of_gpus_and_the_progress_of_a_load_the_last_counts() -> None:
     board = NewsBoard()
     for used in (1, 2):
-        board.put(GpusSeen({"0": Seen(used)}))
+        board.put(GpusRead({"0": GpuUse(used)}))
         board.put(LoadStage("a", "reading weights", used / 10))
         board.put(LoadStage("b", "reading weights", used / 10))
     assert [each.what for each in board.read(0, GUARD)] == [
-        GpusSeen({"0": Seen(2)}),
+        GpusRead({"0": GpuUse(2)}),
         LoadStage("a", "reading weights", 0.2),
         LoadStage("b", "reading weights", 0.2),
     ]

@@ -11,36 +11,29 @@ import pytest
 from anvil_mux.command import Done
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
-from anvil_mux.host import project
-from anvil_mux.host.docker_api import Endpoint
+from anvil_mux.host import docker_api, project
+from anvil_mux.host.containers import ContainerRuntime
+from anvil_mux.host.seam import HostConfig
 from tests.host.docker_stand_in import CONFIG, PATIENCE, A, B, Docker, replica
 from tests.host.test_processes import gone
 
-PROJECT = ["docker", "compose", "--ansi", "never", "-f", "/s/compose.yaml", "-f", "/s/more.yaml"]
-PROJECT += ["-p", "p", "--profile", "*"]
+
+def test_a_command_of_compose_names_the_project_and_its_files():
+    words = ["-f", "/s/compose.yaml", "-f", "/s/more.yaml", "-p", "p", "--profile", "*", "config"]
+    assert project.compose_command(CONFIG, "config") == ["docker", "compose", "--ansi", "never", *words]
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (project.create_command(CONFIG, "a"), ["create", "--no-build", "--pull", "never", "a"]),
-        (
-            project.create_command(CONFIG, "a", "--force-recreate"),
-            ["create", "--no-build", "--pull", "never", "--force-recreate", "a"],
-        ),
-        (project.images_command(CONFIG, "a"), ["config", "--images", "a"]),
-        (project.hash_command(CONFIG, "a"), ["config", "--hash", "a"]),
-    ],
-)
-def test_what_compose_is_asked_and_that_it_neither_pulls_nor_builds(command: list[str], words: list[str]):
-    assert command == [*PROJECT, *words]
-
-
-def test_commands_speak_to_the_engine_that_we_have_found():
-    env = {"PATH": "/bin"}
-    assert project.environment_for(env, Endpoint("unix:///var/run/docker.sock")) == env
-    podman = "unix:///run/podman/podman.sock"
-    assert project.environment_for(env, Endpoint(podman, found_by_us=True)) == {**env, "DOCKER_HOST": podman}
+def test_commands_speak_to_the_engine_that_we_have_found(
+    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(docker_api, "DOCKER_SOCKET", str(tmp_path / "none.sock"))
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\necho engine $DOCKER_HOST; exit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    runtime = ContainerRuntime(CONFIG, environ={**os.environ, "CONTAINER_HOST": docker.host})
+    with pytest.raises(BackendError, match=f"failed: engine {docker.host}"):
+        runtime.start(A)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +89,12 @@ def test_a_program_that_is_missing_is_named():
 # Images
 
 
-def test_images_that_are_missing_are_listed(docker: Docker):
+def test_images_that_are_missing_are_listed(docker: Docker, monkeypatch: pytest.MonkeyPatch):
     other = replace(B, service=Service(name="other", image="gone:1"))
-    env = {"DOCKER_HOST": docker.host}
-    assert project.missing_images([A, other, replica(1)], env) == [
+    monkeypatch.setenv("DOCKER_HOST", docker.host)
+    assert project.missing_images(HostConfig((A, other, replica(1)))) == [
         "service other: image gone:1 is not present: docker pull gone:1"
     ]
     docker.fails["image"] = [(500, "broken")]
     with pytest.raises(BackendError, match="500"):
-        project.missing_images([A], env)
+        project.missing_images(HostConfig((A, other)), ["a"])

@@ -60,23 +60,6 @@ def test_a_sleeping_engine_holds_its_context_alone_says_so_unless_it_is_sglang_a
     engines.probe(backend(kind), engine.url)
 
 
-@pytest.mark.parametrize("kind", sorted(ENGINES.keys() - {*SLEEPERS}))
-def test_other_engines_do_not_sleep(kind: str) -> None:
-    assert engines.is_asleep(backend(kind), "http://127.0.0.1:9") is None
-    with pytest.raises(BackendError, match=f"engine {kind} cannot sleep"):
-        engines.sleep(backend(kind), "http://127.0.0.1:9", 1)
-    with pytest.raises(BackendError, match=f"engine {kind} cannot be woken"):
-        engines.wake(backend(kind), "http://127.0.0.1:9", 1)
-
-
-@pytest.mark.parametrize("kind", ["sglang", "ollama", "llamacpp"])
-def test_only_vllm_knows_a_second_level(make: Make, kind: str) -> None:
-    engine = awake(make, kind)
-    with pytest.raises(BackendError, match="cannot sleep at level 2"):
-        engines.sleep(backend(kind), engine.url, 2)
-    assert engine.asked == []
-
-
 def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make: Make) -> None:
     engine = awake(make, "vllm")
     engine.model = "other"

@@ -306,12 +306,8 @@ def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():
     assert swapper.ended(BACKEND) is None
 
 
-def test_an_unknown_way_lists_the_known_ones():
+def test_the_standby_levels_are_those_of_the_configuration():
     assert tuple(LEVELS) == config.WAYS
-    with pytest.raises(
-        BackendError, match="unknown standby level 'nap'; known: sleep, sleep-2, checkpoint, freeze, stop"
-    ):
-        Swapper(Notes()).evict(BACKEND, "nap")
 
 
 def test_another_way_has_the_same_guarantee(healthy: Stub):

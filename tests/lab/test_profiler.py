@@ -17,6 +17,7 @@ import pytest
 from anvil_mux.cli import main as cli
 from anvil_mux.config.values import Profile, read_profile
 from anvil_mux.errors import BackendError
+from anvil_mux.lab.player import PlayedServer
 from anvil_mux.lab.profiler import OUTPUT, Profiler, Streamed, measure
 from anvil_mux.routing import pipeline, routing
 from anvil_mux.routing.routing import Replica, RoutingMemory, Work
@@ -220,10 +221,14 @@ def engine() -> Iterator[Engine]:
     server.server_close()
 
 
+def profiler(engine: Engine, model: str = "m") -> Profiler:
+    return Profiler(PlayedServer(engine.url), model)
+
+
 def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: Engine) -> None:
     said: list[str] = []
     found = measure(
-        Profiler(engine.url, "m"), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
+        profiler(engine), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
     )
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 400]
     made = read_profile(json.dumps(found))
@@ -240,16 +245,14 @@ def test_prompts_have_the_length_that_was_asked_for_whatever_the_tokenizer(
     engine: Engine, tokens_per_word: int
 ) -> None:
     engine.tokens_per_word = tokens_per_word
-    found = measure(
-        Profiler(engine.url, "m"), print, prompts=(128, 2048), batches=(1,), lengths=(64,), repeat=1
-    )
+    found = measure(profiler(engine), print, prompts=(128, 2048), batches=(1,), lengths=(64,), repeat=1)
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [128, 2048]
 
 
 def test_of_what_the_engine_has_no_context_for_the_longest_that_it_has_is_measured(engine: Engine) -> None:
     engine.context, said = 2048, []
     found = measure(
-        Profiler(engine.url, "m"),
+        profiler(engine),
         said.append,
         prompts=(128, 512, 2048, 8192),
         batches=(1, 2),
@@ -271,7 +274,7 @@ def test_of_what_the_engine_has_no_context_for_the_longest_that_it_has_is_measur
 def test_a_longest_that_was_asked_for_anyway_is_measured_once(engine: Engine) -> None:
     engine.context = 251
     found = measure(
-        Profiler(engine.url, "m"), print, prompts=(100, 248, 255), batches=(1,), lengths=(200, 206), repeat=1
+        profiler(engine), print, prompts=(100, 248, 255), batches=(1,), lengths=(200, 206), repeat=1
     )
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 248]
     assert [row["tokens_per_request"] - OUTPUT // 2 for row in found["tpot"]["results"]] == [200]
@@ -280,9 +283,9 @@ def test_a_longest_that_was_asked_for_anyway_is_measured_once(engine: Engine) ->
 def test_an_engine_that_has_no_context_for_any_of_it_is_quoted(engine: Engine) -> None:
     engine.context = 70
     with pytest.raises(BackendError, match="m answered 400"):
-        measure(Profiler(engine.url, "m"), print, prompts=(100,))
+        measure(profiler(engine), print, prompts=(100,))
     with pytest.raises(BackendError, match="m answered 400"):
-        measure(Profiler(engine.url, "m"), print, prompts=(50,), batches=(1,), lengths=(100,))
+        measure(profiler(engine), print, prompts=(50,), batches=(1,), lengths=(100,))
 
 
 def test_several_tokens_in_a_piece_are_so_many_tokens() -> None:
@@ -297,9 +300,7 @@ def test_several_tokens_in_a_piece_are_so_many_tokens() -> None:
 
 def test_more_than_the_engine_answers_at_once_is_left_out(engine: Engine) -> None:
     engine.slots, said = 2, []
-    found = measure(
-        Profiler(engine.url, "m"), said.append, prompts=(100,), batches=(1, 2, 4), lengths=(64,), repeat=1
-    )
+    found = measure(profiler(engine), said.append, prompts=(100,), batches=(1, 2, 4), lengths=(64,), repeat=1)
     assert [row["batch_size"] for row in found["tpot"]["results"]] == [1, 2]
     assert said[-1] == "4 at once and more are left out: the engine has 2 slots"
 
@@ -309,32 +310,38 @@ def test_an_engine_that_does_not_say_how_much_it_answers_at_once_is_tried(
     engine: Engine, slots: object
 ) -> None:
     engine.slots = slots
-    found = measure(Profiler(engine.url, "m"), print, prompts=(100,), batches=(1, 8), lengths=(64,), repeat=1)
+    found = measure(profiler(engine), print, prompts=(100,), batches=(1, 8), lengths=(64,), repeat=1)
     assert [row["batch_size"] for row in found["tpot"]["results"]] == [1, 8]
 
 
 def test_two_replicas_are_not_measured_as_one(engine: Engine) -> None:
     engine.backends = ["a; why", "a; why", "b; why"]
     with pytest.raises(BackendError, match="a and b both answer for m: stop all but one"):
-        measure(Profiler(engine.url, "m"), print, prompts=(100,), batches=(1,), lengths=(64,))
+        measure(profiler(engine), print, prompts=(100,), batches=(1,), lengths=(64,))
 
 
 def test_two_that_share_an_answer_are_not_measured_as_one(engine: Engine) -> None:
     engine.backends = ["a; slo_adaptive: predicted_tpot 3; prefill by b"]
     with pytest.raises(BackendError, match="b and a share the answers of m: stop one of them"):
-        measure(Profiler(engine.url, "m"), print, prompts=(100,), batches=(1,), lengths=(64,))
+        measure(profiler(engine), print, prompts=(100,), batches=(1,), lengths=(64,))
 
 
 def test_an_engine_that_refuses_is_quoted(engine: Engine) -> None:
     with pytest.raises(BackendError, match="other answered 404"):
-        measure(Profiler(engine.url, "other"), print)
+        measure(profiler(engine, "other"), print)
     with pytest.raises(BackendError, match="other answered 404"):
-        Profiler(engine.url, "other").at_once(["a", "b"], 1)
+        profiler(engine, "other").at_once(["a", "b"], 1)
 
 
 def test_an_engine_that_is_not_there_is_said() -> None:
     with pytest.raises(BackendError, match="cannot be measured"):
-        Profiler("http://127.0.0.1:9", "m").ask("a", 1)
+        Profiler(PlayedServer("http://127.0.0.1:9"), "m").ask("a", 1)
+
+
+def test_a_server_with_tls_is_not_asked_in_the_clear(engine: Engine) -> None:
+    with pytest.raises(BackendError, match="cannot be measured"):
+        Profiler(PlayedServer(engine.url.replace("http", "https")), "m").ask("a", 1)
+    assert engine.asked == []
 
 
 def test_the_command_writes_a_file_that_a_service_can_name(

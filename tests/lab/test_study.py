@@ -17,8 +17,6 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.lab.study import StudyRun
 from anvil_mux.lab.workload import (
     PROFILES,
-    SHIPPED,
-    SHIPPED_AS,
     BadWorkload,
     ClientGroups,
     ModelNames,
@@ -317,13 +315,6 @@ def test_a_trace_meets_the_backends_of_the_configuration(tmp_path):
         study.trace(str(file), Config((Backend("b", "b"), Backend("d", "d"))))
 
 
-@pytest.mark.parametrize("name", sorted(file.name.partition(".")[0] for file in SHIPPED.glob(SHIPPED_AS)))
-def test_what_is_shipped_runs_soundly(name):
-    told = study.run(study.trace(name), "eager")
-    assert told.wrong == []
-    assert told.figures.requests > 0
-
-
 # What is told
 
 
@@ -381,9 +372,6 @@ def test_logs_are_kept_only_for_those_who_want_them():
     cases = [*study.profiles(["single"], 1)]
     assert [len(run.log) for run in study.study(cases, ["eager"])] == [0]
     assert [len(run.log) for run in study.study(cases, ["eager"], keep_logs=True)] == [1 + 40 + 40]
-
-
-# With the future known
 
 
 # Event logs of a running program

@@ -13,6 +13,7 @@ from anvil_mux.cli.output import Columns
 from anvil_mux.config.config import Backend
 from anvil_mux.config.service import Service
 from anvil_mux.errors import BackendError
+from anvil_mux.host import check
 from anvil_mux.lab import swap_figures
 from anvil_mux.lab.plot import PhaseBar
 from anvil_mux.lab.swap_figures import (
@@ -222,12 +223,19 @@ def no_driver(gpus: Sequence[str], insist: bool) -> str:
     return f"no driver for {','.join(gpus)}{' (insisted)' if insist else ''}"
 
 
-def anything(gpus: Sequence[str], insist: bool) -> None:
-    return None
+@pytest.fixture
+def can_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "why_not_checkpoint", lambda gpus, insist: None)
 
 
+@pytest.fixture
+def cannot_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "why_not_checkpoint", no_driver)
+
+
+@pytest.mark.usefixtures("cannot_checkpoint")
 def test_what_the_engine_or_the_machine_cannot_do_is_a_row_with_the_reason() -> None:
-    found = unmeasured([LLAMA], no_driver)
+    found = unmeasured([LLAMA])
     assert found == [
         Unmeasured("llamacpp", ("one",), "sleep", ROUTER),
         Unmeasured("llamacpp", ("one",), "checkpoint", "no driver for 0"),
@@ -238,22 +246,31 @@ def test_what_the_engine_or_the_machine_cannot_do_is_a_row_with_the_reason() -> 
     ]
 
 
+@pytest.mark.usefixtures("can_checkpoint")
 def test_what_could_be_done_and_is_not_named_is_told_as_that() -> None:
     cold = Backend("two", "two", ("0",), engine="vllm", service=Service(gpus_by="reservation"))
-    found = {each.way: each.why for each in unmeasured([cold], anything)}
+    found = {each.way: each.why for each in unmeasured([cold])}
     assert found.keys() == {"sleep", "sleep-2", "checkpoint", "freeze"}
     assert found["checkpoint"] == ""
     assert found["freeze"] == "what is frozen keeps its GPU memory"
     assert "VLLM_SERVER_DEV_MODE" in found["sleep"]
-    [row] = [line for line in rows_of(UNMEASURED, unmeasured([cold], anything)) if "checkpoint" in line]
+    [row] = [line for line in rows_of(UNMEASURED, unmeasured([cold])) if "checkpoint" in line]
     assert row[-1] == "not named in evict_to"
 
 
-def test_a_level_that_is_named_is_measured_unless_the_machine_cannot_take_it() -> None:
-    named = Backend("a", "a", ("0", "1"), evict_to=("checkpoint", "stop"), checkpoint_anyway=True)
-    assert why_not(named, "checkpoint", anything) == ""
-    assert why_not(named, "stop", no_driver) == ""
-    [row] = [each for each in unmeasured([named], no_driver) if each.way == "checkpoint"]
+NAMED = Backend("a", "a", ("0", "1"), evict_to=("checkpoint", "stop"), checkpoint_anyway=True)
+
+
+@pytest.mark.usefixtures("can_checkpoint")
+def test_a_level_that_is_named_is_measured() -> None:
+    assert why_not(NAMED, "checkpoint") == ""
+    assert [each.way for each in unmeasured([NAMED])] == ["sleep", "freeze"]
+
+
+@pytest.mark.usefixtures("cannot_checkpoint")
+def test_a_level_that_is_named_and_the_machine_cannot_take_is_a_row_with_the_reason() -> None:
+    assert why_not(NAMED, "stop") == ""
+    [row] = [each for each in unmeasured([NAMED]) if each.way == "checkpoint"]
     assert (row.named, row.why) == (True, "no driver for 0,1 (insisted)")
     assert row.to_json() == {
         "engine": "openai",
@@ -261,10 +278,10 @@ def test_a_level_that_is_named_is_measured_unless_the_machine_cannot_take_it() -
         "way": "checkpoint",
         "not_possible": "no driver for 0,1 (insisted)",
     }
-    assert [each.way for each in unmeasured([named], anything)] == ["sleep", "freeze"]
 
 
+@pytest.mark.usefixtures("cannot_checkpoint")
 def test_backends_of_one_engine_share_a_row_where_they_share_the_reason() -> None:
     both = [LLAMA, Backend("two", "two", ("0",), engine="llamacpp", evict_to=("freeze",))]
-    rows = [(each.way, each.backends) for each in unmeasured(both, no_driver)]
+    rows = [(each.way, each.backends) for each in unmeasured(both)]
     assert ("checkpoint", ("one", "two")) in rows

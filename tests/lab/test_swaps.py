@@ -205,14 +205,13 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
         asleep = urlopen(f"{engine['url']}/is_sleeping", timeout=GUARD).read()
         return GIB if b"true" in asleep else 3 * GIB
 
-    def probe(pids: object = None) -> Gpus:
+    def probe(pids: object = None, *, sensors: bool = False) -> Gpus:
         engines = [json.loads(each.read_text()) for each in tmp_path.glob("anvil-mux/*/*.json")]
         here = tuple((each["pid"], held(each)) for each in engines)
         used = sum(amount for _, amount in here)
-        return Gpus((Reading(HostGpu("0", "GPU-0", "fake", 24 * GIB), used, here),))
+        return Gpus((Reading(HostGpu("0", "GPU-0", "fake", 24 * GIB), used, here, bus=16e9),))
 
     monkeypatch.setattr(gpus, "probe", probe)
-    monkeypatch.setattr(gpus, "buses", lambda: {"0": 16e9})
     file = compose(tmp_path)
     content = yaml.safe_load(file.read_text())
     for about in content["services"].values():

@@ -303,16 +303,3 @@ def test_a_file_of_the_user_comes_before_a_shipped_one_of_the_same_name(tmp_path
     monkeypatch.chdir(tmp_path / "here")
     own = written(tmp_path / "here" / "some", LINES)
     assert workload.find("some").resolve() == own
-
-
-SHIPPED = sorted(workload.SHIPPED.glob(workload.SHIPPED_AS))
-
-
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
-def test_what_is_shipped_can_be_read_and_says_where_it_comes_from(file):
-    made = workload.read(file)
-    assert file.name == f"{made.name}.jsonl.xz"
-    with lzma.open(file, "rt") as lines:
-        header = json.loads(next(lines))
-    assert header["source"]
-    assert header["licence"]

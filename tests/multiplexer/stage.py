@@ -169,15 +169,11 @@ class Player:
             case HostLost(_, host):
                 self._mux.facts.host_lost(host)
             case HostBack(_, host, found):
-                running = {name: f"http://127.0.0.1:{8000 + n}" for n, name in enumerate(found)}
-                standby = {
-                    name: Evicted(how.level, how.residual, how.host_bytes)
-                    for name, how in found.items()
-                    if how.level
+                running = {
+                    name: Evicted(how.level, how.residual, how.host_bytes) if how.level else f"http://h:{n}"
+                    for n, (name, how) in enumerate(found.items(), 8000)
                 }
-                self._mux.facts.host_back(
-                    host, {n: u for n, u in running.items() if n not in standby}, standby
-                )
+                self._mux.facts.host_back(host, running)
             case HostGone(_, host):
                 self._mux.tell(self._mux.scheduler.host_gone, host)
             case HostDrained(_, host, drained):

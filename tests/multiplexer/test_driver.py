@@ -2,13 +2,13 @@
 
 import threading
 from math import inf
-from types import SimpleNamespace
 
 import pytest
 
 from anvil_mux.clock import Clock, mistakes
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.multiplexer.driver import Job, SchedulerDriver
+from anvil_mux.scheduler.slot import Effects, Load
 from tests.baton import BatonClock
 from tests.multiplexer.stage import SEEDS
 
@@ -24,17 +24,20 @@ class Crew(SchedulerDriver):
         self.did = []
 
     def perform(self, *backends):
-        self.submit([Job(SimpleNamespace(backend=name), None) for name in backends])
+        self.carry_out(Effects(), [Job(Load(name, "stop"), None) for name in backends])
 
     def _perform(self, job):
         self.did.append((self.clock.now(), job.step.backend))
         self.clock.sleep(5.0)
         self.did.append((self.clock.now(), f"{job.step.backend} done"))
 
-    def _not_begun(self, job, why):
-        self.did.append((self.clock.now(), f"{job.step.backend} failed: {why}"))
+    def tell(self, fact, *about, **more):
+        if fact == self.scheduler.time_passed:
+            self.time_passed()
+        else:
+            self.did.append((self.clock.now(), f"{fact.__name__} {about[0].backend}: {more['error'].reason}"))
 
-    def _time_passed(self):
+    def time_passed(self):
         self.did.append((self.clock.now(), "time passed"))
         self.set(inf)
 
@@ -71,56 +74,34 @@ def test_jobs_are_performed_at_once_each_in_a_thread_of_its_own(seed):
     assert sorted(did) == [(0.0, "time passed"), (1.0, "a"), (1.0, "b"), (6.0, "a done"), (6.0, "b done")]
 
 
+@pytest.mark.parametrize(("first", "last"), [(50.0, 4.0), (4.0, 8.0)])
 @SEEDS
-def test_time_passes_at_the_moment_that_was_set_last(seed):
+def test_time_passes_at_the_moment_that_was_set_last(seed, first, last):
     def main(crew):
         crew.clock.sleep(1.0)
-        crew.set(50.0)
+        crew.set(first)
         crew.clock.sleep(1.0)
-        crew.set(4.0)
+        crew.set(last)
         crew.clock.sleep(100.0)
 
-    assert play(main, seed) == [(0.0, "time passed"), (4.0, "time passed")]
+    assert play(main, seed) == [(0.0, "time passed"), (last, "time passed")]
 
 
-def test_a_moment_that_was_put_off_is_not_kept():
-    def main(crew):
-        crew.clock.sleep(1.0)
-        crew.set(4.0)
-        crew.clock.sleep(1.0)
-        crew.set(8.0)
-        crew.clock.sleep(100.0)
-
-    assert play(main) == [(0.0, "time passed"), (8.0, "time passed")]
-
-
-def test_a_mistake_ends_nothing_and_time_passes_again_a_second_later(caplog):
-    def main(crew):
-        crew.clock.sleep(1.0)
-        right, crew._time_passed = crew._time_passed, lambda: 1 / 0
-        crew.set(2.0)
-        crew.clock.sleep(1.5)
-        crew._time_passed = right
-        crew.clock.sleep(10.0)
-
-    assert play(main) == [(0.0, "time passed"), (3.0, "time passed")]
-    assert "a mistake in the thread scheduler" in caplog.text
-
-
-def test_a_mistake_is_told_until_time_has_passed_without_one():
+def test_a_mistake_ends_nothing_and_is_told_until_time_passes_without_one_a_second_later(caplog):
     told = []
 
     def main(crew):
         crew.clock.sleep(1.0)
-        right, crew._time_passed = crew._time_passed, lambda: 1 / 0
+        right, crew.time_passed = crew.time_passed, lambda: 1 / 0
         crew.set(2.0)
         crew.clock.sleep(1.5)
         told.append(mistakes())
-        crew._time_passed = right
+        crew.time_passed = right
         crew.clock.sleep(10.0)
         told.append(mistakes())
 
-    play(main)
+    assert play(main) == [(0.0, "time passed"), (3.0, "time passed")]
+    assert "a mistake in the thread scheduler" in caplog.text
     assert told == [{"scheduler": "ZeroDivisionError: division by zero"}, {}]
 
 
@@ -141,7 +122,7 @@ def test_real_time_is_waited_for_however_far_away_it_is(seconds):
     passed = threading.Semaphore(0)
 
     class Timer(Crew):
-        def _time_passed(self):
+        def time_passed(self):
             self.set(self.clock.now() + seconds)
             passed.release()
 
@@ -168,7 +149,7 @@ def test_a_job_that_no_thread_can_be_started_for_has_failed():
 
     assert play(main) == [
         (0.0, "time passed"),
-        (1.0, "a failed: no thread can be started: can't start new thread"),
+        (1.0, "load_failed a: no thread can be started: can't start new thread"),
     ]
 
 

@@ -115,7 +115,7 @@ def test_healthz_names_hosts_only_where_there_are_some_beside_our_own():
         status = stage.mux.overview.status()
         models = [healthz.model_state(model) for model in status.models]
         backends = [backend for model in models for backend in model["backends"].values()]
-        gpus = [healthz.gpu_state(gpu, healthz.Seen()) for gpu in status.gpus]
+        gpus = [healthz.gpu_state(gpu, healthz.GpuUse()) for gpu in status.gpus]
         return [healthz.host_state(host) for host in status.hosts], models, backends, gpus
 
     def alone(stage):

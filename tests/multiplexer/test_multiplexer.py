@@ -15,7 +15,7 @@ from anvil_mux.host.seam import Evicted
 from anvil_mux.lab.engines import Engines, Outcome
 from anvil_mux.scheduler.costs import Footprint
 from anvil_mux.scheduler.slot import Demote
-from anvil_mux.scheduler.waits import LogProgress, Progress
+from anvil_mux.scheduler.waits import Progress
 from tests.baton import BatonClock, Deadlock
 from tests.lab.test_simulate import one
 from tests.multiplexer.stage import SEEDS, TEN, A, B, Stage, calls
@@ -216,7 +216,7 @@ def test_what_was_known_of_a_backend_that_is_gone_is_forgotten_at_the_next_reloa
     def main(stage):
         stage.mux.load("a")
         stage.mux.load("b")
-        stage.mux.overview.report("a", LogProgress("half", 0.5))
+        stage.mux.overview.report("a", Progress("half", 0.5))
         for _ in range(2):
             stage.mux.facts.reconfigure(Config(policy="eager", backends=(B,)), {})
             stage.clock.sleep(30.0)
@@ -321,7 +321,7 @@ def test_the_status_shows_a_drain(seed):
         status = stage.mux.overview.status()
         (gpu,) = status.gpus
         assert (gpu.gpu, gpu.residents, gpu.state) == ("0", ("a",), "draining")
-        assert (gpu.draining_target, gpu.draining_leases, gpu.drain_seconds_left) == ("b", 1, 25.0)
+        assert (gpu.drain, gpu.draining_leases) == (("b", 25.0), 1)
         assert [(m.model, m.state, m.waiting, m.leases) for m in status.models] == [
             ("a", "draining", 0, 1),
             ("b", "stopped", 1, 0),
@@ -358,15 +358,15 @@ def test_how_far_a_load_is_is_known_from_the_last_one_and_from_what_its_log_says
     def main(stage):
         stage.request(0.0, "a")
         stage.clock.sleep(1.0)
-        assert (far()["a"], far()["b"]) == (Progress(None, None, ""), None)
-        stage.mux.overview.report("a", LogProgress("reading weights", 0.5, 3.0))
+        assert (far()["a"], far()["b"]) == (Progress(), None)
+        stage.mux.overview.report("a", Progress("reading weights", 0.5, 3.0))
         assert stage.mux.overview.how_far("a") == "loading a 50%, 3 s left, reading weights"
         stage.request(4.0, "b")
         stage.clock.sleep(14.0)
         assert far()["a"] is None
         stage.request(0.0, "a")  # b is evicted until 16.0
         stage.clock.sleep(2.0)
-        assert far()["a"] == Progress(0.25, 3.0, "")
+        assert far()["a"] == Progress("", 0.25, 3.0)
         assert stage.mux.overview.how_far("a") == "loading a 25%, 3 s left"
         stage.clock.sleep(10.0)
 

@@ -15,10 +15,7 @@ from anvil_mux.protocol import anthropic, ollama
 from anvil_mux.protocol.completions import (
     ChunkReader,
     Ending,
-    Text,
-    Thinking,
-    ToolArguments,
-    ToolBegin,
+    Part,
     Translation,
     parse,
     parts_of,
@@ -43,13 +40,13 @@ def test_a_stream_is_read_in_whatever_pieces_it_comes() -> None:
     for size in (1, 7, len(sent)):
         parts = ChunkReader()
         pieces = (sent[start : start + size] for start in range(0, len(sent), size))
-        assert [part for piece in pieces for part in parts.feed(piece)] == [Text("Grüße")]
+        assert [part for piece in pieces for part in parts.feed(piece)] == [Part("text", "Grüße")]
         assert parts.finish() == Ending("stop", prompt_tokens=3, completion_tokens=1)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_thinking_has_two_names(key: str) -> None:
-    assert list(ChunkReader().feed(chunk({key: "hm", "content": None}))) == [Thinking("hm")]
+    assert list(ChunkReader().feed(chunk({key: "hm", "content": None}))) == [Part("thinking", "hm")]
 
 
 def test_calls_of_tools_come_in_fragments() -> None:
@@ -60,11 +57,11 @@ def test_calls_of_tools_come_in_fragments() -> None:
     sent = chunk(begin) + chunk(called(0, '{"a"')) + chunk(called(0, ":1}"))
     sent += chunk(called(1, "{}", name="g")) + chunk({}, "stop")
     assert list(parts.feed(sent)) == [
-        ToolBegin("x", "f"),
-        ToolArguments('{"a"'),
-        ToolArguments(":1}"),
-        ToolBegin("call_1", "g"),
-        ToolArguments("{}"),
+        Part("tool_use", id="x", name="f"),
+        Part("tool_use", '{"a"'),
+        Part("tool_use", ":1}"),
+        Part("tool_use", id="call_1", name="g"),
+        Part("tool_use", "{}"),
     ]
     assert parts.finish().reason == "tool_calls"
 
@@ -101,14 +98,19 @@ def test_a_whole_answer_has_the_same_parts() -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
     body = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
     assert parts_of(json.dumps(body).encode()) == (
-        [Thinking("hm"), Text("So:"), ToolBegin("x", "f"), ToolArguments('{"a": 1}')],
+        [
+            Part("thinking", "hm"),
+            Part("text", "So:"),
+            Part("tool_use", id="x", name="f"),
+            Part("tool_use", '{"a": 1}'),
+        ],
         Ending("tool_calls", None, 9, 2, 4),
     )
 
 
 def test_the_sequence_that_ended_it_is_told_as_vllm_tells_it() -> None:
     body = b'{"choices":[{"text":"a","finish_reason":"stop","stop_reason":"END"}]}'
-    assert parts_of(body) == ([Text("a")], Ending("stop", "END"))
+    assert parts_of(body) == ([Part("text", "a")], Ending("stop", "END"))
 
 
 @pytest.mark.parametrize("timings", ['{"prompt_ms":20,"predicted_ms":3.5}', '{"prompt_ms":"x"}', "[1]"])

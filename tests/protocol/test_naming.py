@@ -196,11 +196,11 @@ def test_the_scanner_agrees_with_the_parser():
         document, text = _random_document(rng)
         expected = document.get("model"), document.get("stream") is True
         assert naming.model_and_stream(text.encode()) == expected
-        found = naming._scan(text.encode())
-        assert found.stream is expected[1]
-        assert (found.model is not None) is ("model" in document)
-        if found.model is not None:
-            assert json.loads(text.encode()[slice(*found.model)]) == document["model"]
+        _, span, stream = naming._scan(text.encode())
+        assert stream is expected[1]
+        assert (span is not None) is ("model" in document)
+        if span is not None:
+            assert json.loads(text.encode()[slice(*span)]) == document["model"]
 
 
 def test_renaming_changes_the_model_and_nothing_else():
@@ -210,9 +210,7 @@ def test_renaming_changes_the_model_and_nothing_else():
         changed = b"".join(naming.model_replaced(text.encode(), "new/näme"))
         assert json.loads(changed) == {**document, "model": "new/näme"}
         if "model" in document:
-            found = naming._scan(text.encode()).model
-            assert found is not None
-            start, end = found
+            start, end = naming._scan(text.encode())[1]
             assert changed == text.encode()[:start] + b'"new/n\\u00e4me"' + text.encode()[end:]
 
 
@@ -225,7 +223,7 @@ def test_renaming_takes_any_kind_of_buffer_and_keeps_a_byte_order_mark():
 def test_long_strings_with_many_escapes_end_where_they_end():
     for text in ('\\"' * 3000, "\\\\" * 3000, "\\n" * 3001 + "x", "a" * 9000 + "\\\\"):
         body = b'{"x":"' + text.encode() + b'","model":"m"}'
-        assert naming._scan(body).model == (len(body) - 4, len(body) - 1)
+        assert naming._scan(body)[1] == (len(body) - 4, len(body) - 1)
 
 
 def test_a_body_that_ends_in_an_escape_is_refused():

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.keys import Keyring, load
 from anvil_mux.config.values import AnyOf, Preset, Rule
-from tests.fake_engine import JSON_OK, Answer, Rig
+from tests.fake_engine import ASK_A, ASK_B, JSON_OK, Answer, Rig, keyring, shows
 
 CHAT = b'{"model":"chat"}'
 NEVER = b"X-Anvil-Swap: never\r\n"
@@ -25,66 +24,35 @@ def any_rig(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig(any_of=FIRST_B)
 
 
-def keys(*lines: str) -> Keyring:
-    return load(None, {"ANVIL_API_KEYS": ";".join(lines)})
-
-
-def answered(rig: Rig, body: bytes, extra: bytes = b"", path: bytes = b"/v1/chat/completions") -> Answer:
+def answered(rig: Rig, body: bytes, extra: bytes = b"") -> Answer:
     """The answer to a request that an engine answers, whichever gets it."""
+    name = json.loads(body)["model"]
+    models = rig.config.any_of[name].models if name in rig.config.any_of else (name,)
     client = rig.client()
-    engine = rig.engine if served_by_a(rig, body) else rig.other
-    client.post(body, path=path, extra=extra)
-    engine.next().send(JSON_OK)
+    client.post(body, extra=extra)
+    (rig.engine if rig.mux.overview.choose(models) == "a" else rig.other).next().send(JSON_OK)
     return client.read()
 
 
-def served_by_a(rig: Rig, body: bytes) -> bool:
-    name = json.loads(body)["model"]
-    models = rig.config.any_of[name].models if name in rig.config.any_of else (name,)
-    return rig.mux.overview.choose(models) == "a"
+def test_its_engine_is_asked_by_its_own_name_with_everything_else_as_it_was(any_rig: Rig) -> None:
+    asked = any_rig.passes(b'{ "model" : "chat", "tools":[ ], "n": 1e0}', engine=any_rig.other)
+    assert asked.body == b'{ "model" : "b-inside", "tools":[ ], "n": 1e0}'
 
 
-def refused(rig: Rig, body: bytes, extra: bytes = b"") -> tuple[int, dict[str, Any], Answer]:
-    client = rig.client()
-    answer = client.ask(body, extra=extra)
-    return answer.status, json.loads(answer.body)["error"], answer
-
-
-def test_the_resident_one_serves_though_another_is_preferred(any_rig: Rig) -> None:
-    answered(any_rig, b'{"model":"a"}')
-    answer = answered(any_rig, CHAT)
-    assert (answer.status, answer.header(b"x-anvil-model")) == (200, b"a")
-    assert len(any_rig.events.of("loading")) == 1
-
-
-def test_the_first_is_loaded_if_none_is_resident(any_rig: Rig) -> None:
-    assert answered(any_rig, CHAT).header(b"x-anvil-model") == b"org/b"
-    assert [event.model for event in any_rig.events.of("loading")] == ["org/b"]
-
-
-def test_its_engine_is_asked_by_its_own_name(any_rig: Rig) -> None:
-    client = any_rig.client()
-    client.post(b'{"model": "chat", "n": 1}')
-    asked = any_rig.other.next()
-    assert json.loads(asked.body) == {"model": "b-inside", "n": 1}
-    asked.send(JSON_OK)
-    assert client.read().status == 200
-
-
-def test_one_connection_follows_who_is_resident(any_rig: Rig) -> None:
-    client = any_rig.client()
-    served = []
+def test_the_first_is_loaded_if_none_is_resident_and_then_the_resident_one_serves(any_rig: Rig) -> None:
+    client, served = any_rig.client(), []
     for body, engine in (
         (CHAT, any_rig.other),
-        (b'{"model":"a"}', any_rig.engine),
+        (ASK_A, any_rig.engine),
         (CHAT, any_rig.engine),
-        (b'{"model":"org/b"}', any_rig.other),
+        (ASK_B, any_rig.other),
         (CHAT, any_rig.other),
     ):
         client.post(body)
         engine.next().send(JSON_OK)
         served.append(client.read().header(b"x-anvil-model"))
     assert served == [b"org/b", None, b"a", None, b"org/b"]
+    assert [event.model for event in any_rig.events.of("loading")] == ["org/b", "a", "org/b"]
 
 
 def test_one_that_cannot_be_loaded_is_passed_over(make_rig: Callable[..., Rig]) -> None:
@@ -96,21 +64,14 @@ def test_one_that_cannot_be_loaded_is_passed_over(make_rig: Callable[..., Rig]) 
     assert answered(rig, CHAT).header(b"x-anvil-model") == b"org/b"
 
 
-def test_who_names_no_model_may_get_any(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(any_of=FIRST_A, default_model="chat")
-    client = rig.client()
-    client.post(b"{}")
-    rig.engine.next().send(JSON_OK)
-    assert client.read().header(b"x-anvil-model") == b"a"
-
-
 def test_it_is_in_the_lists(any_rig: Rig) -> None:
     client = any_rig.client()
     listed = client.json(b"/v1/models")["data"]
     assert [(each["id"], each["status"]["value"]) for each in listed][-1] == ("chat", "unloaded")
     answered(any_rig, b'{"model":"a"}')
     assert client.json(b"/v1/models/chat")["status"]["value"] == "loaded"
-    assert "chat" in [each["id"] for each in client.json(b"/api/v0/models")["data"]]
+    states = {each["id"]: each["state"] for each in client.json(b"/api/v0/models")["data"]}
+    assert states == {"a": "loaded", "org/b": "not-loaded", "chat": "loaded"}
     assert "chat" in [each["name"] for each in client.json(b"/api/tags")["models"]]
     state = client.json(b"/healthz")["any_of"]
     words = "any of org/b, a; now a"
@@ -120,16 +81,16 @@ def test_it_is_in_the_lists(any_rig: Rig) -> None:
 
 
 def test_why_says_what_it_stands_for(any_rig: Rig) -> None:
-    told = any_rig.client().json(b"/why?model=chat")
+    told = any_rig.json(b"/why?model=chat")
     assert told["sentence"].startswith("chat stands for org/b or a. A request for org/b waits about")
     assert (told["model"], told["any_of"]) == ("org/b", ["org/b", "a"])
 
 
 def test_what_is_done_to_a_model_must_name_one(any_rig: Rig) -> None:
-    client = any_rig.client()
-    client.post(CHAT, path=b"/models/unload")
-    error = json.loads(client.read().body)["error"]
-    assert error["message"] == "chat stands for several models: name one of them (org/b, a)"
+    for path in (b"/models/unload", b"/models/load"):
+        answer = any_rig.ask(CHAT, path)
+        assert answer.status == 400
+        assert answer.error["message"] == "chat stands for several models: name one of them (org/b, a)"
 
 
 # Keys
@@ -137,7 +98,7 @@ def test_what_is_done_to_a_model_must_name_one(any_rig: Rig) -> None:
 
 def test_a_key_gets_those_that_it_may_use(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(
-        any_of=FIRST_A, keys=keys("key-of-b models=org/b", "key-of-chat models=chat", "key-of-x models=x")
+        any_of=FIRST_A, keys=keyring("key-of-b models=org/b", "key-of-chat models=chat", "key-of-x models=x")
     )
 
     def named(key: bytes) -> tuple[list[str], int]:
@@ -158,44 +119,44 @@ def test_a_key_gets_those_that_it_may_use(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_a_header_keeps_a_request_from_forcing_a_swap(any_rig: Rig) -> None:
-    status, error, answer = refused(any_rig, b'{"model":"a"}', NEVER)
-    assert (status, error["code"]) == (503, "nothing_resident")
-    assert error["message"] == (
+    answer = any_rig.ask(b'{"model":"a"}', extra=NEVER)
+    assert (answer.status, answer.code) == (503, "nothing_resident")
+    assert answer.error["message"] == (
         "a is not loaded, and this request does not allow a swap (swap: never). No model is resident."
     )
     assert answer.header(b"retry-after") == b"30"
     answered(any_rig, b'{"model":"org/b"}')
-    _, error, _ = refused(any_rig, b'{"model":"a"}', NEVER)
-    assert error["message"].endswith("Resident: org/b.")
+    answer = any_rig.ask(b'{"model":"a"}', extra=NEVER)
+    assert answer.error["message"].endswith("Resident: org/b.")
     assert answered(any_rig, CHAT, NEVER).header(b"x-anvil-model") == b"org/b"
     assert len(any_rig.events.of("loading")) == 1
 
 
 def test_the_header_is_never_or_allowed(any_rig: Rig) -> None:
-    status, error, _ = refused(any_rig, CHAT, b"X-Anvil-Swap: no\r\n")
-    assert (status, error["message"]) == (400, "X-Anvil-Swap must be never or allowed")
+    answer = any_rig.ask(CHAT, extra=b"X-Anvil-Swap: no\r\n")
+    assert (answer.status, answer.error["message"]) == (400, "X-Anvil-Swap must be never or allowed")
     assert answered(any_rig, CHAT, b"X-Anvil-Swap: allowed\r\n").status == 200
 
 
 def test_the_name_may_say_it(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(any_of={"chat": AnyOf((Rule(("a", "org/b")),), swaps=False)})
-    status, error, _ = refused(rig, CHAT)
-    assert (status, error["code"]) == (503, "nothing_resident")
-    assert error["message"].startswith("a or org/b is not loaded")
+    answer = rig.ask(CHAT)
+    assert (answer.status, answer.code) == (503, "nothing_resident")
+    assert answer.error["message"].startswith("a or org/b is not loaded")
     answered(rig, b'{"model":"org/b"}')
     assert answered(rig, CHAT).header(b"x-anvil-model") == b"org/b"
 
 
 def test_a_key_may_say_it(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(keys=keys("key-of-guest models=a swap=never", "key-of-host models=*"))
-    guest, host = b"Authorization: Bearer key-of-guest\r\n", b"Authorization: Bearer key-of-host\r\n"
+    rig = make_rig(keys=keyring("key-of-guest models=a swap=never", "key-of-host models=*"))
+    guest, host = shows("key-of-guest"), shows("key-of-host")
     answered(rig, b'{"model":"org/b"}', host)
-    status, error, _ = refused(rig, b'{"model":"a"}', guest)
-    assert (status, error["code"]) == (503, "nothing_resident")
-    assert error["message"].endswith("No model is resident.")  # none that it may know of
+    answer = rig.ask(b'{"model":"a"}', extra=guest)
+    assert (answer.status, answer.code) == (503, "nothing_resident")
+    assert answer.error["message"].endswith("No model is resident.")  # none that it may know of
     answered(rig, b'{"model":"a"}', host)
     assert answered(rig, b'{"model":"a"}', guest).status == 200
-    assert refused(rig, b'{"model":"a"}', guest + b"X-Anvil-Swap: odd\r\n")[0] == 400
+    assert rig.ask(b'{"model":"a"}', extra=guest + b"X-Anvil-Swap: odd\r\n").status == 400
 
 
 def test_one_that_waits_for_a_place_fails_once_its_model_makes_room(make_rig: Callable[..., Rig]) -> None:
@@ -223,12 +184,10 @@ LAW = Preset("law", system="Yes.")
 @pytest.fixture
 def preset_rig(make_rig: Callable[..., Rig]) -> Rig:
     backends = replace(A, presets=(THINK, FAST)), replace(B, presets=(LAW,))
-    keyring = keys(
+    ring = keyring(
         "key-of-all1 models=*", "key-of-fast models=fast", "key-of-chat models=chat", "key-of-law1 models=law"
     )
-    return make_rig(
-        backends=backends, any_of={"chat": AnyOf((Rule(("think", "law", "fast")),))}, keys=keyring
-    )
+    return make_rig(backends=backends, any_of={"chat": AnyOf((Rule(("think", "law", "fast")),))}, keys=ring)
 
 
 def chosen(rig: Rig, key: bytes, model: str = "chat") -> tuple[dict[str, Any], bytes | None]:
@@ -259,20 +218,19 @@ def test_the_first_name_whose_model_is_resident_says_under_which_preset(preset_r
 
 
 def test_it_is_told_by_the_names_of_the_presets(preset_rig: Rig) -> None:
-    client, head = preset_rig.client(), b"Authorization: Bearer key-of-law1\r\n"
+    client, head = preset_rig.client(), shows("key-of-law1")
     listed = client.json(b"/v1/models", extra=head)["data"]
     assert [each["id"] for each in listed] == ["law", "chat"]
-    client.post(b'{"model":"chat"}', extra=head + NEVER)
-    assert json.loads(client.read().body)["error"]["message"].startswith("law is not loaded")
-    client.post(b'{"model":"chatt"}', extra=head)
-    assert json.loads(client.read().body)["error"]["message"].endswith("Known models: chat, law.")
+    assert (
+        client.ask(b'{"model":"chat"}', extra=head + NEVER).error["message"].startswith("law is not loaded")
+    )
+    assert client.ask(b'{"model":"chatt"}', extra=head).error["message"].endswith("Known models: chat, law.")
     told = preset_rig.handler.local.probes.state()["any_of"]
     assert (told["chat"]["models"], told["chat"]["serves"]) == (["think", "law", "fast"], "think")
 
 
 def test_ollamas_clients_are_told_of_it_like_of_a_model(preset_rig: Rig) -> None:
-    client = preset_rig.client()
-    assert client.ask(CHAT, path=b"/api/show", extra=b"Authorization: Bearer key-of-all1\r\n").status == 200
+    assert preset_rig.ask(CHAT, path=b"/api/show", extra=shows("key-of-all1")).status == 200
 
 
 # While paused
@@ -285,6 +243,6 @@ def test_who_may_force_no_swap_never_waits_for_the_end_of_a_pause(
     rig = make_rig(any_of=FIRST_A, when_paused=when_paused)
     answered(rig, CHAT)
     rig.mux.facts.paused(50.0)
-    status, error, answer = refused(rig, CHAT, NEVER)
-    assert (status, error["code"]) == (503, code)
+    answer = rig.ask(CHAT, extra=NEVER)
+    assert (answer.status, answer.code) == (503, code)
     assert answer.header(b"retry-after")

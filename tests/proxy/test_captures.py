@@ -11,38 +11,29 @@ from typing import Any
 import pytest
 
 from anvil_mux.cli.main import main
-from anvil_mux.config.keys import Keyring, load
+from anvil_mux.config.keys import Keyring
 from anvil_mux.proxy.reply import CAPTURED_BYTES, redacted
 from anvil_mux.telemetry.accesslog import Served
-from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
+from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, answer_of, chunk, keyring, shows
 
 Make = Callable[..., Rig]
 LAST = b"0\r\n\r\n"
 
 
 def ask(
-    rig: Rig, body: bytes, *, id: str = "one", path: str = "/v1/chat/completions", key: str = ""
+    rig: Rig, body: bytes, *, id: str = "one", path: bytes = b"/v1/chat/completions", key: str = ""
 ) -> bytes:
-    """Send a request; returns its answer once it is on record."""
+    """The answer to a request, once it is on record."""
     before = sum(isinstance(each, Served) for each in rig.events.seen)
-    client = rig.client()
-    shown = f"Authorization: Bearer {key}\r\n" if key else ""
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{shown}Content-Type: application/json\r\n"
-        f"X-Request-ID: {id}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    client.send(head.encode() + body)
-    answer = client.read().body
+    extra = b"X-Request-ID: %b\r\n" % id.encode() + (shows(key) if key else b"")
+    answer = rig.ask(body, path, extra).body
     rig.events.record(before + 1)
     return answer
 
 
 def kept(rig: Rig, id: str = "", key: str = "") -> Any:
-    client = rig.client()
-    shown = f"Authorization: Bearer {key}\r\n" if key else ""
-    query = f"?id={id}" if id else ""
-    client.send(f"GET /requests{query} HTTP/1.1\r\nHost: localhost\r\n{shown}\r\n".encode())
-    return json.loads(client.read().body)
+    query = b"?id=%b" % id.encode() if id else b""
+    return rig.json(b"/requests" + query, shows(key) if key else b"")
 
 
 def test_nothing_is_kept_unless_that_is_wanted(rig: Rig) -> None:
@@ -85,10 +76,9 @@ def test_a_stream_is_kept_without_its_framing(make_rig: Make) -> None:
 def test_an_answer_in_another_api_is_kept_as_its_client_got_it(make_rig: Make) -> None:
     rig = make_rig(capture=1)
     said = b'{"choices":[{"message":{"content":"hello"},"finish_reason":"stop"}]}'
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    rig.engine.answer = lambda _: head % len(said) + said
+    rig.engine.answer = lambda _: answer_of(said)
     body = b'{"model":"a","stream":false,"messages":[{"role":"user","content":"hi"}]}'
-    ask(rig, body, path="/api/chat")
+    ask(rig, body, path=b"/api/chat")
     assert json.loads(kept(rig, "one")["answer"])["message"]["content"] == "hello"
 
 
@@ -104,7 +94,7 @@ def test_an_error_is_kept(make_rig: Make) -> None:
 def test_of_long_bodies_the_beginning_is_kept(make_rig: Make) -> None:
     rig = make_rig(capture=1)
     said = b"x" * (CAPTURED_BYTES + 1)
-    rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(said) + said
+    rig.engine.answer = lambda _: answer_of(said)
     ask(rig, b'{"model":"a","long":"%s"}' % said)
     one = kept(rig, "one")
     assert (len(one["question"]), one["question_is_cut"]) == (CAPTURED_BYTES, True)
@@ -115,12 +105,8 @@ def test_a_form_is_not_kept(make_rig: Make) -> None:
     rig = make_rig(capture=1)
     rig.engine.answer = lambda _: JSON_OK
     body = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
-    client = rig.client()
-    client.send(
-        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nX-Request-ID: one\r\n"
-        b"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
-    assert client.read().status == 200
+    kind = b"multipart/form-data; boundary=x"
+    assert rig.ask(body, b"/v1/audio/transcriptions", b"X-Request-ID: one\r\n", kind).status == 200
     rig.events.record()
     one = kept(rig, "one")
     assert (one["question"], one["question_is_form"], one["answer"]) == ("", True, "{}")
@@ -129,9 +115,7 @@ def test_a_form_is_not_kept(make_rig: Make) -> None:
 def test_it_takes_a_key_with_the_right_and_no_key_is_kept(
     make_rig: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys: Keyring = load(
-        None, {"ANVIL_API_KEYS": "key-of-alice name=alice models=* state;key-of-root name=root"}
-    )
+    keys: Keyring = keyring("key-of-alice name=alice models=* state;key-of-root name=root")
     rig = make_rig(capture=1, keys=keys)
     rig.engine.answer = lambda _: JSON_OK
     ask(rig, b'{"model":"a","tools":[{"headers":{"X":"key-of-alice"}}]}', key="key-of-alice")

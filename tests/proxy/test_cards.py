@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,14 @@ SAID = ModelCard(4096, {"tools": True, "vision": False})
 
 
 def entries(rig: Rig, path: bytes = b"/v1/models", extra: bytes = b"") -> dict[str, Any]:
-    return {each["id"]: each for each in json.loads(rig.client().get(path, extra=extra).body)["data"]}
+    return {each["id"]: each for each in rig.get(path, extra=extra).json["data"]}
+
+
+def read(make_rig: Callable[..., Rig]) -> Rig:
+    """A rig whose engine has said what its model is."""
+    rig = make_rig(backends=(A,))
+    rig.mux.overview.note_card(CardRead("a", "d", SAID))
+    return rig
 
 
 def test_every_list_shows_what_the_engine_said_while_it_is_not_loaded(make_rig: Callable[..., Rig]) -> None:
@@ -28,11 +34,14 @@ def test_every_list_shows_what_the_engine_said_while_it_is_not_loaded(make_rig: 
     for path in (b"/v1/models", b"/models"):
         assert entries(rig, path)["a"]["meta"] == {"n_ctx": 4096}
         assert "context_length" not in entries(rig, path)["b"]
-    assert rig.client().json(b"/v1/models/a")["context_length"] == 4096
+    assert rig.json(b"/v1/models/a")["context_length"] == 4096
     assert entries(rig, b"/api/v0/models")["a"]["max_context_length"] == 4096
     client = rig.client()
-    client.post(b'{"model":"a"}', path=b"/api/show")
-    assert json.loads(client.read().body)["capabilities"] == ["completion", "tools", "thinking"]
+    assert client.ask(b'{"model":"a"}', path=b"/api/show").json["capabilities"] == [
+        "completion",
+        "tools",
+        "thinking",
+    ]
     tags = {each["name"]: each["capabilities"] for each in client.json(b"/api/tags")["models"]}
     assert tags == {
         "a": ["completion", "tools", "thinking"],
@@ -42,18 +51,15 @@ def test_every_list_shows_what_the_engine_said_while_it_is_not_loaded(make_rig: 
 
 
 def test_a_loaded_model_is_among_those_that_run_with_its_length(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(backends=(A,))
-    rig.mux.overview.note_card(CardRead("a", "d", SAID))
+    rig = read(make_rig)
     rig.engine.answer = lambda _: JSON_OK
     client = rig.client()
-    client.post(ASK_A)
-    assert client.read().status == 200
+    assert client.ask(ASK_A).status == 200
     assert client.json(b"/api/ps")["models"][0]["context_length"] == 4096
 
 
 def test_clients_of_anthropic_get_no_list_where_they_look_for_an_object(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(backends=(A,))
-    rig.mux.overview.note_card(CardRead("a", "d", SAID))
+    rig = read(make_rig)
     shown = entries(rig, extra=b"anthropic-version: 2023-06-01\r\n")["a"]
     assert shown["max_input_tokens"] == 4096
     assert "capabilities" not in shown
@@ -79,8 +85,7 @@ def test_presets_have_their_models_card_and_any_of_what_holds_for_each(make_rig:
 
 
 def test_what_was_said_of_another_description_is_forgotten(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(backends=(A,))
-    rig.mux.overview.note_card(CardRead("a", "d", SAID))
+    rig = read(make_rig)
     rig.mux.overview.note_card(CardRead("a", "of before", ModelCard(1)))
     rig.mux.overview.note_card(CardRead("gone", "d", ModelCard(1)))
     assert rig.mux.overview.cards() == {"a": SAID}
@@ -104,10 +109,10 @@ def test_the_props_of_a_model_that_is_not_loaded_load_nothing_where_they_are_kno
     rig.engine.answer = lambda _: JSON_OK
     rig.mux.overview.note_card(CardRead("a", "d", SAID))
     for query in (b"", b"&autoload=false"):
-        said = rig.client().json(b"/props?model=a" + query)
+        said = rig.json(b"/props?model=a" + query)
         assert said["default_generation_settings"]["n_ctx"] == 4096
         assert said["chat_template_caps"] == {"supports_tools": True, "supports_tool_calls": True}
         assert said["modalities"] == {"vision": False, "audio": False}
     assert not rig.events.of("queued")
-    assert rig.client().get(b"/props?model=a&autoload=true").body == rig.client().get(b"/props?model=a").body
+    assert rig.get(b"/props?model=a&autoload=true").body == rig.get(b"/props?model=a").body
     assert len(rig.events.of("loading")) == 1

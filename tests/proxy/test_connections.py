@@ -16,6 +16,30 @@ from anvil_mux.proxy import connections, exchange
 from tests.fake_engine import ASK_A, GUARD, JSON_OK, RawClient, Rig, chunk
 from tests.running import seen
 
+Looks = threading.Semaphore
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    """Released by each look of a request that waits at its engine."""
+    looks, look = Looks(0), exchange.Exchange._look
+
+    def noting(waiting: exchange.Exchange) -> None:
+        look(waiting)
+        looks.release()
+
+    monkeypatch.setattr(exchange.Exchange, "_look", noting)
+    return looks
+
+
+def look_on(looks: Looks, count: int) -> None:
+    """Wait for so many further looks."""
+    while looks.acquire(blocking=False):
+        pass
+    for _ in range(count):
+        assert looks.acquire(timeout=GUARD)
+
+
 # Connections that idle
 
 
@@ -64,15 +88,9 @@ def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(
 
 
 def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, looks: Looks
 ) -> None:
     monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
-    looks, look = threading.Semaphore(0), exchange.Exchange._look
-
-    def note(self: exchange.Exchange) -> None:
-        look(self)
-        looks.release()
-
     first, second = rig.client(), rig.client()
     for client in (first, second):
         client.post(ASK_A)
@@ -81,11 +99,9 @@ def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle
         each.send(JSON_OK)
     assert [client.read().status for client in (first, second)] == [200, 200]
     rig.events.record(2)
-    monkeypatch.setattr(exchange.Exchange, "_look", note)
     first.post(ASK_A)
     slow = rig.engine.next()
-    for _ in range(3):
-        assert looks.acquire(timeout=20)
+    look_on(looks, 3)
     assert not any(connection.ended.is_set() for connection in rig.engine.connections)
     slow.send(JSON_OK)
     assert first.read().status == 200
@@ -158,8 +174,7 @@ def test_a_connection_that_did_not_take_the_whole_request_carries_no_other(
 ) -> None:
     rig = make_rig()
     rig.mechanism.engines["a"] = Impatient()  # type: ignore[assignment]
-    client = rig.client()
-    assert client.ask(b'{"model":"a","x":"%b"}' % (b"x" * 16_000_000)).status == 200
+    assert rig.ask(b'{"model":"a","x":"%b"}' % (b"x" * 16_000_000)).status == 200
     rig.events.wait("released")
     [connections] = rig.relay.pool._of_run.values()
     assert not connections._idle
@@ -184,8 +199,7 @@ def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
 
 def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.engine.answer = lambda _: JSON_OK
-    client = rig.client()
-    client.ask(ASK_A)
+    rig.ask(ASK_A)
     rig.events.wait("released")
     rig.relay.pool.sweep()
     assert not rig.engine.connections[0].ended.is_set()
@@ -303,22 +317,14 @@ def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
     assert rig.events.of("draining") == []
 
 
-def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig) -> None:
+def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig, looks: Looks) -> None:
     client = rig.client()
     rig.answers(client)
-    looked, look = threading.Event(), exchange.Exchange._look
-
-    def noting(waiting: exchange.Exchange) -> None:
-        look(waiting)
-        looked.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.Exchange, "_look", noting)
-        client.post(ASK_A)
-        asked = rig.engine.next()
-        assert looked.wait(GUARD)
-        asked.close()
-        assert client.read().status == 502
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    look_on(looks, 1)
+    asked.close()
+    assert client.read().status == 502
     assert rig.engine.asked.empty()
     assert rig.events.of("draining") == []
 
@@ -330,24 +336,16 @@ def elsewhere(rig: Rig, listener: socket.socket) -> None:
 
 
 def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, looks: Looks
 ) -> None:
     monkeypatch.setattr("anvil_mux.proxy.connections.CONNECT_SECONDS", 0.5)
-    looks, look = threading.Semaphore(0), exchange.Exchange._look
-
-    def noting(waiting: exchange.Exchange) -> None:
-        looks.release()
-        look(waiting)
-
-    monkeypatch.setattr(exchange.Exchange, "_look", noting)
     rig.engine.answer = lambda _: JSON_OK
     with socket.create_server(("127.0.0.1", 0), backlog=5) as frozen:
         elsewhere(rig, frozen)
         clients = [rig.client() for _ in range(20)]
         for client in clients:
             client.post(ASK_A)
-        for _ in range(20 * 6):
-            assert looks.acquire(timeout=GUARD)
+        look_on(looks, 20 * 6)
         assert rig.mux.overview.status().leases == 20
         rig.engine.accept_from(frozen)
         assert [client.read().status for client in clients] == [200] * 20
@@ -371,8 +369,7 @@ def test_who_waits_for_a_connection_leaves_with_its_client(rig: Rig) -> None:
 
 def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:
     rig.engine.stop_listening()
-    client = rig.client()
-    answer = client.ask(ASK_A)
+    answer = rig.ask(ASK_A)
     assert answer.status == 502
     assert answer.code == "backend_unavailable"
     assert len(rig.events.of("leased")) == 2
@@ -380,8 +377,7 @@ def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:
 
 def test_a_load_that_fails_is_a_503_with_the_engines_last_words(rig: Rig) -> None:
     rig.mechanism.failure = LoadError("a exited with code 1.", log=["CUDA out of memory"])
-    client = rig.client()
-    answer = client.ask(ASK_A)
+    answer = rig.ask(ASK_A)
     assert answer.status == 503
     assert b"CUDA out of memory" in answer.body
 
@@ -399,5 +395,4 @@ def test_an_engines_redirect_is_told_and_not_followed(rig: Rig) -> None:
 def test_header_values_cannot_smuggle_lines(rig: Rig) -> None:
     answers = iter([b"HTTP/1.1 200 OK\r\nX-A: 1\rX-B: 2\r\nContent-Length: 2\r\n\r\n{}", JSON_OK])
     rig.engine.answer = lambda _: next(answers)
-    client = rig.client()
-    assert client.ask(ASK_A).status == 502
+    assert rig.ask(ASK_A).status == 502

@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from anvil_mux.command import API_KEYS
-from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
-from tests.chromium import PROGRAM, Chromium
-from tests.fake_engine import ASK_A, JSON_OK, Answer, Asked, Rig
+from tests.chromium import IN_CHROMIUM, Chromium
+from tests.fake_engine import ASK_A, Answer, Rig, answer_of, keyring, shows
 from tests.proxy.test_upstream import SWITCHED, WISH
 
 Make = Callable[..., Rig]
@@ -23,13 +21,8 @@ OPENED = b"Accept: text/html,*/*\r\nSec-Fetch-Site: none\r\n"
 PAGE = b"<!doctype html><title>engine</title>"
 
 
-def show(key: str) -> bytes:
-    return b"x-api-key: %b\r\n" % key.encode()
-
-
 def html(body: bytes, *fields: bytes) -> bytes:
-    lines = b"".join(b"%b\r\n" % each for each in (b"Content-Type: text/html", *fields))
-    return b"HTTP/1.1 200 OK\r\n%bContent-Length: %d\r\n\r\n%b" % (lines, len(body), body)
+    return answer_of(body, b"Content-Type: text/html", *fields)
 
 
 @pytest.fixture
@@ -42,13 +35,13 @@ def open_rig(make_rig: Make) -> Rig:
 
 @pytest.fixture
 def keyed(make_rig: Make) -> Rig:
-    rig = make_rig(backends=(A, B), keys=keys.load(None, {API_KEYS: KEYS}), has_pages=True)
+    rig = make_rig(backends=(A, B), keys=keyring(KEYS), has_pages=True)
     rig.engine.answer = rig.other.answer = lambda _: html(PAGE)
     return rig
 
 
 def load(rig: Rig, extra: bytes = b"") -> None:
-    assert rig.client().ask(ASK_A, path=b"/models/load?wait=true", extra=extra).status == 200
+    assert rig.ask(ASK_A, path=b"/models/load?wait=true", extra=extra).status == 200
 
 
 # Where there are no keys
@@ -56,49 +49,39 @@ def load(rig: Rig, extra: bytes = b"") -> None:
 
 @pytest.mark.parametrize("name", [b"a", b"alias", b"org/b", b"org%2Fb"])
 def test_who_opens_a_page_has_its_model_loaded(open_rig: Rig, name: bytes) -> None:
-    answer = open_rig.client().get(b"/upstream/%b/" % name, extra=OPENED)
+    answer = open_rig.get(b"/upstream/%b/" % name, extra=OPENED)
     assert (answer.status, answer.body) == (200, PAGE)
 
 
 @pytest.mark.parametrize(
-    "extra", [b"", b"Accept: text/html\r\n", b"Accept: text/html\r\nSec-Fetch-Site: same-site\r\n"]
+    "extra",
+    [
+        b"",
+        b"Accept: text/html\r\n",
+        *[b"Accept: text/html\r\nSec-Fetch-Site: %b\r\n" % site for site in (b"same-site", b"cross-site")],
+    ],
 )
 def test_no_other_get_loads_one(open_rig: Rig, extra: bytes) -> None:
-    answer = open_rig.client().get(b"/upstream/a/", extra=extra)
+    answer = open_rig.get(b"/upstream/a/", extra=extra)
     assert (answer.status, answer.code) == (409, "bad_request")
     assert not open_rig.events.of("queued")
 
 
-def test_another_site_has_none_loaded(open_rig: Rig) -> None:
-    assert (
-        open_rig.client()
-        .get(b"/upstream/a/", extra=b"Accept: text/html\r\nSec-Fetch-Site: cross-site\r\n")
-        .status
-        == 409
-    )
-
-
 @pytest.mark.parametrize("name", [b"a", b"org/b"])
 def test_a_page_is_found_without_its_last_slash(open_rig: Rig, name: bytes) -> None:
-    answer = open_rig.client().get(b"/upstream/" + name, extra=OPENED)
+    answer = open_rig.get(b"/upstream/" + name, extra=OPENED)
     assert (answer.status, answer.header(b"location")) == (307, b"/upstream/%b/" % name)
 
 
 @pytest.mark.parametrize("path", [b"/_app/bundle.js", b"/props?model=x", b"/sw.js", b"/a/b/c.png"])
 def test_a_page_reads_what_its_engine_has(open_rig: Rig, path: bytes) -> None:
-    asked: list[bytes] = []
-
-    def answer(request: Asked) -> bytes:
-        asked.append(request.head)
-        return html(b"x", b"Content-Encoding: gzip", b"Service-Worker-Allowed: /")
-
     load(open_rig)
-    open_rig.engine.answer = answer
-    got = open_rig.client().get(b"/upstream/a" + path, extra=b"Accept-Encoding: gzip\r\n")
+    heard = open_rig.engine.answers(html(b"x", b"Content-Encoding: gzip", b"Service-Worker-Allowed: /"))
+    got = open_rig.get(b"/upstream/a" + path, extra=b"Accept-Encoding: gzip\r\n")
     assert (got.status, got.header(b"content-encoding")) == (200, b"gzip")
     assert got.header(b"service-worker-allowed") is None, "it would have the whole address"
-    assert asked[0].startswith(b"GET %b HTTP/1.1\r\n" % path)
-    assert b"accept-encoding: gzip" in asked[0].lower()
+    assert heard[0].head.startswith(b"GET %b HTTP/1.1\r\n" % path)
+    assert b"accept-encoding: gzip" in heard[0].head.lower()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +98,7 @@ def test_a_page_reads_what_its_engine_has(open_rig: Rig, path: bytes) -> None:
 )
 def test_a_page_steers_no_engine_and_does_what_is_listed(open_rig: Rig, method: bytes, path: bytes) -> None:
     load(open_rig)
-    answer = open_rig.client().get(path, method)
+    answer = open_rig.get(path, method)
     assert answer.status == 404
     assert open_rig.engine.asked.empty()
 
@@ -126,7 +109,7 @@ def test_a_page_steers_no_engine_and_does_what_is_listed(open_rig: Rig, method: 
 def test_llama_servers_page_finds_and_ends_its_streams(open_rig: Rig, method: bytes, path: bytes) -> None:
     load(open_rig)
     extra = b"" if method == b"DELETE" else b"Content-Length: 0\r\n"
-    assert open_rig.client().get(b"/upstream/a" + path, method, extra).status == 200
+    assert open_rig.get(b"/upstream/a" + path, method, extra).status == 200
 
 
 def test_a_page_opens_a_websocket(open_rig: Rig) -> None:
@@ -142,22 +125,22 @@ def test_a_page_opens_a_websocket(open_rig: Rig) -> None:
 
 def test_a_server_elsewhere_has_no_page_here(make_rig: Make) -> None:
     rig = make_rig(backends=(Backend("c", "c", url="https://there.example/v1", engine="openai"),))
-    assert rig.client().get(b"/upstream/c/", extra=OPENED).status == 404
+    assert rig.get(b"/upstream/c/", extra=OPENED).status == 404
 
 
 # Where there are keys
 
 
 def at_pages(rig: Rig, key: str, path: bytes, extra: bytes = OPENED) -> Answer:
-    return rig.client_at_pages().get(path, extra=extra + (show(key) if key else b""))
+    return rig.client_at_pages().get(path, extra=extra + (shows(key) if key else b""))
 
 
 def test_pages_have_a_port_of_their_own_and_who_opens_one_is_sent_there(keyed: Rig) -> None:
-    answer = keyed.client().get(b"/upstream/a/", extra=OPENED)
+    answer = keyed.get(b"/upstream/a/", extra=OPENED)
     there = b"http://127.0.0.1:%d/upstream/a/" % keyed.config.pages_port
     assert (answer.status, answer.header(b"location")) == (307, there)
-    load(keyed, show(ROOT))
-    answer = keyed.client().get(b"/upstream/a/", extra=show(ROOT))
+    load(keyed, shows(ROOT))
+    answer = keyed.get(b"/upstream/a/", extra=shows(ROOT))
     assert (answer.status, answer.code) == (404, "not_found")
     assert b"pages_port" in answer.body
 
@@ -188,19 +171,13 @@ def test_the_port_has_nothing_else(keyed: Rig, path: bytes) -> None:
 
 @pytest.mark.parametrize("path", [b"/models/unload", b"/pause", b"/v1/chat/completions", b"/reload"])
 def test_nothing_is_done_at_that_port(keyed: Rig, path: bytes) -> None:
-    assert keyed.client_at_pages().ask(ASK_A, path=path, extra=show(ROOT)).status == 404
+    assert keyed.client_at_pages().ask(ASK_A, path=path, extra=shows(ROOT)).status == 404
 
 
 def test_an_engine_gets_no_key_of_a_page(keyed: Rig) -> None:
-    heads: list[bytes] = []
-
-    def answer(request: Asked) -> bytes:
-        heads.append(request.head)
-        return JSON_OK
-
-    keyed.engine.answer = answer
+    heard = keyed.engine.answers()
     assert at_pages(keyed, ALICE, b"/upstream/a/").status == 200
-    assert ALICE.encode() not in heads[0]
+    assert ALICE.encode() not in heard[0].head
 
 
 # Routes of llama-swap
@@ -215,13 +192,13 @@ def test_an_engine_gets_no_key_of_a_page(keyed: Rig) -> None:
     ],
 )
 def test_a_route_of_llama_swap_names_ours(rig: Rig, path: bytes, place: bytes) -> None:
-    answer = rig.client().get(path)
+    answer = rig.get(path)
     assert (answer.status, answer.code) == (404, "not_found")
     assert place in answer.body
 
 
 def test_the_page_of_llama_swap_is_ours(rig: Rig) -> None:
-    answer = rig.client().get(b"/ui")
+    answer = rig.get(b"/ui")
     assert (answer.status, answer.header(b"location")) == (307, b"/")
 
 
@@ -236,8 +213,8 @@ Promise.all([reach("./props"), reach(home + "/healthz"), reach("/healthz")]).the
 </script>"""
 
 
-@pytest.mark.page
-@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)")
+@IN_CHROMIUM[0]
+@IN_CHROMIUM[1]
 def test_the_page_of_an_engine_reads_no_key_that_the_status_page_keeps(keyed: Rig, browser: Chromium) -> None:
     port, pages = keyed.address[1], keyed.config.pages_port
     keyed.engine.answer = lambda _: html(SCRIPT % port)

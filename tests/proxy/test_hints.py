@@ -10,8 +10,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import AnyOf, Rule
-from tests.fake_engine import ASK_A, JSON_OK, Answer, Rig
-from tests.proxy.test_any_of import keys
+from tests.fake_engine import ASK_A, JSON_OK, Answer, Rig, keyring, shows
 
 WARM_B = b"X-Anvil-Warm: org/b\r\n"
 TWO_GPUS = (Backend("a", "a", gpus=("0",)), Backend("b", "org/b", gpus=("1",)))
@@ -19,7 +18,7 @@ Make = Callable[..., Rig]
 
 
 def hinted(rig: Rig, name: bytes, extra: bytes = b"") -> Answer:
-    return rig.client().ask(b"", path=b"/v1/models/%b/load" % name, extra=extra)
+    return rig.ask(b"", path=b"/v1/models/%b/load" % name, extra=extra)
 
 
 def loads(rig: Rig) -> list[str]:
@@ -30,7 +29,7 @@ def loads(rig: Rig) -> list[str]:
 def test_a_model_is_loaded_for_who_says_that_he_will_ask_for_it(rig: Rig, name: bytes) -> None:
     rig.mechanism.gate.clear()
     answer = hinted(rig, name)
-    assert (answer.status, json.loads(answer.body)) == (
+    assert (answer.status, answer.json) == (
         202,
         {"model": "org/b", "status": {"value": "loading"}},
     )
@@ -49,18 +48,18 @@ def test_a_name_that_there_is_not_is_an_error_of_the_route(rig: Rig) -> None:
     answer = hinted(rig, b"org/c")
     assert (answer.status, answer.code) == (404, "model_not_found")
     assert b"Did you mean `org/b`?" in answer.body
-    assert rig.client().get(b"/v1/models/org/b/load").status == 404  # there is no model of that name
-    assert rig.client().ask(b"", path=b"/v1/models/a").status == 405
+    assert rig.get(b"/v1/models/org/b/load").status == 404  # there is no model of that name
+    assert rig.ask(b"", path=b"/v1/models/a").status == 405
 
 
 def test_a_key_that_may_use_a_model_may_say_so(make_rig: Make) -> None:
-    rig = make_rig(keys=keys("key-of-guest models=a", "key-that-waits models=a swap=never"))
-    guest, waits = b"Authorization: Bearer key-of-guest\r\n", b"Authorization: Bearer key-that-waits\r\n"
+    rig = make_rig(keys=keyring("key-of-guest models=a", "key-that-waits models=a swap=never"))
+    guest, waits = shows("key-of-guest"), shows("key-that-waits")
     assert [hinted(rig, b"a", each).status for each in (b"", waits)] == [401, 403]
     assert hinted(rig, b"org/b", guest).status == 404
     assert loads(rig) == []
     assert hinted(rig, b"a", guest).status == 202
-    assert rig.client().ask(ASK_A, path=b"/models/load", extra=guest).status == 403
+    assert rig.ask(ASK_A, path=b"/models/load", extra=guest).status == 403
 
 
 def test_the_header_of_a_request_says_so_too_and_reaches_no_engine(make_rig: Make) -> None:
@@ -80,7 +79,7 @@ def test_it_does_not_evict_the_model_of_its_own_request(rig: Rig) -> None:
 
 
 def test_a_request_that_asks_no_engine_may_have_it(rig: Rig) -> None:
-    assert rig.client().get(b"/v1/models", extra=WARM_B).status == 200
+    assert rig.get(b"/v1/models", extra=WARM_B).status == 200
     rig.events.wait("loading")
     assert loads(rig) == ["b"]
 
@@ -88,6 +87,6 @@ def test_a_request_that_asks_no_engine_may_have_it(rig: Rig) -> None:
 @pytest.mark.parametrize("name", [b"org/c", b"", b"\xff\xfe"])
 def test_no_request_fails_for_it(rig: Rig, caplog: pytest.LogCaptureFixture, name: bytes) -> None:
     caplog.set_level(logging.DEBUG, "anvil_mux.proxy.question")
-    assert rig.client().get(b"/v1/models", extra=b"X-Anvil-Warm: %b\r\n" % name).status == 200
+    assert rig.get(b"/v1/models", extra=b"X-Anvil-Warm: %b\r\n" % name).status == 200
     assert "X-Anvil-Warm is ignored" in caplog.text
     assert loads(rig) == []

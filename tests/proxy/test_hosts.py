@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -39,9 +38,8 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
     assert offered() == ("loaded", "m", False)
     rig.mux.facts.host_lost("h1")
     assert offered() == ("unloaded", None, True)
-    client.post(ASK)
-    refused = client.read()
-    error = json.loads(refused.body)["error"]
+    refused = client.ask(ASK)
+    error = refused.error
     assert (refused.status, error["code"]) == (503, "host_unavailable")
     assert "h1 has been lost for" in error["message"]
     assert refused.header(b"retry-after")
@@ -51,7 +49,7 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
 
 
 def test_where_there_is_one_host_none_is_named(rig: Rig) -> None:
-    assert b"host" not in rig.client().get(b"/healthz").body
+    assert b"host" not in rig.get(b"/healthz").body
 
 
 def candidates(*hosts: str) -> list[Backend]:
@@ -67,7 +65,7 @@ def test_those_who_look_on_are_told_of_the_backends_that_matter(make_rig: Make) 
     assert told["models"]["m"]["candidates"] == {"backends": 6, "hosts": 3}
     assert told["models"]["m"]["backends"].keys() == {"m.h2.1"}
     assert [event["host"] for event in told["events"]] == ["h2"]
-    assert len(rig.client().json(b"/healthz")["models"]["m"]["backends"]) == 6
+    assert len(rig.json(b"/healthz")["models"]["m"]["backends"]) == 6
 
 
 def test_of_a_few_backends_on_one_host_all_are_told(make_rig: Make) -> None:
@@ -83,19 +81,19 @@ def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None
     rig.mux.facts.host_lost("h1")
     rig.mux.tell(rig.mux.scheduler.host_drained, "h2", drained=True)
     rig.mux.tell(rig.mux.scheduler.host_away, "h3", away=True)
-    told = {each.pop("host"): each for each in rig.client().json(b"/why?model=m")["hosts"]}
+    told = {each.pop("host"): each for each in rig.json(b"/why?model=m")["hosts"]}
     assert told["local"] == {"states": {"stopped": 2}, "left_out": None}
     assert told["h1"]["states"] == {"ready": 1, "stopped": 1}
     assert told["h1"]["left_out"].startswith("lost for ")
     assert told["h2"]["left_out"] == "drained by hand"
     assert told["h3"]["left_out"] == "away: its agent does not answer; its engines go on serving"
-    stages = rig.client().json(b"/why?model=m")["stages"]
+    stages = rig.json(b"/why?model=m")["stages"]
     removed = {row["backend"]: row["removed_by"] for row in stages["neutral"]}
     assert (removed["m.h1.0"], removed["m.h2.0"]) == ("host_lost", "stopped")
 
 
 def test_why_names_no_host_where_there_is_one(rig: Rig) -> None:
-    assert "hosts" not in rig.client().json(b"/why?model=a")
+    assert "hosts" not in rig.json(b"/why?model=a")
 
 
 # Requests that a lost host had
@@ -104,9 +102,7 @@ def test_why_names_no_host_where_there_is_one(rig: Rig) -> None:
 def test_one_whose_client_has_seen_nothing_is_answered_by_another_host(make_rig: Make) -> None:
     rig = make_rig(backends=(THERE, HERE))
     resident(rig, "a")
-    client = rig.client()
-    client.post(ASK)
-    rig.engine.next()
+    client, _ = rig.asked(ASK)
     resident(rig, "b")
     rig.other.answer = lambda _: JSON_OK
     rig.mux.facts.host_lost("h1")
@@ -120,9 +116,7 @@ def test_it_waits_for_a_load_where_no_other_is_resident(make_rig: Make, body: by
     rig = make_rig(backends=(THERE, HERE))
     resident(rig, "a")
     rig.other.answer = lambda _: JSON_OK
-    client = rig.client()
-    client.post(body)
-    rig.engine.next()
+    client, _ = rig.asked(body)
     rig.mux.facts.host_lost("h1")
     assert client.read().status == 200
     assert rig.events.record().backend == "b"
@@ -132,12 +126,10 @@ def test_it_waits_for_a_load_where_no_other_is_resident(make_rig: Make, body: by
 def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig: Make) -> None:
     rig = make_rig(backends=(ALONE,))
     resident(rig, "a")
-    client = rig.client()
-    client.post(ASK)
-    rig.engine.next()
+    client, _ = rig.asked(ASK)
     rig.mux.facts.host_lost("h1")
     answer = client.read()
-    error = json.loads(answer.body)["error"]
+    error = answer.error
     assert (answer.status, error["code"]) == (503, "host_unavailable")
     assert "h1 has been lost for" in error["message"]
 
@@ -145,9 +137,8 @@ def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig: Make
 def test_an_answer_that_has_begun_ends_with_an_error_that_names_the_host(make_rig: Make) -> None:
     rig = make_rig(backends=(THERE, HERE))
     resident(rig, "a")
-    client = rig.client()
-    client.post(STREAM)
-    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client, asked = rig.asked(STREAM)
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
     client.read_until(b"data: 1\n\n\r\n")
     rig.mux.facts.host_lost("h1")
     said = client.rest()
@@ -181,9 +172,8 @@ def test_of_one_that_failed_while_its_host_was_not_lost_yet_nothing_more_is_wait
     rig.mechanism.well = None
     resident(rig, "a")
     rig.other.answer = lambda _: JSON_OK
-    client = rig.client()
-    client.post(ASK)
-    rig.engine.next().close()
+    client, asked = rig.asked(ASK)
+    asked.close()
     seen(lambda: rig.mux.facts.doubts._open, lambda doubts: "a" in doubts)
     rig.mux.facts.host_lost("h1")
     assert client.read().status == 200

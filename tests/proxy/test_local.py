@@ -46,17 +46,16 @@ def test_a_path_that_is_no_row_needs_a_right_too(rig: Rig, path: str, right: str
         (b"/healthz", b"GET, HEAD, OPTIONS"),
         (b"/v1/models/a", b"GET, HEAD, OPTIONS"),
         (b"/why", b"GET, OPTIONS"),
+        (b"/events", b"GET, OPTIONS"),
+        (b"/models/sse", b"GET, OPTIONS"),
         (b"/models/load", b"POST, OPTIONS"),
         (b"/v1/chat/completions", b"POST, OPTIONS"),
     ],
 )
 def test_what_a_path_takes_is_told_to_who_asks_and_to_who_errs(rig: Rig, path: bytes, allowed: bytes) -> None:
-    client = rig.client()
-    client.send(b"OPTIONS %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
-    answer = client.read()
+    answer = rig.get(path, b"OPTIONS")
     assert (answer.status, answer.header(b"allow")) == (204, allowed)
-    client.send(b"PUT %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
-    answer = client.read()
+    answer = rig.get(path, b"PUT")
     assert answer.status == 405
     assert answer.header(b"allow") in (allowed, allowed.removesuffix(b", OPTIONS"))
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.keys import Keyring, load
+from anvil_mux.config.keys import Keyring
 from anvil_mux.config.service import Service
 from anvil_mux.protocol import http1
 from anvil_mux.proxy.connections import Pool
-from tests.fake_engine import Asked, OnePort, RawClient, Rig
+from tests.fake_engine import Asked, OnePort, RawClient, Rig, answer_of, keyring, shows
 
 OURS = "k-of-clients"
 
@@ -30,17 +30,13 @@ BACKENDS = (
 )
 
 
-def keyring() -> Keyring:
-    return load(None, {"ANVIL_API_KEYS": OURS})
-
-
 def shown(asked: Asked) -> bytes:
     """An answer that says which keys a request showed its engine."""
     lines = [
         line for line in asked.head.split(b"\r\n") if line.lower().startswith((b"auth", b"x-api", b"api-"))
     ]
     said = b"|".join(lines)
-    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
+    return answer_of(said)
 
 
 @pytest.fixture
@@ -51,15 +47,13 @@ def one_port() -> Iterator[OnePort]:
 
 
 def ask(client: RawClient, model: str) -> bytes:
-    answer = client.ask(
-        b'{"model":"%b"}' % model.encode(), extra=b"Authorization: Bearer %b\r\n" % OURS.encode()
-    )
+    answer = client.ask(b'{"model":"%b"}' % model.encode(), extra=shows(OURS))
     assert answer.status == 200
     return answer.body
 
 
 def test_an_engine_is_shown_its_own_key_and_no_other(make_rig: Callable[..., Rig], one_port: OnePort) -> None:
-    client = make_rig(backends=BACKENDS, mechanism=one_port, keys=keyring()).client()
+    client = make_rig(backends=BACKENDS, mechanism=one_port, keys=keyring(OURS)).client()
     expected = {"one": b"authorization: Bearer KEY-ONE", "two": b"authorization: Bearer KEY-TWO", "open": b""}
     models = ["one", "two", "one", "two", "open", "two", "open"]
     assert [ask(client, model) for model in models] == [expected[model] for model in models]
@@ -69,7 +63,7 @@ def test_a_connection_to_an_engine_that_was_replaced_serves_no_other(
     make_rig: Callable[..., Rig], one_port: OnePort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pool, "end", lambda *_: None)
-    client = make_rig(backends=BACKENDS, mechanism=one_port, keys=keyring()).client()
+    client = make_rig(backends=BACKENDS, mechanism=one_port, keys=keyring(OURS)).client()
     assert ask(client, "one")
     assert ask(client, "two")
     [gone] = one_port.ended_engines
@@ -83,7 +77,7 @@ def test_engines_get_other_keys_once_clients_keys_are_ours(
     rig = make_rig(backends=BACKENDS, mechanism=one_port)
     client = rig.client()
     assert ask(client, "one") == b"Authorization: Bearer %b" % OURS.encode()
-    rig.handler.reconfigure(rig.config, keyring())
+    rig.handler.reconfigure(rig.config, keyring(OURS))
     assert ask(client, "one") == b"authorization: Bearer KEY-ONE"
     rig.handler.reconfigure(rig.config, Keyring())
     assert ask(client, "one") == b"Authorization: Bearer %b" % OURS.encode()
@@ -101,7 +95,7 @@ def test_a_head_of_an_earlier_configuration_that_comes_late_is_used_by_nobody(
         written = write(*args, **kwargs)
         calls.append(written)
         if len(calls) == 1:
-            rig.handler.reconfigure(rig.config, keyring())
+            rig.handler.reconfigure(rig.config, keyring(OURS))
             assert ask(client, "one") == b"authorization: Bearer KEY-ONE"
         return written
 

@@ -7,19 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.command import API_KEYS
-from anvil_mux.config import keys
 from anvil_mux.telemetry.accesslog import Served
-from tests.chromium import PROGRAM, Chromium
-from tests.fake_engine import JSON_OK, Rig
+from tests.chromium import IN_CHROMIUM, Chromium
+from tests.fake_engine import JSON_OK, Rig, keyring
 from tests.proxy.test_page import READY, notes, press, state_of
 from tests.proxy.test_page_looks import looks_well_everywhere
 from tests.running import seen
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
-]
+pytestmark = IN_CHROMIUM
 ROOT, SEES, USES = "a-key-for-everything", "a-key-that-sees", "a-key-that-uses"
 LINES = f"{ROOT} name=root\n{SEES} name=wall models=alias state\n{USES} name=alice models=a\n"
 
@@ -37,7 +32,7 @@ BUTTONS = (
 
 @pytest.fixture
 def locked(make_rig: Callable[..., Rig]) -> Rig:
-    rig = make_rig(keys=keys.load(None, {API_KEYS: LINES}))
+    rig = make_rig(keys=keyring(LINES))
     rig.mux.facts.adopt({"a": rig.engine.url})
     return rig
 
@@ -58,7 +53,7 @@ def page(locked: Rig, browser: Chromium) -> Iterator[Chromium]:
 
 def take_key_away(rig: Rig) -> None:
     """Let none of the keys be known any more."""
-    rig.handler.reconfigure(rig.config, keys.load(None, {API_KEYS: "another-key"}))
+    rig.handler.reconfigure(rig.config, keyring("another-key"))
 
 
 def tried(rig: Rig) -> list[str]:

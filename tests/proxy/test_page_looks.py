@@ -18,19 +18,16 @@ import yaml
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.machines import Gpu
-from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.host.seam import GpuUse, OtherProcess, Sensors
 from anvil_mux.telemetry.accesslog import Served
-from tests.chromium import PROGRAM, Chromium
+from tests.chromium import IN_CHROMIUM, Chromium
 from tests.cli.demo import compose
 from tests.fake_engine import Rig
 from tests.proxy.test_page import more, notes, row, state_of
 from tests.running import Running, serving
 from tests.sleepy_engine import GIB
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
-]
+pytestmark = IN_CHROMIUM
 QUICK, OTHER, SLOW, BROKEN = "qwen3-8b", "gemma-12b", "llama-70b", "mistral-24b"
 CROSS = "\N{MULTIPLICATION SIGN}"
 LAST_WORDS = "torch.OutOfMemoryError: CUDA out of memory"
@@ -287,7 +284,7 @@ FLEET = (
 HELD = {"alpha/0": SLOW, "alpha/1": SLOW, "beta/0": QUICK, "beta/1": BROKEN, "gamma/0": OTHER}
 
 
-def sight() -> dict[str, Seen]:
+def gpu_uses() -> dict[str, GpuUse]:
     """What is read of the GPUs that are here: on each its model, and on one of them another program."""
     found = {}
     here = [(gpu, model) for gpu, model in HELD.items() if not gpu.startswith("gamma")]
@@ -296,7 +293,7 @@ def sight() -> dict[str, Seen]:
         users = {f"{model}.{host}": (18 + number) * GIB}
         others = (OtherProcess(gpu, 4711, 6 * GIB, "blender"),) if gpu == "beta/0" else ()
         used = sum(users.values()) + sum(each.used or 0 for each in others)
-        found[gpu] = Seen(used, 48 * GIB, users, others, Sensors(0.31 + number / 9, 58.0 + number, 240.0))
+        found[gpu] = GpuUse(used, 48 * GIB, users, others, Sensors(0.31 + number / 9, 58.0 + number, 240.0))
     return found
 
 
@@ -342,7 +339,7 @@ FLEET_EVENTS = """
 
 def test_several_hosts_with_their_gpus(make_rig: Callable[..., Rig], browser: Chromium) -> None:
     gpus = tuple(Gpu(gpu, 48 * GIB, host=gpu.partition("/")[0]) for gpu in HELD)
-    rig = make_rig(backends=FLEET, gpus=gpus, sight=sight)
+    rig = make_rig(backends=FLEET, gpus=gpus, gpu_uses=gpu_uses)
     rig.mux.facts.adopt({f"{model}.{gpu.partition('/')[0]}": rig.engine.url for gpu, model in HELD.items()})
     for number, model in enumerate((SLOW, QUICK, BROKEN)):
         times = {"waited": 13.1 if model == BROKEN else 0.0, "first_byte": 13.4, "seconds": 17.0 + number}

@@ -20,14 +20,11 @@ from anvil_mux.config.config import Backend
 from anvil_mux.proxy.page import terms
 from anvil_mux.scheduler.slot import TRANSITIONS
 from anvil_mux.telemetry.accesslog import Served
-from tests.chromium import PROGRAM, Chromium
+from tests.chromium import IN_CHROMIUM, Chromium
 from tests.fake_engine import Rig
 from tests.proxy.test_page_looks import looks_well, picture
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
-]
+pytestmark = IN_CHROMIUM
 STATES = sorted({start for start, _ in TRANSITIONS} | {*TRANSITIONS.values()})
 
 EVERYTHING = """
@@ -195,6 +192,8 @@ def test_everything_has_room_on_every_screen(page: Chromium, width: int) -> None
         picture(page, f"everything-{width}")
     page.ask("document.getElementById('notices').replaceChildren()")
     looks_well(page, "out of service", "circuit half-open", "drained", "model-demoting", "Declare gone")
+    heights = page.ask("[...document.querySelectorAll('#models button')].map(each => each.offsetHeight)")
+    assert min(filter(None, heights)) >= 24
 
 
 # Colours

@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.command import API_KEYS
-from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
-from anvil_mux.host.seam import OtherProcess, Seen
-from tests.chromium import PROGRAM, Chromium
-from tests.fake_engine import Rig
+from anvil_mux.host.seam import GpuUse, OtherProcess
+from tests.chromium import IN_CHROMIUM, Chromium
+from tests.fake_engine import Rig, answer_of, keyring
 from tests.proxy.conftest import Opened
 from tests.proxy.test_page import button, more, row, state_of
 from tests.sleepy_engine import GIB
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
-]
+pytestmark = IN_CHROMIUM
 MENU = "document.getElementById('menu')"
 ITEMS = f"[...{MENU}.children].map(each => each.textContent)"
 FOCUSED = "document.activeElement.ariaLabel"
-HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\na page"
+HTML = answer_of(b"a page", b"Content-Type: text/html")
 ROOT, ALICE, BOB = "key-of-the-admin", "key-of-alice", "key-of-bob"
 LINES = f"{ROOT} admin; {ALICE} models=a state; {BOB} models=none state"
 
@@ -139,7 +134,7 @@ def test_where_there_are_keys_it_needs_a_port_and_a_key_for_the_model(
     make_rig: Callable[..., Rig], browser: Chromium, key: str, shown: bool, has_pages: bool
 ) -> None:
     talks = Backend("a", "a", ("0",), engine="llamacpp")
-    rig = make_rig(backends=(talks,), keys=keys.load(None, {API_KEYS: LINES}), has_pages=has_pages)
+    rig = make_rig(backends=(talks,), keys=keyring(LINES), has_pages=has_pages)
     browser.leave()
     browser.open("http://{}:{}/".format(*rig.address))
     browser.wait("document.readyState === 'complete' && document.activeElement.id === 'key'")
@@ -195,8 +190,8 @@ def test_the_memory_of_a_gpu_is_told_as_ours_others_and_free(
     opened: Opened, users: dict[str, int | None], others: int, figures: list[str], widths: list[str]
 ) -> None:
     there = (OtherProcess("0", 4711, others * GIB, "blender"),) if others else ()
-    seen = Seen(16 * GIB, 24 * GIB, users, there)
-    _, page = opened("a", sight=lambda: {"0": seen})
+    seen = GpuUse(16 * GIB, 24 * GIB, users, there)
+    _, page = opened("a", gpu_uses=lambda: {"0": seen})
     page.wait(f"{CARD}.querySelector('.memory').checkVisibility()")
     assert page.ask(FIGURES) == figures
     assert page.ask(WIDTHS) == widths

@@ -6,22 +6,17 @@ import json
 import re
 from typing import Any
 
-import pytest
-
 from anvil_mux.config.config import Backend
 from anvil_mux.config.values import AnyOf, Rule
 from anvil_mux.errors import LoadError
 from anvil_mux.telemetry.accesslog import Served
-from tests.chromium import PROGRAM, Chromium
-from tests.fake_engine import SSE_HEAD, Asked, Rig, chunk
+from tests.chromium import IN_CHROMIUM, Chromium
+from tests.fake_engine import SSE_HEAD, Asked, Rig, answer_of, chunk
 from tests.proxy.conftest import Opened
 from tests.proxy.test_page import HEALTH, READY, more, press, state_of
 from tests.running import seen
 
-pytestmark = [
-    pytest.mark.page,
-    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
-]
+pytestmark = IN_CHROMIUM
 TEXT, TALK = "document.getElementById('try-text')", "document.getElementById('talk')"
 ANSWER = f"{TALK}.lastChild?.children[1].textContent"
 NOTE = f"{TALK}.lastChild?.lastChild.textContent"
@@ -60,9 +55,7 @@ def end_stream(asked: Asked) -> None:
 
 def answer(asked: Asked, word: str) -> None:
     data = {"choices": [{"message": {"content": word}}], "usage": {"completion_tokens": 3}}
-    body = json.dumps(data).encode()
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    asked.send(head % len(body) + body)
+    asked.send(answer_of(json.dumps(data).encode()))
 
 
 def records(rig: Rig) -> list[Served]:

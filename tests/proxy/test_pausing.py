@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 import pytest
 
 from anvil_mux.cli.main import main
-from anvil_mux.config.keys import Keyring, load
+from anvil_mux.config.keys import Keyring
 from anvil_mux.scheduler.slot import Pause
-from tests.fake_engine import JSON_OK, Rig
+from tests.fake_engine import JSON_OK, Rig, keyring, shows
 
 Make = Callable[..., Rig]
 
 
 def post(rig: Rig, path: bytes, body: bytes = b"{}") -> tuple[int, Any]:
-    client = rig.client()
-    answer = client.ask(body, path=path)
-    return answer.status, json.loads(answer.body)
+    answer = rig.ask(body, path=path)
+    return answer.status, answer.json
 
 
 def paused(rig: Rig) -> Pause | None:
@@ -35,20 +33,18 @@ def test_it_frees_the_gpus_and_ends_with_resume(rig: Rig) -> None:
     rig.events.wait("stopped")
     status, told = post(rig, b"/v1/chat/completions", b'{"model":"a"}')
     assert (status, told["error"]["code"]) == (503, "paused")
-    state = rig.client().json(b"/healthz")
+    state = rig.json(b"/healthz")
     assert state["status"] == "ok"
     assert state["paused"].items() >= {"until": None, "requests": "refused"}.items()
     assert post(rig, b"/resume") == (200, {"success": True, "paused": True, "kept": True})
     assert post(rig, b"/resume")[1]["paused"] is False
     assert post(rig, b"/v1/chat/completions", b'{"model":"a"}')[0] == 200
-    assert rig.client().json(b"/healthz")["paused"] is None
+    assert rig.json(b"/healthz")["paused"] is None
 
 
 def test_a_client_that_is_refused_is_told_when_to_ask_again(rig: Rig) -> None:
     rig.mux.facts.paused(30.0)
-    client = rig.client()
-    client.post(b'{"model":"a"}', path=b"/v1/chat/completions")
-    assert b"\r\nretry-after: " in client.read().head.lower()
+    assert b"\r\nretry-after: " in rig.ask(b'{"model":"a"}', path=b"/v1/chat/completions").head.lower()
 
 
 @pytest.mark.parametrize("body", [b'{"for": "2h"}', b'{"for": 7200}', b'{"for": "120m"}'])
@@ -85,14 +81,9 @@ def test_it_is_written_down_for_the_next_start_and_so_is_its_end(make_rig: Make)
 
 
 def test_it_takes_a_key_with_the_right(make_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: Keyring = load(None, {"ANVIL_API_KEYS": "only-models models=*;everything-there-is"})
+    keys: Keyring = keyring("only-models models=*;everything-there-is")
     rig = make_rig(keys=keys)
-    client = rig.client()
-    client.send(
-        b"POST /pause HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer only-models\r\n"
-        b"Content-Length: 0\r\n\r\n"
-    )
-    assert client.read().status == 403
+    assert rig.ask(b"", b"/pause", shows("only-models")).status == 403
     assert paused(rig) is None
     monkeypatch.setenv("ANVIL_API_KEY", "everything-there-is")
     assert main(["pause", "--url", "http://{}:{}".format(*rig.address)]) == 0
@@ -106,7 +97,7 @@ def test_where_requests_wait_they_are_answered_after_it(make_rig: Make) -> None:
     client = rig.client()
     client.post(b'{"model":"a"}', path=b"/v1/chat/completions")
     rig.events.wait("queued")
-    assert rig.client().json(b"/healthz")["paused"]["requests"] == "wait"
+    assert rig.json(b"/healthz")["paused"]["requests"] == "wait"
     rig.mux.facts.resumed()
     assert client.read().status == 200
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.config.keys import Key, Keyring, load
+from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.config.machines import Gpu
 from anvil_mux.config.values import Preset
 from anvil_mux.errors import UnknownModel
 from anvil_mux.proxy.access import Access
-from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+from tests.fake_engine import JSON_OK, SSE_HEAD, RawClient, Rig, answer_of, chunk, keyring, shows
 
 THINK = Preset("qwen-think", set=(("temperature", "1"), ("top_k", "9")), system="Think first.")
 FAST = Preset("qwen-fast", strip=("seed",), set=(("temperature", "0"),))
@@ -37,12 +37,9 @@ def rig() -> Iterator[Rig]:
 
 def asked(rig: Rig, model: str, path: str = "/v1/chat/completions", **said: Any) -> dict[str, Any]:
     """What the engine is asked for when a client asks for ``model``."""
-    client = rig.client()
-    client.post(json.dumps({"model": model, **said}).encode(), path.encode())
-    got = (rig.other if model in ("b", "law") else rig.engine).next()
-    got.send(JSON_OK)
-    client.read()
-    found: dict[str, Any] = json.loads(got.body)
+    engine = rig.other if model in ("b", "law") else rig.engine
+    body = json.dumps({"model": model, **said}).encode()
+    found: dict[str, Any] = json.loads(rig.passes(body, path.encode(), engine=engine).body)
     return found
 
 
@@ -70,10 +67,7 @@ def test_a_preset_asks_the_engine_of_its_model_with_its_own_parameters(rig: Rig)
 def test_to_go_from_one_preset_to_another_swaps_nothing(rig: Rig) -> None:
     client = rig.client()
     for name in ("qwen", "qwen-think", "qwen-fast", "sql", "qwen-think", "qwen"):
-        client.post(b'{"model":"%b"}' % name.encode())
-        got = rig.engine.next()
-        got.send(JSON_OK)
-        assert client.read().status == 200
+        got = rig.passes(b'{"model":"%b"}' % name.encode(), client=client)
         assert json.loads(got.body).get("temperature") == {"qwen-think": 1, "qwen-fast": 0}.get(name)
     assert len(rig.events.of("loading")) == 1
 
@@ -88,22 +82,17 @@ def test_an_adapter_keeps_its_name_and_one_of_llama_cpp_becomes_a_field(rig: Rig
 
 
 def test_an_adapter_is_chosen_for_anthropics_clients_too_though_llama_server_would_drop_it(rig: Rig) -> None:
-    client = rig.client()
+    answer = answer_of(b'{"choices":[{"message":{"content":"x"}}]}')
     for name in ("law", "b"):  # at the model's own name its service sets the field
-        client.post(
-            json.dumps({"model": name, "messages": [USER], "max_tokens": 1}).encode(), b"/v1/messages"
-        )
-        got = rig.other.next()
-        got.send(JSON_OK)
-        client.read()
+        body = json.dumps({"model": name, "messages": [USER], "max_tokens": 1}).encode()
+        got = rig.passes(body, b"/v1/messages", answer=answer, engine=rig.other)
         assert got.head.startswith(b"POST /v1/chat/completions ")
         assert ("lora" in json.loads(got.body)) is (name == "law")
 
 
 @pytest.mark.parametrize("path", [b"/v1/embeddings", b"/api/embed", b"/v1/rerank", b"/embedding"])
 def test_an_adapter_that_would_not_be_applied_is_refused(rig: Rig, path: bytes) -> None:
-    client = rig.client()
-    answer = client.ask(b'{"model":"law","input":"x"}', path)
+    answer = rig.ask(b'{"model":"law","input":"x"}', path)
     assert answer.status == 501
     assert b"cannot apply the LoRA adapter law at " in answer.body
     assert rig.other.asked.empty()
@@ -146,11 +135,9 @@ def test_every_api_says_the_system_message_in_its_own_way(
 
 
 def test_the_bytes_of_a_conversation_stay_as_they_were(rig: Rig) -> None:
-    client, got = rig.asked(
+    got = rig.passes(
         b'{"messages" : [ {"role":"user", "content":"\\u00e9 \\/", "n":1.00}],"model":"qwen-think"}'
     )
-    got.send(JSON_OK)
-    client.read()
     assert b' {"role":"user", "content":"\\u00e9 \\/", "n":1.00}]' in got.body
 
 
@@ -189,10 +176,8 @@ def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_pres
 
 def test_a_form_names_an_adapter(rig: Rig) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nsql\r\n--x--\r\n'
-    client, got = rig.asked(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
-    got.send(JSON_OK)
-    client.read()
-    assert got.body == form
+    kind = b"multipart/form-data; boundary=x"
+    assert rig.passes(form, b"/v1/audio/transcriptions", type=kind).body == form
 
 
 def test_both_stages_of_a_request_get_the_preset(make_rig: Callable[..., Rig]) -> None:
@@ -201,18 +186,12 @@ def test_both_stages_of_a_request_get_the_preset(make_rig: Callable[..., Rig]) -
         Backend("b", "m", ("1",), infer_type="decode", served_model="d"),
     )
     rig = make_rig(backends=stages, gpus=(Gpu("0"), Gpu("1")))
-    bodies: list[dict[str, Any]] = []
-
-    def answer(asked: Asked) -> bytes:
-        bodies.append(json.loads(asked.body))
-        return JSON_OK
-
-    rig.engine.answer = rig.other.answer = answer
     client = rig.client()
     for _ in range(2):  # the second one finds both stages loaded
-        bodies.clear()
+        heard = [engine.answers() for engine in (rig.engine, rig.other)]
         assert client.ask(b'{"model":"qwen-think","messages":[{"role":"user","content":"Hi"}]}').status == 200
         rig.events.wait("ready", 2)
+    bodies = [json.loads(asked.body) for [asked] in heard]
     assert [said["model"] for said in bodies] == ["p", "d"]
     for said in bodies:
         assert (said["messages"], said["temperature"]) == ([SYSTEM, USER], 1)
@@ -235,10 +214,10 @@ def test_presets_are_listed(rig: Rig, path: bytes) -> None:
 
 
 def test_a_preset_in_the_list_names_its_model(rig: Rig) -> None:
-    found = rig.client().json(b"/v1/models/qwen-fast")
+    found = rig.json(b"/v1/models/qwen-fast")
     assert (found["id"], found["parent"], found["aliases"]) == ("qwen-fast", "qwen", [])
-    assert "parent" not in rig.client().json(b"/v1/models/qwen")
-    answer = rig.client().get(b"/v1/models/qwen-slow")
+    assert "parent" not in rig.json(b"/v1/models/qwen")
+    answer = rig.get(b"/v1/models/qwen-slow")
     assert answer.status == 404
     assert b"qwen-fast" in answer.body
 
@@ -247,14 +226,14 @@ def test_the_log_and_the_state_name_the_preset(rig: Rig) -> None:
     asked(rig, "qwen-fast")
     record = rig.events.record()
     assert (record.model, record.preset) == ("qwen", "qwen-fast")
-    state = rig.client().json(b"/healthz")["models"]
+    state = rig.json(b"/healthz")["models"]
     assert [model["presets"] for model in state.values()] == [["qwen-think", "qwen-fast", "sql"], ["law"]]
 
 
 def test_a_key_of_a_preset_is_for_nothing_else(make_rig: Callable[..., Rig]) -> None:
-    keys = load(None, {"ANVIL_API_KEYS": "key-of-fast models=qwen-fast;key-of-qwen models=qwen"})
+    keys = keyring("key-of-fast models=qwen-fast;key-of-qwen models=qwen")
     rig = make_rig(backends=(QWEN, Backend("b", "b", ("0",))), keys=keys)
-    client, fast, both = rig.client(), b"x-api-key: key-of-fast\r\n", b"x-api-key: key-of-qwen\r\n"
+    client, fast, both = rig.client(), shows("key-of-fast"), shows("key-of-qwen")
     assert names(client, b"/v1/models", fast) == ["qwen-fast"]
     assert names(client, b"/v1/models", both) == ALL[:4]
     for name, key, status in (
@@ -276,17 +255,14 @@ def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig
         config = replace(rig.config, backends=(changed, rig.config.backends[1]))
         rig.mux.facts.reconfigure(config, {})
         rig.handler.reconfigure(config, Keyring())
-        client.post(b'{"model":"qwen-think"}')
-        got = rig.engine.next()
-        got.send(JSON_OK)
-        client.read()
+        got = rig.passes(b'{"model":"qwen-think"}', client=client)
         assert json.loads(got.body)["temperature"] == int(temperature)
     assert client.ask(b'{"model":"qwen-fast"}').status == 404
     assert len(rig.events.of("loading")) == 1
 
 
 def test_why_says_whose_preset_it_is(rig: Rig) -> None:
-    told = rig.client().json(b"/why?model=qwen-fast")
+    told = rig.json(b"/why?model=qwen-fast")
     assert told["sentence"].startswith("qwen-fast is a preset of qwen. A request for qwen waits about")
 
 
@@ -326,9 +302,7 @@ def test_a_name_that_is_none_stands_for_the_longest_alias_that_it_fits(
     assert json.loads(got.body)["model"] == model
     got.send(*DONE)
     client.read()
-    client = patterns.client()
-    client.send(b"GET /v1/models/%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % name.encode())
-    assert json.loads(client.read().body)["id"] == model
+    assert patterns.json(b"/v1/models/" + name.encode())["id"] == model
 
 
 def test_a_pattern_gives_no_key_another_model_for_one_that_it_may_not_use(patterns: Rig) -> None:

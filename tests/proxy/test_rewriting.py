@@ -14,7 +14,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import BadRequest
 from anvil_mux.proxy.engine_request import rewritten
 from tests.config.files import one, plain, problems
-from tests.fake_engine import JSON_OK, SSE_HEAD, Rig
+from tests.fake_engine import SSE_HEAD, Rig
 from tests.fake_engine import chunk as framed
 
 # The bytes
@@ -131,13 +131,7 @@ def rig() -> Iterator[Rig]:
 
 
 def asked(rig: Rig, body: bytes, path: bytes = b"/v1/chat/completions", model: str = "a") -> bytes:
-    engine = rig.engine if model == "a" else rig.other
-    client = rig.client()
-    client.post(body, path)
-    got = engine.next()
-    got.send(JSON_OK)
-    client.read()
-    return got.body
+    return rig.passes(body, path, engine=rig.engine if model == "a" else rig.other).body
 
 
 def test_an_engine_gets_its_requests_rewritten_and_under_its_own_name(rig: Rig) -> None:
@@ -161,11 +155,7 @@ def test_one_connection_may_name_one_model_after_the_other(rig: Rig) -> None:
         ("a", rig.engine, b'{"model":"inside","min_p":1,"top_k":5}'),
         ("b", rig.other, b'{"model":"b"}'),
     ]:
-        client.post(b'{"model":"%b"}' % name.encode())
-        got = engine.next()
-        got.send(JSON_OK)
-        assert client.read().status == 200
-        assert got.body == body
+        assert rig.passes(b'{"model":"%b"}' % name.encode(), client=client, engine=engine).body == body
 
 
 def test_a_large_body_is_rewritten_too(rig: Rig) -> None:
@@ -175,21 +165,14 @@ def test_a_large_body_is_rewritten_too(rig: Rig) -> None:
 
 
 def test_a_question_that_was_translated_is_rewritten(rig: Rig) -> None:
-    client = rig.client()
-    client.post(
-        b'{"model":"a","options":{"temperature":1},"messages":[{"role":"user","content":"x"}]}', b"/api/chat"
-    )
-    got = rig.engine.next()
-    said = json.loads(got.body)
+    body = b'{"model":"a","options":{"temperature":1},"messages":[{"role":"user","content":"x"}]}'
+    end = SSE_HEAD + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    said = json.loads(rig.passes(body, b"/api/chat", answer=end).body)
     assert "temperature" not in said
     assert (said["model"], said["top_k"], said["min_p"]) == ("inside", 5, 1)
-    got.send(SSE_HEAD, framed(b"data: [DONE]\n\n"), b"0\r\n\r\n")
-    client.read()
 
 
 def test_a_form_is_not_rewritten(rig: Rig) -> None:
     form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\na\r\n--x--\r\n'
-    client, got = rig.asked(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
-    got.send(JSON_OK)
-    client.read()
+    got = rig.passes(form, b"/v1/audio/transcriptions", type=b"multipart/form-data; boundary=x")
     assert got.body == form.replace(b"\r\na\r\n", b"\r\ninside\r\n")

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux import clock
-from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.proxy import client, server
 from tests.fake_engine import (
@@ -23,12 +22,15 @@ from tests.fake_engine import (
     ASK_LIVEZ,
     GUARD,
     JSON_OK,
-    SSE_HEAD,
     RawClient,
     Rig,
     chunk,
+    keyring,
+    shows,
 )
 from tests.running import seen
+
+FORM = b"application/x-www-form-urlencoded"
 
 # Connections
 
@@ -73,7 +75,7 @@ def test_of_too_many_half_heads_the_oldest_is_refused(rig: Rig, monkeypatch: pyt
     connections = [rig.client() for _ in range(3)]
     for connection in connections:
         connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
-        assert rig.client().get(b"/livez").status == 200  # what came before it has been read
+        assert rig.get(b"/livez").status == 200  # what came before it has been read
     assert connections[0].read().status == 408
     assert connections[0].is_closed()
     for connection in connections[1:]:
@@ -86,14 +88,14 @@ def test_half_a_body_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.Monkey
     monkeypatch.setattr(client, "BODY_SECONDS", 0.05)
     connection = rig.client()
     connection.send(ASK_HEAD + coding + b"\r\n\r\n")
-    assert connection.read().status == 408
+    answer = connection.read()
+    assert (answer.status, answer.header(b"connection")) == (408, b"close")
     assert connection.is_closed()
 
 
 def test_an_idle_connection_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "IDLE_SECONDS", 0.05)
-    connection = rig.client()
-    assert connection.is_closed()
+    assert rig.client().is_closed()
 
 
 def test_http_1_0_is_answered_and_closed_unless_it_asks_otherwise(rig: Rig) -> None:
@@ -165,10 +167,15 @@ def test_a_connection_that_ended_makes_room(
     assert first.get(b"/livez", extra=b"Connection: close\r\n").status == 200
     assert first.is_closed()
     assert gone.wait(GUARD)
-    assert rig.client().get(b"/livez").status == 200
+    assert rig.get(b"/livez").status == 200
 
 
 # Threads
+
+
+def watched(rig: Rig) -> int:
+    """How many connections are watched."""
+    return len(rig.server._idle) + len(rig.server._begun)
 
 
 def request_threads() -> int:
@@ -181,7 +188,7 @@ def test_idle_connections_and_heads_in_the_making_have_no_thread(rig: Rig) -> No
         assert connection.get(b"/livez").status == 200
     for connection in begun:
         connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
-    assert seen(lambda: rig.server.watched, lambda watched: watched == 150) == 150
+    assert seen(lambda: watched(rig), lambda count: count == 150) == 150
     for connection in begun:
         connection.send(b"alhost\r\n\r\n")
         assert connection.read().body == b"ok\n"
@@ -212,7 +219,7 @@ def test_a_thread_that_is_not_needed_ends(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callable[..., Rig]) -> None:
     """A new connection begins with the last head of one that ended; another key is another head."""
     lines = "key-of-ann name=ann models=a;key-of-bob name=bob models=org/b"
-    rig = make_rig(keys=keys.load(None, {"ANVIL_API_KEYS": lines}))
+    rig = make_rig(keys=keyring(lines))
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     for name, body, status in (
         ("ann", ASK_A, 200),
@@ -222,10 +229,7 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
         ("eve", ASK_A, 401),
     ):
         connection = rig.client()
-        assert (
-            connection.ask(body, extra=b"Authorization: Bearer key-of-%b\r\n" % name.encode()).status
-            == status
-        ), name
+        assert connection.ask(body, extra=shows(f"key-of-{name}")).status == status, name
         connection.leave()
         assert seen(lambda: rig.server.clients, lambda left: not left) == set()
 
@@ -236,10 +240,7 @@ def test_what_is_known_of_a_head_is_not_believed_of_another_one(make_rig: Callab
 def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig: Rig) -> None:
     running, waiting, idle = rig.client(), rig.client(), rig.client()
     assert idle.get(b"/livez").status == 200
-    running.post(b'{"model":"a","stream":true}')
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    running.read_until(b"data: 1\n\n\r\n")
+    asked = rig.streams(running)
     waiting.post(ASK_B)
     rig.events.wait("queued", 2)
     ended: list[bool] = []
@@ -263,7 +264,7 @@ def test_whoever_comes_during_a_drain_is_told_so(rig: Rig) -> None:
     running, asked = rig.asked(ASK_A)
     drain = threading.Thread(target=rig.server.drain, args=(60.0,))
     drain.start()
-    assert seen(lambda: rig.client().get(b"/readyz").status, lambda status: status == 503) == 503
+    assert seen(lambda: rig.get(b"/readyz").status, lambda status: status == 503) == 503
     readiness, probe, health, late = rig.client(), rig.client(), rig.client(), rig.client()
     assert b"[-]accepting shutting down" in readiness.get(b"/readyz").body
     assert probe.get(b"/livez").status == 200
@@ -282,9 +283,8 @@ def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
     running, asked = rig.asked(ASK_A)
     drain = threading.Thread(target=rig.server.drain, args=(3600.0,))
     drain.start()
-    assert seen(lambda: rig.client().get(b"/readyz").status, lambda status: status == 503) == 503
-    slow = rig.client()
-    slow.send(ASK_HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert seen(lambda: rig.get(b"/readyz").status, lambda status: status == 503) == 503
+    rig.client().send(ASK_HEAD + b"Content-Length: 100\r\n\r\n{")
     asked.send(JSON_OK)
     assert running.read().status == 200
     drain.join(60.0)
@@ -308,9 +308,9 @@ def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.Mon
     assert seen(lambda: rig.server.hangs, lambda hangs: not hangs) is False
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["accepted", "watched"])
+@pytest.mark.parametrize("is_watched", [False, True], ids=["accepted", "watched"])
 def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, watched: bool
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_watched: bool
 ) -> None:
     receive, wrong = client.Client.receive, []
 
@@ -320,8 +320,8 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
             raise RuntimeError("a mistake")
         return receive(self)
 
-    one = rig.client() if watched else None
-    assert seen(lambda: rig.server.watched, lambda count: count == watched) == watched
+    one = rig.client() if is_watched else None
+    assert seen(lambda: watched(rig), lambda count: count == is_watched) == is_watched
     monkeypatch.setattr(client.Client, "receive", mistaken)
     monkeypatch.setattr(
         server, "safely", lambda thread, do, default: do()
@@ -330,8 +330,7 @@ def test_a_mistake_with_one_connection_ends_that_one_and_is_told(
     one.send(ASK_LIVEZ)
     told = seen(lambda: clock.mistakes().get("acceptor"), lambda told: told is not None)
     assert told == "RuntimeError: a mistake"
-    other = rig.client()
-    assert other.get(b"/livez").status == 200
+    assert rig.get(b"/livez").status == 200
     try:
         assert one.is_closed()
     except ConnectionResetError:
@@ -355,7 +354,7 @@ def test_a_mistake_in_accepting_pauses_that_for_a_moment(rig: Rig, monkeypatch: 
         assert rig.client().is_closed()
     except ConnectionResetError:
         pass
-    assert rig.client().get(b"/livez").status == 200
+    assert rig.get(b"/livez").status == 200
 
 
 def test_who_has_stopped_accepting_does_not_hang(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,8 +364,7 @@ def test_who_has_stopped_accepting_does_not_hang(rig: Rig, monkeypatch: pytest.M
 
 
 def test_a_drain_has_an_end(rig: Rig) -> None:
-    connection = rig.client()
-    connection.post(ASK_A)
+    rig.client().post(ASK_A)
     rig.engine.next()
     assert rig.server.drain(0.0) is False
 
@@ -377,7 +375,7 @@ def test_a_client_that_leaves_within_its_request_does_no_harm(rig: Rig) -> None:
         connection.send(cut)
         connection.socket.shutdown(socket.SHUT_WR)
         connection.rest()
-    assert rig.client().get(b"/livez").status == 200
+    assert rig.get(b"/livez").status == 200
 
 
 def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
@@ -413,42 +411,18 @@ def test_a_form_without_files_reaches_the_engine_with_its_own_name_for_the_model
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(backends=(Backend("a", "a", gpus=("0",), served_model="inside & out"),))
-    rig.engine.answer = None
-    client = rig.client()
-    body = b"language=en&model=a&prompt=x%20y"
-    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\n"
-    kind = b"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: %d\r\n\r\n" % len(body)
-    client.send(head + kind + body)
-    asked = rig.engine.next()
+    asked = rig.passes(b"language=en&model=a&prompt=x%20y", b"/v1/audio/transcriptions", type=FORM)
     assert asked.body == b"language=en&model=inside%20%26%20out&prompt=x%20y"
-    asked.send(JSON_OK)
-    assert client.read().status == 200
 
 
 def test_an_engine_is_asked_for_answers_that_can_be_read(rig: Rig) -> None:
-    client, asked = rig.asked(ASK_A, extra=b"Accept-Encoding: gzip, br\r\n")
+    asked = rig.passes(extra=b"Accept-Encoding: gzip, br\r\n")
     assert asked.head.lower().count(b"accept-encoding: identity\r\n") == 1
     assert b"gzip" not in asked.head
-    asked.send(JSON_OK)
-    assert client.read().status == 200
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/logs?model=a&lines=%C2%B2", f"/logs?model=a&lines={'1' * 4500}", "/logs?model=a&lines=-1"),
-        *("/why?model=a&tokens=%C2%B2", f"/why?model=a&tokens={'1' * 5000}", "/why?model=a&tokens=%D9%A3"),
-    ],
-)
-def test_what_is_no_number_in_a_query_is_a_bad_request(rig: Rig, path: str) -> None:
-    assert rig.client().get(path.encode()).status == 400
 
 
 def test_json_is_no_form(rig: Rig) -> None:
-    client = rig.client()
-    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 13\r\n"
-    client.send(head + b"Content-Type: application/x-www-form-urlencoded\r\n\r\n" + ASK_A)
-    assert client.read().status == 415
+    assert rig.ask(ASK_A, b"/v1/audio/transcriptions", type=FORM).status == 415
 
 
 def test_the_end_of_a_thread_is_a_problem_that_healthz_and_readyz_tell(

@@ -7,12 +7,13 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
 from anvil_mux.protocol import http1
 from anvil_mux.proxy import client, connections, exchange, pump
-from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+from tests.fake_engine import ASK_A, GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, answer_of, chunk
 from tests.proxy.test_upstream import SWITCHED, WISH
 
 LARGE = 16 << 20
@@ -48,17 +49,11 @@ def translated_stream(rig: Rig) -> RawClient:
 
 
 def translated_answer(rig: Rig) -> RawClient:
-    stalled = rig.client()
-    stalled.post(
+    stalled, asked = rig.asked(
         b'{"model":"a","stream":false,"messages":[{"role":"user","content":"hi"}]}', path=b"/api/chat"
     )
     said = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "x" * LARGE}}]}
-    body = json.dumps(said).encode()
-    answered(
-        rig.engine.next(),
-        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body),
-        body,
-    )
+    answered(asked, answer_of(json.dumps(said).encode()))
     return stalled
 
 
@@ -82,8 +77,7 @@ def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it
     rig = make_rig(client_timeout=0.1, drain_timeout=1e6)
     rig.other.answer = lambda _: JSON_OK
     begin(rig)
-    other = rig.client()
-    assert other.ask(b'{"model":"org/b"}').status == 200
+    assert rig.ask(b'{"model":"org/b"}').status == 200
     assert not rig.events.of("severed")
     records = [
         rig.events.record(number) for number in (1, 2)
@@ -92,9 +86,8 @@ def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it
 
 
 def whole_answer(rig: Rig) -> RawClient:
-    stalled = rig.client()
-    stalled.post(b'{"model":"a"}')
-    answered(rig.engine.next(), b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % LARGE, bytes(LARGE))
+    stalled, asked = rig.asked(ASK_A)
+    answered(asked, answer_of(bytes(LARGE)))
     return stalled
 
 
@@ -106,24 +99,27 @@ def test_a_slow_reader_of_an_answer_that_the_engine_has_given_holds_up_no_swap(
     rig = make_rig(client_timeout=1e6, drain_timeout=1e6)
     rig.other.answer = lambda _: JSON_OK
     slow = begin(rig)
-    other = rig.client()
-    assert other.ask(b'{"model":"org/b"}').status == 200
+    assert rig.ask(b'{"model":"org/b"}').status == 200
     assert not rig.events.of("severed")
     answer = slow.read()
     assert (answer.status, answer.clean) == (200, True)
     assert len(answer.body) >= LARGE
 
 
+def fill(near: socket.socket) -> int:
+    """Send as much as fits, and say how much that is."""
+    sent = 0
+    with suppress(BlockingIOError):
+        while True:
+            sent += near.send(bytes(4096), socket.MSG_DONTWAIT)
+    return sent
+
+
 def test_a_stream_ends_with_its_engine_whatever_its_client_has_not_taken() -> None:
     engine, upstream = socket.socketpair()
     near, far = socket.socketpair()
     with engine, upstream, near, far:
-        filled = 0
-        try:
-            while True:
-                filled += near.send(bytes(4096), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
+        fill(near)
         moved = pump.Pump(silence_timeout=1e6, client_timeout=1e6)
         response = http1.parse_response(SSE_HEAD, "POST")
         last = pump.PumpedStream(upstream, near, pump.body_of(response, chunked=True), pump.Passed())
@@ -158,12 +154,7 @@ def test_a_client_that_takes_a_little_now_and_then_is_waited_for() -> None:
         far = socket.create_connection(listener.getsockname(), GUARD)
         near, _ = listener.accept()
     with near, far:
-        far_has = 0
-        try:
-            while True:
-                far_has += near.send(bytes(1 << 20), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
+        far_has = fill(near)
         stall = connections.Stall(near, 0.0)
         assert stall.seconds(50.0) == 50.0
         while far_has:

@@ -9,14 +9,12 @@ from typing import cast
 
 import pytest
 
-from anvil_mux.command import API_KEYS
-from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import api
 from anvil_mux.proxy import question
 from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.question import StoredResponses
-from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, chunk
+from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, answer_of, chunk, keyring, shows
 from tests.scheduler.test_replicas import fleet
 
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_s1","x":1}}\n\n'
@@ -30,11 +28,6 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     made.close()
 
 
-def whole(body: bytes) -> bytes:
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    return head % len(body) + body
-
-
 def ask(rig: Rig, previous: str = "", extra: bytes = b"") -> RawClient:
     said = {"model": "m", "input": "hi", **({"previous_response_id": previous} if previous else {})}
     client = rig.client()
@@ -43,7 +36,7 @@ def ask(rig: Rig, previous: str = "", extra: bytes = b"") -> RawClient:
 
 
 def answer(client: RawClient, engine: FakeEngine, id: str) -> None:
-    engine.next().send(whole(b'{"id":"%b","object":"response"}' % id.encode()))
+    engine.next().send(answer_of(b'{"id":"%b","object":"response"}' % id.encode()))
     assert client.read().status == 200
 
 
@@ -63,7 +56,7 @@ def test_it_does_so_also_while_the_other_replica_has_nothing_to_do(rig: Rig) -> 
     first_answer(rig)
     busy = [ask(rig, "resp_1") for _ in range(3)]
     for _ in busy:
-        rig.engine.next().send(whole(b"{}"))
+        rig.engine.next().send(answer_of(b"{}"))
     assert [client.read().status for client in busy] == [200] * 3
 
 
@@ -76,7 +69,7 @@ def test_it_waits_while_that_replica_has_as_many_requests_as_it_takes() -> None:
         waiting = ask(rig, "resp_1")
         assert rig.events.wait("queued").backend == "a"
         answer(ask(rig), rig.other, "resp_9")  # nobody waits for that one
-        asked.send(whole(b"{}"))
+        asked.send(answer_of(b"{}"))
         assert busy.read().status == 200
         answer(waiting, rig.engine, "resp_2")
     finally:
@@ -96,12 +89,10 @@ def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig: Rig) -> No
 @pytest.mark.parametrize("method", [b"GET", b"DELETE"])
 def test_an_answer_is_fetched_and_deleted_where_it_is(rig: Rig, method: bytes) -> None:
     engine = first_answer(rig)
-    client = rig.client()
-    client.send(b"%b /v1/responses/resp_1?include=x HTTP/1.1\r\nHost: %b\r\n\r\n" % (method, client.host))
-    asked = engine.next()
-    assert asked.head.startswith(b"%b /v1/responses/resp_1?include=x HTTP/1.1\r\n" % method)
-    asked.send(whole(b'{"id":"resp_1"}'))
-    assert client.read().body == b'{"id":"resp_1"}'
+    said = b'{"id":"resp_1"}'
+    heard = engine.answers(answer_of(said))
+    assert rig.get(b"/v1/responses/resp_1?include=x", method).body == said
+    assert heard[0].head.startswith(b"%b /v1/responses/resp_1?include=x HTTP/1.1\r\n" % method)
 
 
 def test_a_body_that_comes_with_the_question_for_an_answer_is_announced(rig: Rig) -> None:
@@ -111,30 +102,28 @@ def test_a_body_that_comes_with_the_question_for_an_answer_is_announced(rig: Rig
     client.send(head % (client.host, len(body)) + body)
     asked = engine.next()
     assert json.loads(asked.body)["x"] == 1
-    asked.send(whole(b"{}"))
+    asked.send(answer_of(b"{}"))
     assert client.read().body == b"{}"
     assert engine.asked.empty()
 
 
 def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loads_nothing(rig: Rig) -> None:
-    assert rig.client().get(b"/v1/responses/resp_9").status == 404
+    assert rig.get(b"/v1/responses/resp_9").status == 404
     first_answer(rig)
     rig.mux.facts.unload("m")
     rig.events.wait("stopped", 2)
-    assert rig.client().get(b"/v1/responses/resp_1").status == 404
+    assert rig.get(b"/v1/responses/resp_1").status == 404
     assert rig.events.of("loading") == []
 
 
 def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callable[..., Rig]) -> None:
-    ring = keys.load(None, {API_KEYS: "first-secret-key;second-secret-key"})
+    ring = keyring("first-secret-key;second-secret-key")
     rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
-    own, other = (b"Authorization: Bearer %b-secret-key\r\n" % who for who in (b"first", b"second"))
+    own, other = shows("first-secret-key"), shows("second-secret-key")
     answer(ask(rig, extra=own), rig.engine, "resp_1")
-    assert rig.client().get(b"/v1/responses/resp_1", extra=other).status == 404
-    client = rig.client()
-    client.send(b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (client.host, own))
-    rig.engine.next().send(whole(b"{}"))
-    assert client.read().status == 200
+    assert rig.get(b"/v1/responses/resp_1", extra=other).status == 404
+    rig.engine.answers()
+    assert rig.get(b"/v1/responses/resp_1", extra=own).status == 200
 
 
 @pytest.mark.parametrize(

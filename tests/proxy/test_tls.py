@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from anvil_mux.host.hosts import trust
 from anvil_mux.proxy import connections
 from anvil_mux.serve.files import tls_context
 from tests.cli.demo import compose, state
-from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.fake_engine import ASK_LIVEZ, GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import begin, seen
 
 __all__ = ["state"]
@@ -33,18 +34,8 @@ def make_certificate(folder: Path) -> tuple[str, str]:
     """One for localhost, and its key."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     about = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    made = [
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-keyout",
-        key,
-        "-out",
-        cert,
-    ]
-    subprocess.run(["openssl", "req", "-x509", *made, *about], check=True, capture_output=True)
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*made, "-keyout", key, "-out", cert, *about], check=True, capture_output=True)
     return cert, key
 
 
@@ -106,10 +97,7 @@ def test_large_bodies_pass_both_ways(rig: Rig, connect: Callable[[], RawClient])
 
 def test_a_client_that_leaves_ends_the_engines_work(rig: Rig, connect: Callable[[], RawClient]) -> None:
     client = connect()
-    client.post(b'{"model":"a","stream":true}')
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    client.read_until(b"data: 1\n\n")
+    asked = rig.streams(client)
     client.leave()
     assert asked.was_left()
     assert rig.events.record().code == "client_gone"
@@ -117,10 +105,7 @@ def test_a_client_that_leaves_ends_the_engines_work(rig: Rig, connect: Callable[
 
 def test_a_stream_that_breaks_off_is_cut_here_too(rig: Rig, connect: Callable[[], RawClient]) -> None:
     client = connect()
-    client.post(b'{"model":"a","stream":true}')
-    asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-    client.read_until(b"data: 1\n\n\r\n")
+    asked = rig.streams(client)
     asked.close()
     body, clean = client.read_chunks()
     assert (b'"error"' in body, clean) == (True, False)
@@ -190,11 +175,10 @@ def test_who_does_not_speak_tls_is_let_go_and_others_are_served(
     rig: Rig, connect: Callable[[], RawClient]
 ) -> None:
     plain = rig.client()
-    plain.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    try:
+    plain.send(ASK_LIVEZ)
+    with suppress(ConnectionResetError):
         assert b"HTTP" not in plain.rest()
-    except ConnectionResetError:
-        pass
+    assert not seen(lambda: rig.server.clients, lambda connections: not connections)
     assert connect().get(b"/livez").status == 200
 
 
@@ -218,16 +202,6 @@ def test_who_has_not_begun_is_a_connection_and_holds_no_thread(
     assert rig.client().rest().startswith(b"HTTP/1.1 503 ")
     silent[0].leave()
     assert seen(lambda: len(rig.server.clients), lambda count: count == 2) == 2
-
-
-def test_a_handshake_that_fails_is_a_connection_no_more(rig: Rig) -> None:
-    plain = rig.client()
-    plain.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    try:
-        plain.rest()
-    except ConnectionResetError:
-        pass
-    assert not seen(lambda: rig.server.clients, lambda connections: not connections)
 
 
 def test_old_versions_are_refused(rig: Rig) -> None:

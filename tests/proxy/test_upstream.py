@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from anvil_mux.protocol import api
 from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.question import names_there
 from anvil_mux.proxy.tunnel import Ended, tunnel
-from tests.fake_engine import GUARD, JSON_OK, Asked, RawClient, Rig
+from tests.fake_engine import GUARD, JSON_OK, Asked, RawClient, Rig, keyring, shows
 
 SWITCHED = (
     b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -96,8 +95,7 @@ def test_the_engine_is_asked_for_its_model_by_the_name_that_it_knows(
 ) -> None:
     named = Backend("b", "org/b", gpus=("0",), served_model="b-inside", aliases=("other name", "b-inside"))
     rig = make_rig(backends=(BACKENDS[0], named))
-    client = rig.client()
-    client.send(b"GET /v1/realtime?%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (query.encode(), WISH))
+    rig.client().send(b"GET /v1/realtime?%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (query.encode(), WISH))
     asked = rig.other.next()
     assert asked.head.startswith(b"GET /v1/realtime?%b HTTP/1.1\r\n" % known_as.encode())
 
@@ -160,8 +158,8 @@ def test_nothing_is_said_within_a_frame_that_broke_off(rig: Rig, begun: bytes) -
 
 
 def test_a_websocket_ends_when_its_key_is_taken_back_and_not_before(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}))
-    client = open_websocket(rig, extra=b"x-api-key: %b\r\n" % OWN.encode())
+    rig = make_rig(keys=keyring(KEYS))
+    client = open_websocket(rig, extra=shows(OWN))
     asked = rig.engine.next()
     asked.send(SWITCHED)
     client.read_until(b"\r\n\r\n")
@@ -189,8 +187,7 @@ def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[
     rig = make_rig(drain_timeout=0.0)
     rig.other.answer = lambda _: JSON_OK
     client, asked = switch(rig)
-    other = rig.client()
-    assert other.ask(b'{"model":"org/b"}').status == 200
+    assert rig.ask(b'{"model":"org/b"}').status == 200
     code, why = good_bye_in(client.rest())
     assert (code, why.partition(" before")[0]) == (1012, "a was evicted for org/b")
     assert asked.was_left()
@@ -236,7 +233,7 @@ def test_an_engine_that_does_not_switch_is_told_as_it_answered(rig: Rig) -> None
 
 
 def test_without_the_wish_to_switch_nothing_is_loaded(rig: Rig) -> None:
-    answer = rig.client().get(b"/v1/realtime?model=a")
+    answer = rig.get(b"/v1/realtime?model=a")
     assert (answer.status, answer.header(b"upgrade")) == (426, b"websocket")
     assert answer.header(b"connection") == b"Upgrade"
     assert not rig.events.of("queued")
@@ -268,13 +265,9 @@ VLLM = [replace(backend, engine="vllm", upstream=("/docs", "/sdapi/", "/sleep"))
 
 @pytest.mark.parametrize("prefix", [b"/upstream/org/b", b"/upstream/org%2Fb"])
 def test_a_post_reaches_the_engine_as_it_is(open_rig: Rig, prefix: bytes) -> None:
-    client = open_rig.client()
-    client.post(b'{"model":"x"}', path=prefix + b"/tokenize?y=1")
-    asked = open_rig.other.next()
+    asked = open_rig.passes(b'{"model":"x"}', prefix + b"/tokenize?y=1", engine=open_rig.other)
     assert asked.head.startswith(b"POST /tokenize?y=1 HTTP/1.1\r\n")
     assert asked.body == b'{"model":"x"}'
-    asked.send(JSON_OK)
-    assert client.read().status == 200
 
 
 @pytest.mark.parametrize("path", [b"/version", b"/metrics", b"/docs", b"/sdapi/v1/options", b"/props"])
@@ -302,12 +295,8 @@ def test_the_body_of_a_get_is_announced_to_the_engine_and_no_request_hides_in_it
     assert client.read().status == 200
     assert engine.asked.empty()
     open_rig.events.wait("released")
-    other = open_rig.client()
-    other.post(b'{"model":"a"}')
-    asked = engine.next()  # on the same connection, which is in step
+    asked = open_rig.passes()  # on the same connection, which is in step
     assert asked.head.startswith(b"POST /v1/chat/completions ")
-    asked.send(JSON_OK)
-    assert other.read().status == 200
     assert len(engine.connections) == 1
 
 
@@ -336,8 +325,8 @@ def test_the_body_of_a_get_is_announced_to_the_engine_and_no_request_hides_in_it
 def test_what_is_not_listed_of_an_engine_is_not_there_where_there_are_keys(
     make_rig: Callable[..., Rig], method: bytes, path: bytes
 ) -> None:
-    rig = make_rig(backends=tuple(VLLM), keys=keys.load(None, {API_KEYS: KEYS}))
-    answer = rig.client().get(b"/upstream/a" + path, method, b"x-api-key: %b\r\n" % ADMIN.encode())
+    rig = make_rig(backends=tuple(VLLM), keys=keyring(KEYS))
+    answer = rig.get(b"/upstream/a" + path, method, shows(ADMIN))
     assert answer.status == 404
     assert answer.code == "not_found"
     assert rig.engine.asked.empty()
@@ -358,9 +347,8 @@ def test_what_is_not_listed_of_an_engine_is_not_there_where_there_are_keys(
 def test_a_model_below_upstream_that_does_not_exist_is_told_with_the_known_ones(
     open_rig: Rig, path: bytes, named: str
 ) -> None:
-    client = open_rig.client()
-    answer = client.ask(b"{}", path=path)
-    error = json.loads(answer.body)["error"]
+    answer = open_rig.ask(b"{}", path=path)
+    error = answer.error
     assert (answer.status, error["code"]) == (404, "model_not_found")
     assert error["message"].startswith(f"The model `{named}` does not exist. ")
     assert error["message"].endswith(" Known models: a, alias, org/b.")
@@ -368,7 +356,7 @@ def test_a_model_below_upstream_that_does_not_exist_is_told_with_the_known_ones(
 
 @pytest.mark.parametrize("path", [b"/upstream/", b"/upstream//v1/models"])
 def test_a_path_below_upstream_that_names_no_model_is_not_there(open_rig: Rig, path: bytes) -> None:
-    answer = open_rig.client().get(path)
+    answer = open_rig.get(path)
     assert (answer.status, answer.code) == (404, "not_found")
 
 
@@ -390,7 +378,7 @@ def shared_server(make_rig: Callable[..., Rig]) -> Rig:
     a = Backend(
         "a", "a", gpus=("0",), served_model="a-inside", presets=(preset, lora), upstream=("/api/show",)
     )
-    rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}), backends=(a, BACKENDS[1]))
+    rig = make_rig(keys=keyring(KEYS), backends=(a, BACKENDS[1]))
     rig.engine.answer = lambda _: JSON_OK
     return rig
 
@@ -399,37 +387,29 @@ def post_upstream(
     rig: Rig, key: str, body: bytes, path: bytes, kind: bytes = b"application/json"
 ) -> tuple[int, str]:
     """The status and the error's code."""
-    client = rig.client()
-    head = b"POST /upstream/a%b HTTP/1.1\r\nHost: localhost\r\nContent-Type: %b\r\nx-api-key: %b\r\n"
-    length = b"Content-Length: %d\r\n\r\n" % len(body)
-    client.send(head % (path, kind, key.encode()) + length + body)
-    answer = client.read()
-    return answer.status, json.loads(answer.body).get("error", {}).get("code", "")
+    answer = rig.ask(body, b"/upstream/a" + path, shows(key), kind)
+    return answer.status, answer.json.get("error", {}).get("code", "")
 
 
-CHAT, FORM = b"/v1/chat/completions", b"multipart/form-data; boundary=b"
+CHAT, FORM, JSON = b"/v1/chat/completions", b"multipart/form-data; boundary=b", b"application/json"
 OTHER_IN_FORM = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\no1-pro\r\n--b--\r\n'
 OTHERS = [
-    (b'{"model":"o1-pro"}', CHAT, b"application/json"),
+    (b'{"model":"o1-pro"}', CHAT, JSON),
     (b'{"model":"o1-pro"}', CHAT, b"text/plain"),
-    (b'{"model":"org/b"}', CHAT, b"application/json"),
-    (b'{"model":"a"}', CHAT, b"application/json"),
-    (b'{"mod\\u0065l":"o1-pro"}', CHAT, b"application/json"),
+    (b'{"model":"org/b"}', CHAT, JSON),
+    (b'{"model":"a"}', CHAT, JSON),
+    (b'{"mod\\u0065l":"o1-pro"}', CHAT, JSON),
     (OTHER_IN_FORM, b"/v1/audio/transcriptions", FORM),
-    (b'{"session":{"model":"o1-pro"}}', b"/v1/realtime/client_secrets", b"application/json"),
+    (b'{"session":{"model":"o1-pro"}}', b"/v1/realtime/client_secrets", JSON),
     (
         b'{"session":{"model":"a-inside","audio":{"input":{"transcription":{"model":"o1-pro"}}}}}',
         b"/v1/realtime/client_secrets",
-        b"application/json",
+        JSON,
     ),
-    (
-        b'{"model":"a-inside","input_audio_transcription":{"model":"o1-pro"}}',
-        b"/v1/realtime/sessions",
-        b"application/json",
-    ),
-    (b"{}", b"/openai/deployments/o1-pro/chat/completions", b"application/json"),
-    (b"{}", CHAT + b"?model=o1-pro", b"application/json"),
-    (b'{"name":"o1-pro"}', b"/api/show", b"application/json"),
+    (b'{"model":"a-inside","input_audio_transcription":{"model":"o1-pro"}}', b"/v1/realtime/sessions", JSON),
+    (b"{}", b"/openai/deployments/o1-pro/chat/completions", JSON),
+    (b"{}", CHAT + b"?model=o1-pro", JSON),
+    (b'{"name":"o1-pro"}', b"/api/show", JSON),
 ]
 MORE = [
     b'{"model":"a-inside","models":["o1-pro"]}',
@@ -440,10 +420,10 @@ MORE = [
 ]
 ENCODED = b"--b\r\nContent-Disposition: form-data; name%b\r\n\r\no1-pro\r\n--b--\r\n"
 OTHER_READINGS = [
-    (b'{"Model":"o1-pro"}', CHAT, b"application/json"),
-    (b'{"model":"a-inside","MODEL":"o1-pro"}', CHAT, b"application/json"),
-    (b'{"model":"a-inside","\\u004dodel":"o1-pro"}', CHAT, b"application/json"),
-    (b'{"Name":"o1-pro"}', b"/api/show", b"application/json"),
+    (b'{"Model":"o1-pro"}', CHAT, JSON),
+    (b'{"model":"a-inside","MODEL":"o1-pro"}', CHAT, JSON),
+    (b'{"model":"a-inside","\\u004dodel":"o1-pro"}', CHAT, JSON),
+    (b'{"Name":"o1-pro"}', b"/api/show", JSON),
     (ENCODED % b"*=utf-8''model", b"/v1/audio/transcriptions", FORM),
     (ENCODED % b"*0=mo; name*1=del", b"/v1/audio/transcriptions", FORM),
     (ENCODED % b"=x", b"/v1/audio/transcriptions", FORM + b"; boundary*=utf-8''c"),
@@ -486,15 +466,9 @@ def test_a_body_that_names_no_model_that_can_be_read_is_refused_below_upstream(
 
 
 def test_a_key_for_a_preset_does_not_reach_its_model_below_upstream(shared_server: Rig) -> None:
-    client = shared_server.client()
-    for name in (b"fast", b"a"):
-        client.post(
-            b'{"model":"a-inside"}',
-            path=b"/upstream/" + name + CHAT,
-            extra=b"x-api-key: %b\r\n" % FAST.encode(),
-        )
-        answer = client.read()
-        assert answer.status == (403 if name == b"fast" else 404)
+    for name, status in ((b"fast", 403), (b"a", 404)):
+        answer = shared_server.ask(b'{"model":"a-inside"}', b"/upstream/" + name + CHAT, shows(FAST))
+        assert answer.status == status
 
 
 def test_models_of_one_server_elsewhere_may_be_named_by_who_may_use_them(
@@ -523,13 +497,9 @@ def test_no_further_models_are_named_where_there_are_servers_elsewhere(
 ) -> None:
     there = Backend("c", "c", url="https://there.example/v1", engine="openai")
     for backends, status in ((BACKENDS, 200), ((*BACKENDS, there), 403)):
-        rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}), backends=backends)
+        rig = make_rig(keys=keyring(KEYS), backends=backends)
         rig.engine.answer = lambda _: JSON_OK
-        client = rig.client()
-        assert (
-            client.ask(body.replace(b"a-inside", b"a"), extra=b"x-api-key: %b\r\n" % OWN.encode()).status
-            == status
-        )
+        assert rig.ask(body.replace(b"a-inside", b"a"), extra=shows(OWN)).status == status
 
 
 CLOUD = Backend("c", "c", url="https://there.example/v1", engine="openai", served_model="c-inside")
@@ -560,11 +530,10 @@ def test_what_a_session_names_beside_its_model_is_checked_at_servers_elsewhere(
     heard: bytes,
     status: int,
 ) -> None:
-    rig = make_rig(keys=keys.load(None, {API_KEYS: KEYS}), backends=(*BACKENDS, CLOUD))
+    rig = make_rig(keys=keyring(KEYS), backends=(*BACKENDS, CLOUD))
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
-    client = rig.client()
     extra = b"X-Anvil-Explain: 1\r\nx-api-key: %b\r\n" % key.encode()
-    assert client.ask(session % (model, heard), path=b"/v1/realtime/" + path, extra=extra).status == status
+    assert rig.ask(session % (model, heard), path=b"/v1/realtime/" + path, extra=extra).status == status
 
 
 @pytest.mark.parametrize(
@@ -578,10 +547,6 @@ def test_what_a_session_names_beside_its_model_is_checked_at_servers_elsewhere(
 def test_a_model_in_the_query_of_any_route_is_what_the_engine_calls_the_one_asked_for(
     rig: Rig, path: bytes, body: bytes, target: bytes
 ) -> None:
-    client = rig.client()
-    client.post(body, path=path + b"?x=1&mod%65l=o1-pro")
-    asked = rig.other.next()
+    asked = rig.passes(body, path + b"?x=1&mod%65l=o1-pro", engine=rig.other)
     assert asked.head.startswith(b"POST %b?x=1&model=b-inside HTTP/1.1\r\n" % target)
-    asked.send(JSON_OK)
-    assert client.read().status == 200
-    assert client.ask(body, path=path + b"?model=a&model=b").status == 400
+    assert rig.ask(body, path + b"?model=a&model=b").status == 400

@@ -11,9 +11,8 @@ import pytest
 
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend
-from anvil_mux.config.keys import load
 from tests.cli.demo import compose, state
-from tests.fake_engine import JSON_OK, Rig
+from tests.fake_engine import JSON_OK, Rig, keyring
 from tests.running import Running, seen, serving
 
 __all__ = ["state"]
@@ -79,8 +78,7 @@ def test_it_is_told_by_key_and_model_and_in_the_log_and_outlives_the_program(
 
 def test_where_no_key_is_asked_for_it_is_counted_by_model(rig: Rig) -> None:
     rig.engine.answer = lambda _: JSON_OK
-    client = rig.client()
-    assert client.ask(b'{"model":"a"}', path=b"/v1/chat/completions").status == 200
+    assert rig.ask(b'{"model":"a"}', path=b"/v1/chat/completions").status == 200
     record = rig.events.record()
     assert record.key == ""
     assert record.gpu_seconds > 0
@@ -96,6 +94,6 @@ def test_a_request_on_two_gpus_uses_both_and_one_on_none_uses_none(make_rig: Cal
 
 
 def test_a_key_has_the_name_that_it_was_given() -> None:
-    keys = load(None, {"ANVIL_API_KEYS": KEYS})
+    keys = keyring(KEYS)
     named = [keys.of({b"x-api-key": f"key-of-{who}".encode()}).name for who in ("alice", "bob", "nobody")]
     assert named == ["alice", "bob", "unnamed"]

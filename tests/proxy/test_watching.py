@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.command import API_KEYS
-from anvil_mux.config import keys
-from anvil_mux.host.seam import Seen, Sensors
+from anvil_mux.host.seam import GpuUse, Sensors
 from anvil_mux.proxy import page
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.telemetry.journal import EVENTS
-from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk, keyring, shows
 from tests.telemetry.test_metrics import record
 
 ASK_A, ASK_B = b'{"model":"a"}', b'{"model":"org/b"}'
@@ -26,9 +24,9 @@ ASK_A, ASK_B = b'{"model":"a"}', b'{"model":"org/b"}'
 class Watcher:
     """One client of /events."""
 
-    def __init__(self, client: RawClient) -> None:
+    def __init__(self, client: RawClient, extra: bytes = b"") -> None:
         self.client = client
-        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n\r\n" % client.host)
+        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (client.host, extra))
         self.head = client.read_until(b"\r\n\r\n")
 
     def next(self) -> tuple[str, Any]:
@@ -130,7 +128,7 @@ def test_what_gpus_measure_is_told_now_and_then(rig: Rig, monkeypatch: pytest.Mo
     monkeypatch.setattr(page, "BEAT_SECONDS", 0.0)
     watcher = Watcher(rig.client())
     assert watcher.message().startswith("event: snapshot")
-    rig.handler.local.probes.sight = lambda: {"0": Seen(sensors=Sensors(celsius=61.0))}
+    rig.handler.local.probes.gpu_uses = lambda: {"0": GpuUse(sensors=Sensors(celsius=61.0))}
     assert [watcher.message() for _ in range(3)] == [": nothing new"] * 3
     monkeypatch.setattr(page, "SENSORS_SECONDS", 0.0)
     hot = watcher.until("state")
@@ -178,45 +176,33 @@ def test_the_stream_ends_before_the_program_waits_for_its_requests(rig: Rig) -> 
     thread.join()
 
 
-def test_no_more_than_so_many_may_look_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 1)
-    Watcher(rig.client()).next()
-    assert rig.client().get(b"/events").status == 503
-
-
 def test_of_several_keys_none_has_more_than_half_of_the_places_of_those_who_look_on(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 3)
     lines = "the-one-key models=* state; the-other-key models=* state"
-    rig = make_rig(keys=keys.load(None, {API_KEYS: lines}))
-    one, other = b"x-api-key: the-one-key\r\n", b"x-api-key: the-other-key\r\n"
+    rig = make_rig(keys=keyring(lines))
+    one, other = shows("the-one-key"), shows("the-other-key")
     watcher = rig.client()
     watcher.send(b"GET /models/sse HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (watcher.host, one))
     watcher.read_until(b"data: ")
     for path in (b"/models/sse", b"/events"):
-        refused = rig.client().get(path, extra=one)
+        refused = rig.get(path, extra=one)
         assert (refused.status, refused.code) == (429, "too_many_requests")
-    second = rig.client()
-    second.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (second.host, other))
-    second.read_until(b"event: snapshot")
+    assert Watcher(rig.client(), other).next()[0] == "snapshot"
     watcher.leave()
     rig.events.record(3)  # its place is free before that is noted
-    third = rig.client()
-    third.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (third.host, one))
-    third.read_until(b"event: snapshot")
+    assert Watcher(rig.client(), one).next()[0] == "snapshot"
 
 
 def test_a_single_key_has_all_places_of_those_who_look_on(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anvil_mux.telemetry.journal.WATCHERS", 2)
-    rig = make_rig(keys=keys.load(None, {API_KEYS: "the-only-key"}))
+    rig = make_rig(keys=keyring("the-only-key"))
     for _ in range(2):
-        client = rig.client()
-        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\nx-api-key: the-only-key\r\n\r\n" % client.host)
-        client.read_until(b"event: snapshot")
-    assert rig.client().get(b"/events", extra=b"x-api-key: the-only-key\r\n").status == 503
+        assert Watcher(rig.client(), shows("the-only-key")).next()[0] == "snapshot"
+    assert rig.get(b"/events", extra=shows("the-only-key")).status == 503
 
 
 def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
@@ -242,24 +228,22 @@ def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"ticket":"1"}', b'{"ticket":true}', b"nonsense"])
 def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None:
-    client = rig.client()
-    assert client.ask(body, b"/requests/cancel").status == 400
+    assert rig.ask(body, b"/requests/cancel").status == 400
 
 
 def test_no_other_web_site_may_act_here(rig: Rig) -> None:
     models = (b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin")
     for path in (b"/requests/cancel", *models, b"/hosts/drain", b"/hosts/gone"):
-        client = rig.client()
-        assert client.ask(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n").status == 403
+        assert rig.ask(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n").status == 403
 
 
 def test_the_engines_log_is_told(rig: Rig) -> None:
     rig.logs["a"] = ["one", "two", "three"]
-    answer = rig.client().get(b"/logs?model=alias&lines=2")
+    answer = rig.get(b"/logs?model=alias&lines=2")
     told = {"model": "a", "backend": "a", "backends": ["a"], "lines": ["two", "three"]}
-    assert json.loads(answer.body) == told
-    answer = rig.client().get(b"/logs?model=b")  # by its service
-    assert json.loads(answer.body)["model"] == "org/b"
+    assert answer.json == told
+    answer = rig.get(b"/logs?model=b")  # by its service
+    assert answer.json["model"] == "org/b"
 
 
 @pytest.mark.parametrize(
@@ -269,42 +253,40 @@ def test_the_engines_log_is_told(rig: Rig) -> None:
         (b"?model=x", 404),
         (b"?model=a&lines=0", 400),
         (b"?model=a&lines=z", 400),
+        (b"?model=a&lines=-1", 400),
+        (b"?model=a&lines=%C2%B2", 400),
+        (b"?model=a&lines=" + b"1" * 4500, 400),
         (b"?model=a&backend=b", 400),
     ],
 )
 def test_a_log_that_cannot_be_told_is_refused(rig: Rig, query: bytes, status: int) -> None:
-    assert rig.client().get(b"/logs" + query).status == status
+    assert rig.get(b"/logs" + query).status == status
 
 
 def test_browsers_get_the_page_which_may_ask_nobody_else(rig: Rig) -> None:
-    answer = rig.client().get(b"/", extra=b"Accept: text/html,*/*;q=0.8\r\n")
+    answer = rig.get(b"/", extra=b"Accept: text/html,*/*;q=0.8\r\n")
     policy = answer.header(b"content-security-policy") or b""
     script = answer.body.partition(b"<script>")[2].partition(b"</script>")[0]
     assert answer.status == 200
     assert b"default-src 'none'" in policy
     assert b"'sha256-%b'" % base64.b64encode(hashlib.sha256(script).digest()) in policy
     assert answer.body.count(b"<script") == 1
-    assert rig.client().get(b"/").body.startswith(b"anvil-mux ")
+    assert rig.get(b"/").body.startswith(b"anvil-mux ")
 
 
 def test_why_says_what_a_request_would_wait_for(rig: Rig) -> None:
-    answer = rig.client().json(b"/why?model=alias")
+    answer = rig.json(b"/why?model=alias")
     assert (answer["model"], answer["verdict"], answer["seconds"]) == ("a", "waits", 10.0)
     assert answer["sentence"].startswith(
         "alias is another name for a. A request for a waits about 10 s: there is room"
     )
-    assert rig.client().get(b"/why?model=x").status == 404
-    assert rig.client().get(b"/why").status == 400
-
-
-def test_other_methods_are_told_what_is_allowed(rig: Rig) -> None:
-    client = rig.client()
-    answer = client.ask(b"{}", b"/events")
-    assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")
+    assert rig.get(b"/why?model=x").status == 404
+    for query in (b"", *(b"?model=a&tokens=" + tokens for tokens in (b"%C2%B2", b"1" * 5000, b"%D9%A3"))):
+        assert rig.get(b"/why" + query).status == 400
 
 
 def running(rig: Rig) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = rig.client().json(b"/requests/running")["requests"]
+    found: list[dict[str, Any]] = rig.json(b"/requests/running")["requests"]
     return found
 
 
@@ -318,8 +300,7 @@ def test_requests_that_run_or_wait_are_listed(rig: Rig) -> None:
         "running",
     )
     rig.mechanism.gate.clear()
-    second = rig.client()
-    second.post(b'{"model":"org/b"}', extra=b"X-Request-ID: the-second\r\n")
+    rig.client().post(b'{"model":"org/b"}', extra=b"X-Request-ID: the-second\r\n")
     rig.events.wait("queued", 2)
     assert [(each["id"], each["state"]) for each in running(rig)] == [
         ("the-first", "running"),
@@ -335,7 +316,7 @@ def test_a_request_that_runs_is_cancelled_by_its_id_and_its_engine_hears_of_it(r
     asked = rig.engine.next()
     assert boss.ask(b'{"id":"unwanted"}', b"/requests/cancel").status == 200
     refused = client.read()
-    error = json.loads(refused.body)["error"]
+    error = refused.error
     assert (refused.status, error["code"]) == (503, "cancelled")
     assert error["message"] == "This request for a was cancelled by hand."
     assert asked.was_left()
@@ -348,10 +329,7 @@ def test_a_stream_that_is_cancelled_ends_with_an_error_and_no_other_replica_goes
     client, boss = rig.client(), rig.client()
     client.post(b'{"model":"a","stream":true}', extra=b"X-Request-ID: unwanted\r\n")
     asked = rig.engine.next()
-    asked.send(
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"d\r\ndata: {}\n\n  \n\r\n"
-    )
+    asked.send(SSE_HEAD, chunk(b"data: {}\n\n"))
     client.read_until(b"data: {}")
     assert boss.ask(b'{"id":"unwanted"}', b"/requests/cancel").status == 200
     assert b'"code":"cancelled"' in client.rest()

@@ -160,15 +160,32 @@ def test_text_of_completions_and_other_apis_counts_too() -> None:
         assert work(document).blocks
 
 
-def test_an_image_counts_little_but_is_told_from_another() -> None:
-    def image(data: str) -> dict[str, Any]:
-        url = {"url": f"data:image/png;base64,{data}"}
-        return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,DATA"}},
+        {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,DATA,DATA"}},
+        {"type": "input_audio", "input_audio": {"data": "DATA", "format": "wav"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "DATA"}},
+        {"images": ["DATA", "DATA"]},
+        {"prompt_string": "what is it?", "multimodal_data": ["DATA"]},
+    ],
+)
+def test_an_image_or_a_sound_counts_little_but_is_told_from_another(part: dict[str, Any]) -> None:
+    text = json.dumps({"tools": chat(LONG)["messages"], "messages": [part]})
 
-    one, other = work(image("A" * 100_000)), work(image("B" * 100_000))
-    assert one.tokens == other.tokens < 100
-    text = chat(LONG)["messages"]
-    assert common(work(image("A" * 9000) | {"tools": text}), work(image("B" * 9000) | {"tools": text})) == 4
+    def holding(data: str) -> Work:
+        return read("m", text.replace("DATA", data).encode(), 4.0)
+
+    one, other = holding("A+/" * 30_000), holding("B+/" * 30_000)
+    assert one.tokens == other.tokens < len(LONG) / 4 + 100
+    assert common(one, other) == 4
+    assert holding("A+\\/" * 30_000).tokens == one.tokens, "as PHP writes a slash"
+
+
+def test_text_that_holds_base64_is_text() -> None:
+    for text in ("A" * 9000, f'base64: "data:image/png;base64,{"A" * 9000}"'):
+        assert work(chat(text)).tokens > 9000 / 4
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"\xff", b"{", b"[" * 100_000])

@@ -146,14 +146,14 @@ def fleet(rng: random.Random, size: int = 6) -> tuple[Replica, ...]:
 
 @pytest.mark.parametrize("policy", pipeline.shipped())
 def test_the_same_fleet_and_memory_give_the_same_choice_and_are_left_as_they_were(policy: str) -> None:
-    rng = random.Random(policy)
+    rng, built = random.Random(policy), pipeline.build(policy)
     for _ in range(50):
         replicas = fleet(rng)
         memory = RoutingMemory(
             choices=rng.randrange(9), last="r3", owners={"s": "r2"}, picked={"r1": 3, "r4": 2}
         )
         before = repr((replicas, memory))
-        choices = [choose(pipeline.build(policy), WORK, replicas, memory) for _ in range(2)]
+        choices = [choose(built, WORK, replicas, memory) for _ in range(2)]
         assert choices[0] == choices[1]
         assert repr((replicas, memory)) == before
 

@@ -9,6 +9,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.lab.checker import check
 from anvil_mux.scheduler.policies import Stay, SwapTo, build_policy
 from anvil_mux.scheduler.slot import Ticket, Wait
+from anvil_mux.scheduler.state import drain_of
 from tests.scheduler.lone import LoneGroup
 
 
@@ -62,6 +63,11 @@ class Driver:
 
     def state(self, name):
         return self.core.slots[name].state
+
+    def drains(self):
+        """Draining backend -> the model that it makes room for, and when its drain ends."""
+        found = {name: drain_of(slot, self.core.state.swaps, 0.0) for name, slot in self.core.slots.items()}
+        return {name: drain for name, drain in found.items() if drain}
 
     def tell(self, *kinds):
         """The events of these kinds (all without), as "kind backend-or-model"."""

@@ -6,67 +6,48 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from anvil_mux.config.config import Config
-from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.layout import Draft, build_group, fill, gpu_groups, shared_settings
-from anvil_mux.scheduler.memory import HostMemory
-from anvil_mux.scheduler.model import Model, ModelQueue
+from anvil_mux.scheduler.layout import Draft, Layout
+from anvil_mux.scheduler.model import ModelQueue
 from anvil_mux.scheduler.policies import Policy
-from anvil_mux.scheduler.slot import RUNS, FoundBackend, HostRecord
-from anvil_mux.scheduler.state import Common
+from anvil_mux.scheduler.slot import RUNS, FoundBackend
 from anvil_mux.scheduler.swaps import NOTHING_HELD
+
+OF_MODELS = ("hint", "unload", "unload_when_idle")
+"""The facts that are about a model."""
 
 
 def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None) -> GpuGroup:
     """Build the one GPU group of a configuration; GPUs that nothing ties are in it all the same."""
-    footprints, settings = Footprints(), shared_settings(config)
-    groups: dict[str, list[GpuGroup]] = {}
-    models = {
-        name: Model(name, each, settings.routings[each.routing], full=settings.full)
-        for name, each in settings.models.items()
-    }
-    common = Common(
-        settings=settings._replace(policy=policy or settings.policy),
-        emit=emit,
-        emit_leases=True,
-        costs=Costs(),
-        footprints=footprints,
-        hosts={"": HostRecord()},
-        memories={"": HostMemory(config.host_memory, footprints)},
-        models=models,
-        groups_of=groups,
-    )
-    draft = Draft("+".join(sorted(name for name, _ in gpu_groups(config.backends))), "", config.backends)
-    group = build_group(draft, common)
-    fill(group, draft)
-    for name, model in models.items():
-        model.take(group.own_slots[name])
-        groups[name] = [group]
-    group.remodelled()
+    layout = Layout(config, emit, Costs(), Footprints(), emit_leases=True)
+    name = "+".join(sorted(layout.by_name))
+    group = layout._filled(Draft(name, "", config.backends, layout.groups))
+    layout._note([group])
+    layout.settings = layout.settings._replace(policy=policy or layout.settings.policy)
     return group
 
 
 class LoneGroup:
-    """The one GPU group of a configuration, and short words for what its scheduler would tell it."""
+    """The one GPU group of a configuration; what it does not have is a fact, told by a name."""
 
     def __init__(
         self, config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None
     ) -> None:
-        self.group = lone_group(config, emit, policy=policy)
-        self.state, self.slots = self.group, self.group.slots
-        self.next_step, self.request, self.release = (
-            self.group.next_step,
-            self.group.request,
-            self.group.release,
-        )
+        self.group = self.state = lone_group(config, emit, policy=policy)
+        self.slots, self.next_step = self.group.slots, self.group.next_step
+        self.request, self.release = self.group.request, self.group.release
         self.give_up, self.fail_all = self.group.abandoned, self.group.fail_all
         self.sever_all, self.retired = self.group.sever_all, self.group.retire
 
     def __repr__(self) -> str:
         return repr(self.group)
+
+    def __getattr__(self, fact: str) -> Callable[..., Any]:
+        named: Mapping[str, Any] = self.state.models if fact in OF_MODELS else self.slots
+        return lambda name, *about, **more: getattr(self.group, fact)(named[name], *about, **more)
 
     def memory_seen(self, held: Mapping[str, int], now: float = 0.0) -> bool:
         return self.group.memory_seen(held, now)
@@ -101,12 +82,6 @@ class LoneGroup:
     def loaded(self, name: str, at: float, how: str = "stop") -> None:
         self.group.loaded(self.slots[name], at, how)
 
-    def load_failed(self, name: str, at: float, error: LoadError) -> None:
-        self.group.load_failed(self.slots[name], at, error)
-
-    def load_cancelled(self, name: str, at: float) -> None:
-        self.group.load_cancelled(self.slots[name], at)
-
     def evicted(
         self,
         name: str,
@@ -116,30 +91,11 @@ class LoneGroup:
         host_bytes: int = 0,
         **left: Any,
     ) -> None:
-        self.group.evicted(
-            self.slots[name], at, residual=residual, level=level, host_bytes=host_bytes, **left
-        )
-
-    def evict_failed(self, name: str, at: float, why: str) -> None:
-        self.group.evict_failed(self.slots[name], at, why)
+        left |= {"residual": residual, "level": level, "host_bytes": host_bytes}
+        self.group.evicted(self.slots[name], at, **left)
 
     def died(self, name: str, at: float, why: str, log: Iterable[str] = ()) -> None:
         self.group.died(self.slots[name], at, why, log)
-
-    def unanswering(self, name: str, at: float) -> None:
-        self.group.unanswering(self.slots[name], at)
-
-    def silent(self, name: str, at: float) -> None:
-        self.group.silent(self.slots[name], at)
-
-    def unload(self, model: str, at: float) -> bool:
-        return self.group.unload(self.state.models[model], at)
-
-    def unload_when_idle(self, model: str, at: float) -> bool:
-        return self.group.unload_when_idle(self.state.models[model], at)
-
-    def hint(self, model: str, at: float) -> None:
-        self.group.hint(self.state.models[model], at)
 
     def pin(self, model: str, at: float, pinned: bool) -> None:
         self.group.pin(self.state.models[model], at, pinned=pinned)

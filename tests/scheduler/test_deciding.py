@@ -14,7 +14,6 @@ from anvil_mux.lab.simulate import Arrival, simulate
 from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.group import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload, build_policy
-from anvil_mux.scheduler.state import drains
 from tests.scheduler.driver import DEBOUNCE, TEN, A, B, C, Driver, Loads, Never, Watched, backend, held_back
 
 # The policy proposes, the GPU group disposes
@@ -463,7 +462,7 @@ def test_an_overdue_line_goes_before_one_with_a_higher_priority():
     driver, held = two_lines(Loads("c"))
     assert driver.steps(61.9) == []
     assert driver.steps(62.0) == []
-    assert drains(driver.core.state.swaps) == {"c": ("low", 92.0)}
+    assert driver.drains() == {"c": ("low", 92.0)}
     assert held.backend == "c"
 
 
@@ -527,4 +526,4 @@ def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one
     assert driver.steps(17.0) == ["load b"]
     driver.core.loaded("b", 18.0)
     assert driver.steps(18.0) == ["evict d"]
-    assert drains(driver.core.state.swaps)["b"] == ("t", 48.0)
+    assert driver.drains()["b"] == ("t", 48.0)

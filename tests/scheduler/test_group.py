@@ -13,7 +13,6 @@ from anvil_mux.scheduler.events import Cause, Severance
 from anvil_mux.scheduler.layout import gpu_groups
 from anvil_mux.scheduler.policies import POLICIES, Stay, Unload
 from anvil_mux.scheduler.slot import Evict, Ticket
-from anvil_mux.scheduler.state import drains
 from tests.scheduler.driver import TEN, A, B, Driver, backend, held_back
 
 # Loading and leasing
@@ -285,7 +284,7 @@ def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
     driver.core.loaded("b", 15.0)
     assert driver.steps(15.0) == []
     assert driver.state("b") == "draining"
-    assert drains(driver.core.state.swaps)["b"] == ("t", 45.0)
+    assert driver.drains()["b"] == ("t", 45.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

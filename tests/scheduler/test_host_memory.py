@@ -9,7 +9,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import DoesNotFit, HostMemoryShort
 from anvil_mux.lab.checker import check
 from anvil_mux.lab.simulate import Arrival, _Simulation, simulate
-from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.memory import HostMemory
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import HOLDING, Demote, Evict, Slot
@@ -77,14 +77,17 @@ def test_a_resident_on_another_gpu_goes_when_the_host_has_no_room_for_both():
     assert driver.steps(2.0) == ["load b"]
 
 
+def worthless_host(slots):
+    host = HostMemory(10, Footprints(), lambda slot, now: 0.0)
+    host.keep(slots)
+    return host
+
+
 def test_a_line_that_other_groups_leave_no_host_memory_is_refused_when_it_is_overdue():
     a, b = backend("a", "0", ram=6), backend("b", "1", ram=6)
-    host = HostMemory(10)
     other = Slot(a, {"0": 1}, state="ready", holders={"a request": 0.0})
-    host.join(other, lambda slot, now: 0.0)
     driver = short(10, b)
-    host.join(driver.core.slots["b"], lambda slot, now: 0.0)
-    driver.core.state.memory = host
+    driver.core.state.memory = worthless_host({"a": other, **driver.core.slots})
     ticket = driver.request("b", 1.0)
     assert driver.steps(1.0) == []
     assert ticket.error is None
@@ -123,10 +126,8 @@ def test_nor_who_is_in_use():
 
 def test_who_was_asked_to_go_and_is_used_again_stays_and_the_line_is_asked_again():
     a, b = backend("a", "0", ram=6), backend("b", "1", ram=6)
-    host = HostMemory(10)
     slots = {each.name: Slot(each, {each.gpus[0]: 1}, state="ready", loaded=0.0) for each in (a, b)}
-    for slot in slots.values():
-        host.join(slot, lambda slot, now: 0.0)
+    host = worthless_host(slots)
     assert host.call(slots["b"], 2, [slots["b"]], 1.0)
     slots["a"].holders["a request"] = 1.0
     host.asked()

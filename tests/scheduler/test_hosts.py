@@ -10,7 +10,7 @@ from anvil_mux.scheduler.events import Cause
 from anvil_mux.scheduler.group import snapshot
 from anvil_mux.scheduler.layout import gpu_groups
 from anvil_mux.scheduler.slot import NOTHING, TRANSITIONS, Evict, FoundBackend, Load
-from anvil_mux.scheduler.state import loss
+from anvil_mux.scheduler.state import weigh
 from tests.scheduler.fleet import Fleet, on
 
 
@@ -502,9 +502,9 @@ def test_residents_on_several_hosts_share_the_demand_and_so_the_loss_of_evicting
     for at in range(1, 20):
         fleet.core.released(fleet.request("m", float(at)), at + 0.5)
     state, slot = fleet.core.layout.of_backend["m0"], fleet.core.layout.slot("m0")
-    half, [resident] = loss(state, 20.0, slot), snapshot(state, 20.0, {}).residents
+    half, [resident] = weigh(state, 20.0, slot)[0], snapshot(state, 20.0, {}).residents
     fleet.core.host_lost("h", 20.0)
-    assert loss(state, 20.0, slot) == pytest.approx(2 * half)
+    assert weigh(state, 20.0, slot)[0] == pytest.approx(2 * half)
     [alone] = snapshot(state, 20.0, {}).residents
     assert resident.rate > 0.0
     assert alone.rate == pytest.approx(2 * resident.rate)

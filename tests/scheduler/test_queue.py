@@ -1,14 +1,15 @@
 """The queue of one model: its order, its bound, and whose turn it is."""
 
-from math import inf
-
-from anvil_mux.scheduler.model import FairQueue, ModelQueue
+from anvil_mux.config.config import Config
+from anvil_mux.scheduler.model import ModelQueue
 from anvil_mux.scheduler.slot import Ticket
+from tests.scheduler.driver import A, B
+from tests.scheduler.fleet import Fleet
 
 
-def queue_of(*senders, limited=True, bound=60.0):
+def queue_of(*senders, bound=60.0):
     """A queue with a ticket from each sender, numbered and one second apart."""
-    queue = ModelQueue(limited=limited)
+    queue = ModelQueue()
     queue.bound = bound
     for number, sender in enumerate(senders, 1):
         queue.join(Ticket(number, "m", float(number), sender=sender))
@@ -24,28 +25,23 @@ def anybody(ticket):
 
 
 def test_who_comes_back_comes_last_and_who_leaves_takes_nobodys_turn():
-    turns = FairQueue()
-
-    for sender, ticket in ("a1", "a2", "b1", "c1"):
-        turns.join(sender, ticket)
-    assert turns.take(anybody) == "1"
-    turns.leave("b", "1")
-    turns.leave("b", "never there")
-    turns.join("b", "2")
-    assert [turns.take(anybody) for _ in range(3)] == ["1", "2", "2"]
-    turns.join("x", "1")
-    turns.clear()
-    turns.join("y", "9")
-    assert turns.take(anybody) == "9"
+    queue = queue_of("a", "a", "b", "c")
+    assert queue.take(anybody).id == 1
+    queue.leave(next(ticket for ticket in queue if ticket.id == 3))
+    queue.join(Ticket(5, "m", 5.0, sender="b"))
+    assert [queue.take(anybody).id for _ in range(3)] == [4, 2, 5]
+    queue.join(Ticket(6, "m", 6.0, sender="x"))
+    queue.clear()
+    queue.join(Ticket(7, "m", 7.0, sender="y"))
+    assert queue.take(anybody).id == 7
 
 
 def test_a_turn_goes_to_the_first_that_can_use_it():
-    turns = FairQueue()
-    for sender, ticket in ("a1", "b2", "a3"):
-        turns.join(sender, ticket)
-    assert turns.take(lambda ticket: ticket == "9") is None
-    assert [turns.take(lambda ticket: ticket > "1") for _ in range(3)] == ["3", "2", None]
-    assert turns.take(lambda ticket: True) == "1"
+    queue = queue_of("a", "b", "a")
+    assert queue.take(lambda ticket: ticket.id == 9) is None
+    assert [queue.take(lambda ticket: ticket.id > 1).id for _ in range(2)] == [3, 2]
+    assert queue.take(lambda ticket: ticket.id > 1) is None
+    assert queue.take(anybody).id == 1
 
 
 def test_a_queue_keeps_the_order_in_which_requests_came_and_senders_take_turns_in_it():
@@ -81,16 +77,11 @@ def test_while_a_model_is_ready_nobody_waits_for_a_load():
     assert queue.overdue_at == 130.0
 
 
-def test_a_queue_that_goes_on_keeps_who_waits_and_is_overdue_no_later():
-    longer, shorter = queue_of("a", "b", bound=30.0, limited=False), queue_of("a", "b", bound=30.0)
-    longer.go_on(limited=True, most=60.0)
-    shorter.go_on(limited=False, most=5.0)
-    assert (longer.overdue_at, shorter.overdue_at) == (31.0, 6.0)
-    assert numbers(longer) == numbers(shorter) == [1, 2]
-    assert [longer.take(anybody).id for _ in range(2)] == [1, 2]
-
-
-def test_a_queue_in_which_nobody_waits_passes_on_no_bound():
-    queue = ModelQueue()
-    queue.go_on(limited=False, most=60.0)
-    assert queue.bound == inf
+def test_a_queue_that_goes_on_after_a_reload_keeps_who_waits_and_is_overdue_no_later():
+    fleet = Fleet(A, B, max_wait=30.0)
+    fleet.request("a", 0.0)
+    fleet.request("b", 1.0)
+    queue = fleet.core.layout.models["b"].queue
+    for most, overdue_at in ((60.0, 31.0), (5.0, 6.0)):
+        fleet.core.reconfigured(Config((A, B), policy="eager", max_wait=most), 2.0)
+        assert (numbers(queue), queue.overdue_at) == ([2], overdue_at)

@@ -108,10 +108,10 @@ def test_the_policy_sees_how_often_models_are_asked_for_and_how_long_their_answe
     driver.steps(24.0)
     (resident,), (line,) = watched.seen[-1].residents, watched.lines()
     assert (resident.leases, resident.last_used) == (len(held), 18.0)
-    assert (resident.rate, resident.growth) == (a.rate(24.0), a.growth(24.0))
+    assert (resident.rate, resident.growth) == a.rates(24.0)
     assert (resident.pause_seconds, resident.service_seconds) == (a.pause_seconds, a.service_seconds)
     assert (line.waiting, line.oldest, line.newest) == (3, 20.0, 23.0)
-    assert (line.growth, line.service_seconds) == (b.growth(24.0, 3, 4.0), 0.0)
+    assert (line.growth, line.service_seconds) == (b.rates(24.0, 3, 4.0)[1], 0.0)
     assert resident.pause_seconds > 0
     assert resident.service_seconds > 2.0
 
@@ -130,7 +130,7 @@ def test_a_line_that_was_admitted_says_how_fast_the_next_one_will_grow():
         b.arrived(moment)
     b.admitted(4, 5.0)
     driver.steps(7.0)
-    assert watched.seen[-1].residents[0].growth == b.growth(7.0)
+    assert watched.seen[-1].residents[0].growth == b.rates(7.0)[1]
 
 
 def test_the_policy_sees_swaps_on_other_gpus_and_how_far_they_are():

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.machines import Gpu, Wake
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
 from anvil_mux.scheduler.state import expected_load
-from anvil_mux.scheduler.waits import LogProgress, Progress, WaitEstimate, progress, span, wait_estimate
+from anvil_mux.scheduler.waits import Progress, WaitEstimate, progress, span, wait_estimate
 from tests.explorer.trial import Trial
 from tests.explorer.worlds import WORLDS
 from tests.scheduler.driver import DEBOUNCE, TEN, A, B, C, Driver, backend
+from tests.scheduler.fleet import Fleet, on
 
 
-def ask(driver: Driver, model: str, at: float, said: LogProgress | None = None) -> WaitEstimate:
+def ask(driver: Driver, model: str, at: float, said: Progress | None = None) -> WaitEstimate:
     before = repr(driver.core), len(driver.log), repr(driver.core.queues)
     state = driver.core.state
     loading = [slot for slot in state.models[model].slots if slot.state == "loading"]
@@ -119,7 +120,7 @@ def test_what_the_engine_says_of_its_first_load_is_better_than_a_guess() -> None
     because = "it has been loading for 4.0 s{}; it was never loaded before."
     found = ask(driver, "a", 4.0)
     assert (found.seconds, found.at_most, found.because) == (None, 596.0, because.format(""))
-    found = ask(driver, "a", 4.0, LogProgress("reading weights", 0.25, 30.0))
+    found = ask(driver, "a", 4.0, Progress("reading weights", 0.25, 30.0))
     said = " (25%, 30 s left, reading weights)"
     assert (found.seconds, found.because) == (30.0, because.format(said))
 
@@ -157,6 +158,17 @@ def test_it_is_told_what_makes_room_in_the_gpu_group_where_that_is() -> None:
     assert len(groups) == 2
     assert told[0] == told[1]
     assert "x will be evicted now" in told[0].because
+
+
+def test_a_host_is_not_waited_for_where_another_could_have_the_model() -> None:
+    fleet = Fleet(on("g", "r0", model="m"), on("h", "r1", model="m"), wakes={"g": Wake()})
+    fleet.take(fleet.core.host_lost("g", 1.0))
+    layout = fleet.core.layout
+    because = wait_estimate(layout.of_model["m"], layout.models["m"], 2.0).because
+    assert because.startswith("there is room")
+    fleet.take(fleet.core.host_lost("h", 3.0))
+    because = wait_estimate(layout.of_model["m"], layout.models["m"], 4.0).because
+    assert because == "its host g is not there, and is woken for it; that may take 3 min."
 
 
 def test_the_gpu_may_be_in_another_swap() -> None:
@@ -254,23 +266,23 @@ def test_the_policy_is_shown_the_request_as_if_it_had_come_and_no_queue_has_it()
 
 def test_a_load_takes_as_long_as_loads_took() -> None:
     far = progress(8.0, 20.0, None)
-    assert far == Progress(0.4, 12.0, "")
+    assert far == Progress("", 0.4, 12.0)
     assert far.words == "40%, 12 s left"
 
 
 def test_what_the_log_says_makes_it_longer_but_not_shorter() -> None:
-    assert progress(8.0, 20.0, LogProgress("reading weights", 0.1, 72.0)) == Progress(
-        0.1, 72.0, "reading weights"
+    assert progress(8.0, 20.0, Progress("reading weights", 0.5, 72.0)) == Progress(
+        "reading weights", 0.1, 72.0
     )
-    assert progress(8.0, 20.0, LogProgress("reading weights", 0.9, 1.0)).seconds_left == 12.0
+    assert progress(8.0, 20.0, Progress("reading weights", 0.9, 1.0)).seconds_left == 12.0
 
 
 def test_of_a_first_load_only_the_log_is_known() -> None:
-    far = progress(8.0, None, LogProgress("reading weights", 0.56, 11.0))
+    far = progress(8.0, None, Progress("reading weights", 0.56, 11.0))
     assert far.words == "56%, 11 s left, reading weights"
     assert progress(8.0, None, None).words == ""
 
 
 def test_a_load_that_takes_longer_than_ever_is_nearly_done_for_all_anybody_knows() -> None:
-    assert progress(30.0, 20.0, LogProgress("warming up")).words == "99%, warming up"
-    assert progress(1e9, 20.0, LogProgress("warming up", None, 1.0)).fraction == 0.99
+    assert progress(30.0, 20.0, Progress("warming up")).words == "99%, warming up"
+    assert progress(1e9, 20.0, Progress("warming up", None, 1.0)).fraction == 0.99

@@ -90,9 +90,7 @@ class Watched:
         clock.now = lambda: self.moment  # type: ignore[method-assign, assignment]
         self.circuits = Circuits(clock)
         self.cards: list[CardRead] = []
-        self.watch = ExternalServers(
-            self.circuits, self.said.append, ask=self._ask, now=clock.now, read=self.cards.append
-        )
+        self.watch = ExternalServers(self.circuits, self.said.append, ask=self._ask, read=self.cards.append)
         self.watch.take(Config((GPT, Backend("local", "local"))))
 
     def _ask(self, backend: Backend) -> Finding:

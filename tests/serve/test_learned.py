@@ -23,13 +23,38 @@ def forbidden(text):
     pytest.fail(f"nothing is wrong, but it says {text}")
 
 
-def test_what_was_saved_is_read_by_the_next_start(tmp_path):
-    LearnedFile(tmp_path, forbidden).save(Known([TO_B, TO_A]))
-    assert LearnedFile(tmp_path, forbidden).read(AB) == Known([TO_B, TO_A], [])
+HELD_BY_A = Footprint("a", "sleep", {"0": 18}, {"0": 1}, 16, 2)
+SAID = CardRead("a", "d", ModelCard(4096, {"tools": True}))
 
 
-def test_nothing_is_known_before_the_first_swap(tmp_path):
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        (Known([TO_B, TO_A]), Known([TO_B, TO_A], [])),
+        (Known([TO_B, Cost("a", "gone", "stop", 0.0, 1.0, 1)]), Known([TO_B], [])),
+        (
+            Known([TO_B], [HELD_BY_A, Footprint("b", "stop")]),
+            Known([TO_B], [HELD_BY_A, Footprint("b", "stop")]),
+        ),
+        (Known([], [Footprint("gone", "stop", {"0": 18}, {"0": 0})]), Known([], [])),
+        (Known([], [Footprint("a", "stop", {"1": 18}, {"1": 0})]), Known([], [])),
+        (Known([], [Footprint("a", "stop", {"0": -1}, {"0": 0})]), Known([], [])),
+        (Known([], [Footprint("a", "stop", {"0": 18}, {})]), Known([], [])),
+        (Known([], [], (SAID, CardRead("gone", "d", ModelCard(4096)))), Known([], [], (SAID,))),
+        (
+            Known([], [], (CardRead("b", "d", ModelCard(0, {"flies": True})),)),
+            Known([], [], (CardRead("b", "d", ModelCard()),)),
+        ),
+    ],
+    ids=[
+        *("costs", "of a model that is gone", "footprints", "of a backend that is gone", "on other GPUs"),
+        *("negative", "without residual", "cards", "an odd card"),
+    ],
+)
+def test_what_was_saved_and_can_be_is_read_by_the_next_start(tmp_path, saved, kept):
     assert LearnedFile(tmp_path, forbidden).read(AB) == Known()
+    LearnedFile(tmp_path, forbidden).save(saved)
+    assert LearnedFile(tmp_path, forbidden).read(AB) == kept
 
 
 def test_hosts_are_told_what_was_learned_of_them_when_something_has_changed():
@@ -54,45 +79,16 @@ def test_hosts_are_told_what_was_learned_of_them_when_something_has_changed():
     assert told(Known([of_x, of_y]), x, y, under=Config(config.backends[:1]))[0] == as_text(Known([of_x], []))
 
 
-def test_models_that_are_served_no_longer_are_forgotten(tmp_path):
-    LearnedFile(tmp_path, forbidden).save(Known([TO_B, Cost("a", "gone", "stop", 0.0, 1.0, 1)]))
-    assert LearnedFile(tmp_path, forbidden).read(AB) == Known([TO_B], [])
-
-
-def test_what_backends_held_is_read_by_the_next_start(tmp_path):
-    known = Known([TO_B], [Footprint("a", "sleep", {"0": 18}, {"0": 1}, 16, 2), Footprint("b", "stop")])
-    LearnedFile(tmp_path, forbidden).save(known)
-    assert LearnedFile(tmp_path, forbidden).read(AB) == known
-
-
-def test_what_engines_said_of_their_models_is_read_by_the_next_start(tmp_path):
-    kept = CardRead("a", "d", ModelCard(4096, {"tools": True}))
-    odd = CardRead("b", "d", ModelCard(0, {"flies": True}))
-    gone = CardRead("gone", "d", ModelCard(4096))
-    LearnedFile(tmp_path, forbidden).save(Known([TO_B], [], (kept, odd, gone)))
-    found = LearnedFile(tmp_path, forbidden).read(AB)
-    assert found.cards == (kept, CardRead("b", "d", ModelCard()))
-    assert Known(cards=(kept,)).with_more(found).cards == found.cards
-
-
-def test_a_file_without_footprints_is_read(tmp_path):
-    (tmp_path / "learned").write_text('{"version": 2, "costs": []}')
-    assert LearnedFile(tmp_path, forbidden).read(AB) == Known([], [])
-
-
 @pytest.mark.parametrize(
-    "odd",
+    ("content", "known"),
     [
-        Footprint("gone", "stop", {"0": 18}, {"0": 0}),
-        Footprint("a", "stop", {"1": 18}, {"1": 0}),
-        Footprint("a", "stop", {"0": -1}, {"0": 0}),
-        Footprint("a", "stop", {"0": 18}, {}),
+        ('{"version": 2, "costs": []}', Known([], [])),
+        ('{"version": 99, "costs": "otherwise"}', Known()),
     ],
-    ids=["gone", "on other GPUs", "negative", "without residual"],
 )
-def test_what_no_backend_can_hold_is_forgotten(tmp_path, odd):
-    LearnedFile(tmp_path, forbidden).save(Known([], [odd]))
-    assert LearnedFile(tmp_path, forbidden).read(AB).footprints == []
+def test_a_file_that_lacks_a_part_is_read_and_one_of_another_version_passed_over(tmp_path, content, known):
+    (tmp_path / "learned").write_text(content)
+    assert LearnedFile(tmp_path, forbidden).read(AB) == known
 
 
 def test_what_has_not_changed_is_not_written_again(tmp_path):
@@ -130,11 +126,6 @@ def test_a_file_that_cannot_be_read_is_said_once_and_replaced(tmp_path, content)
     assert LearnedFile(tmp_path, forbidden).read(AB) == Known([TO_B], [])
 
 
-def test_a_file_of_another_version_is_passed_over(tmp_path):
-    (tmp_path / "learned").write_text('{"version": 99, "costs": "otherwise"}')
-    assert LearnedFile(tmp_path, forbidden).read(AB) == Known()
-
-
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
     said = []
     learned = LearnedFile(tmp_path / "missing", said.append)
@@ -143,28 +134,23 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
     assert len(said) == 1
 
 
-def test_a_running_program_keeps_what_its_swaps_cost(tmp_path):
-    with serving(compose(tmp_path), "--policy", "eager", state=tmp_path) as running:
-        for model in "aba":
-            assert running.chat(model)[0] == 200
-    [kept] = tmp_path.rglob("learned")
-    costs = {(cost["source"], cost["target"]): cost for cost in json.loads(kept.read_text())["costs"]}
-    assert costs.keys() == {("", "a"), ("a", "b"), ("b", "a")}
-    assert all(cost["load_seconds"] > 0 and cost["swaps"] == 1 for cost in costs.values())
-
-
-def test_a_list_shows_after_a_restart_what_an_engine_said_before_it(tmp_path):
+def test_a_restart_knows_what_swaps_cost_and_what_engines_said_of_their_models(tmp_path):
     file = compose(tmp_path)
 
     def lengths(running):
         return {each["id"]: each.get("context_length") for each in running.get("/v1/models")["data"]}
 
-    with serving(file, state=tmp_path) as running:
+    with serving(file, "--policy", "eager", state=tmp_path) as running:
         assert lengths(running) == {"a": None, "b": None}
         assert running.chat("a")[0] == 200
         seen(lambda: lengths(running), lambda said: said["a"] == 4096)
-        assert running.chat("b")[0] == 200
+        for model in "ba":
+            assert running.chat(model)[0] == 200
         seen(lambda: lengths(running), lambda said: said == {"a": 4096, "b": 4096})
+    [kept] = tmp_path.rglob("learned")
+    costs = {(cost["source"], cost["target"]): cost for cost in json.loads(kept.read_text())["costs"]}
+    assert costs.keys() == {("", "a"), ("a", "b"), ("b", "a")}
+    assert all(cost["load_seconds"] > 0 and cost["swaps"] == 1 for cost in costs.values())
     with serving(file, state=tmp_path) as running:
         assert lengths(running) == {"a": 4096, "b": 4096}
     compose(tmp_path, "a", "b", load_seconds=0.2)
@@ -196,6 +182,9 @@ def test_a_host_tells_nothing_of_others_and_its_own_file_wins():
     assert (list(foreign.costs), list(foreign.footprints)) == ([], [])
     newer = Cost("", "m", "stop", 0.0, 5.0, 9, "h")
     assert Known([newer]).with_more(Known([ON_H, TO_A])) == Known([newer, TO_A], [])
+    later = CardRead("b", "d", ModelCard())
+    more = Known(cards=(SAID, later))
+    assert Known(cards=(SAID,)).with_more(more).cards == (SAID, later)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', '{"version": 2, "costs": [{}]}', "\0"])

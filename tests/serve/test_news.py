@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.host.seam import (
     CardRead,
-    GpusSeen,
+    GpusRead,
+    GpuUse,
     HostNews,
     LoadStage,
     OtherProcess,
     PhaseTook,
     PromptsKept,
-    Seen,
     ServiceEnded,
     WeightsRead,
 )
 from anvil_mux.protocol.cards import ModelCard
 from anvil_mux.scheduler.status import KeptPrompts
-from anvil_mux.scheduler.waits import LogProgress
+from anvil_mux.scheduler.waits import Progress
 from anvil_mux.serve.watches import NewsReader
 
 A = Backend("a", "model-a")
@@ -30,9 +30,10 @@ CARD = CardRead("a", "d", ModelCard(4096, {"tools": True}))
 class Listener:
     """Host and multiplexer in one; notes what it is told."""
 
-    def __init__(self, *news: object) -> None:
+    def __init__(self, *news: object, yield_above: int | None = None) -> None:
         self.board = [HostNews(number, cast(Any, what)) for number, what in enumerate(news, 1)]
         self.told: list[object] = []
+        self.config = Config((A,), yield_above=yield_above)
         self.overview = self.facts = self.scheduler = self
 
     def news(self, after: int, timeout: float) -> list[HostNews]:
@@ -50,12 +51,13 @@ class Listener:
     def __getattr__(self, name: str) -> Any:
         return lambda *given, **named: self.told.append((name, *given, named))
 
+    def reader(self, host: str = "", took: Any = None) -> NewsReader:
+        return NewsReader(host, cast(Any, self), cast(Any, self), took or self.took, self.read_ahead)
+
 
 def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
     listener = Listener(*news)
-    reader = NewsReader(
-        "", cast(Any, listener), cast(Any, listener), cast(Any, listener).took, listener.read_ahead
-    )
+    reader = listener.reader()
     for _ in range(2):
         assert reader.read() == 0.0
     return reader, listener.told
@@ -76,7 +78,7 @@ def test_each_kind_of_news_is_told_once() -> None:
     )
     assert told == [
         ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
-        ("report", "a", LogProgress("reading weights", 0.5, 3.0), {}),
+        ("report", "a", Progress("reading weights", 0.5, 3.0), {}),
         ("took", A, "load", 2.0, {}),
         ("note_prompts", "a", KeptPrompts(2, 900, 4096), {}),
         ("read_ahead", A, 4096, 0.5, {}),
@@ -86,24 +88,22 @@ def test_each_kind_of_news_is_told_once() -> None:
 
 def test_a_host_has_no_news_of_the_backends_of_others() -> None:
     listener = Listener(ServiceEnded("a", "ended"), LoadStage("a", "x"), PromptsKept("a", 1, 1, 1))
-    reader = NewsReader("h", cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
-    reader.read()
+    listener.reader("h").read()
     assert listener.told == []
 
 
 def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     other = OtherProcess("0", 1, 3 << 30)
-    sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}
-    reader, told = handed_on(GpusSeen(sight))
-    assert told == [("memory_seen", {"0": 3 << 30}, {"host": ""}), ("leaves_gpus", {})]
-    assert reader.sight() == sight
-    assert told[2:] == ["watched"]
+    gpu_uses = {"0": GpuUse(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": GpuUse(0, 24 << 30)}
+    reader, told = handed_on(GpusRead(gpu_uses))
+    assert told == [("memory_seen", {"0": 3 << 30}, {"host": ""})]
+    assert reader.gpu_uses() == gpu_uses
+    assert told[1:] == ["watched"]
 
 
 def test_where_a_gpu_is_left_to_others_it_is_looked_at_more_often() -> None:
-    listener = Listener(GpusSeen({"0": Seen(0, 24 << 30)}))
-    listener.leaves_gpus = lambda: True
-    NewsReader("", cast(Any, listener), cast(Any, listener), cast(Any, listener).took).read()
+    listener = Listener(GpusRead({"0": GpuUse(0, 24 << 30)}), yield_above=1)
+    listener.reader().read()
     assert listener.told == [("memory_seen", {}, {"host": ""}), "watched"]
 
 
@@ -115,7 +115,7 @@ def test_a_mistake_of_who_is_told_loses_only_that_news() -> None:
         took.append(phase)
         assert phase != "load"
 
-    reader = NewsReader("", cast(Any, listener), cast(Any, listener), mistake)
+    reader = listener.reader(took=mistake)
     try:
         reader.read()
     except AssertionError:

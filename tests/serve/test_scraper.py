@@ -132,7 +132,7 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
                 both.set()
 
         mux = SimpleNamespace(overview=rig.mux.overview, scheduler=rig.mux.scheduler, tell=tell)
-        scraper = Scraper(cast(Multiplexer, mux), every=60.0)
+        scraper = Scraper(cast(Multiplexer, mux))
         scraper.worker.start()
         assert both.wait(GUARD)
         scraper.worker.close()

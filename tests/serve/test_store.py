@@ -182,8 +182,12 @@ def test_a_running_anvil_mux_publishes_what_its_replicas_have(server: Server, tm
 
 
 @pytest.mark.parametrize("text", ["", "7", "{}", '{"a": 7}', '{"a": [1]}', '{"a": [1,2,3,4,5,"x",0]}'])
-def test_what_somebody_else_wrote_is_no_report(text: str) -> None:
-    assert polling.from_text(text) == {}
+def test_what_somebody_else_wrote_is_no_report(server: Server, text: str) -> None:
+    kept = RedisStore(server.url, "other")
+    kept.publish("one", {"a": BUSY})
+    kept._redis.set(kept._key("one"), text, px=60_000)
+    assert not any(kept.others("two"))
+    kept.close()
 
 
 def test_a_redis_that_does_not_answer_is_told_once_and_nothing_is_heard(tmp_path: Path) -> None:

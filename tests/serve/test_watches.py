@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.cluster.channel import AgentSilent
 from anvil_mux.cluster.frames import Fenced
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import Awake, Evicted, Unfit
 from anvil_mux.serve import watches
@@ -40,7 +40,7 @@ class House:
             is_heard=lambda name, since: name in self.heard,
         )
         overview = SimpleNamespace(
-            configured=lambda: (A, B, C, Backend("external", "e")),
+            config=Config((A, B, C, Backend("external", "e"))),
             serving=lambda host: [(each, (each.name, 1)) for each in self.serving],
         )
         self.host = SimpleNamespace(
@@ -117,16 +117,14 @@ def test_a_host_whose_agent_answers_is_here_whatever_its_engines_do(house):
     assert house.watch.state == "here"
 
 
-def test_while_one_engine_answers_control_is_away_and_the_host_is_not_lost(house):
-    house.agent_answers, house.answering = False, {"b"}
+@pytest.mark.parametrize(("answering", "heard"), [({"b"}, set()), (set(), {"a"})])
+def test_while_one_engine_answers_or_has_sent_a_byte_control_is_away_and_the_host_is_not_lost(
+    house, answering, heard
+):
+    house.agent_answers, house.answering, house.heard = False, answering, heard
     assert house.turns(60.0) == [("away", "h", True)]
     assert house.watch.state == "away"
-
-
-def test_an_engine_that_has_just_sent_a_byte_is_a_witness_too(house):
-    house.agent_answers, house.answering, house.heard = False, set(), {"a"}
-    assert house.turns(60.0) == [("away", "h", True)]
-    house.heard = set()
+    house.answering = house.heard = set()
     assert [what for what, *_ in house.turns(1.0)] == ["lost", "given up"]
 
 
@@ -137,14 +135,10 @@ def test_a_host_is_lost_when_agent_and_engines_are_silent_and_not_before_five_se
     assert house.watch.state == "lost"
 
 
-def test_a_host_without_engines_is_lost_if_others_are_reached(house):
-    house.serving, house.agent_answers = [], False
-    assert ("lost", "h") in house.turns(6.0)
-
-
-def test_a_host_without_engines_is_not_lost_while_the_way_to_all_is_closed_for_a_moment(house):
-    house.serving, house.agent_answers, house.way_is_open = [], False, False
-    assert house.turns(29.0) == []
+@pytest.mark.parametrize(("way_is_open", "seconds"), [(True, 4.5), (False, 29.0)])
+def test_a_host_without_engines_is_lost_if_others_are_reached_else_later(house, way_is_open, seconds):
+    house.serving, house.agent_answers, house.way_is_open = [], False, way_is_open
+    assert house.turns(seconds) == []
     assert ("lost", "h") in house.turns(2.0)
 
 
@@ -156,19 +150,15 @@ def test_control_that_is_back_brings_no_engine_to_an_end(house):
     assert house.watch.state == "here"
 
 
-def test_an_agent_that_was_started_anew_says_which_engines_ended_meanwhile(house):
-    house.instance, house.running = 2, [A]
-    assert house.turns(1.0) == [("died", "b", "ended while its agent was away")]
-
-
-def test_what_runs_is_asked_again_if_the_first_question_was_not_answered(house):
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_an_agent_that_was_started_anew_says_which_engines_ended_however_often_it_is_asked(house, is_silent):
     running = house.host.running
 
     def fail():
         house.host.running = running
         raise AgentSilent("no answer")
 
-    house.instance, house.running, house.host.running = 2, [A], fail
+    house.instance, house.running, house.host.running = 2, [A], fail if is_silent else running
     assert house.turns(2.0) == [("died", "b", "ended while its agent was away")]
 
 
@@ -180,7 +170,7 @@ def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(hou
     house.found = {"a": Awake("http://h:1"), "b": asleep, "c": Unfit("it answers for another model")}
     assert house.turns(1.0) == [
         ("stop orphans", "h"),
-        ("back", "h", {"a": "http://h:1"}, {"b": asleep}),
+        ("back", "h", {"a": "http://h:1", "b": asleep}),
         ("stop", [(C, "it answers for another model")]),
     ]
     assert house.watch.state == "here"
@@ -188,7 +178,7 @@ def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(hou
 
 def test_a_host_that_was_not_there_at_the_start_comes_like_one_that_was_lost(monkeypatch):
     made = House(monkeypatch, is_lost=True)
-    assert made.turns(1.0) == [("stop orphans", "h"), ("back", "h", {}, {}), ("stop", [])]
+    assert made.turns(1.0) == [("stop orphans", "h"), ("back", "h", {}), ("stop", [])]
 
 
 def test_a_host_that_another_anvil_mux_has_taken_is_not_used_any_more(house):

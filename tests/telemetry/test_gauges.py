@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.host.seam import GpuUse, OtherProcess, Sensors
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.slot import STATES
 from anvil_mux.scheduler.status import BackendState, GpuState, HostState, ModelState, Status
@@ -71,7 +71,7 @@ def test_what_engines_say_of_themselves_is_shown_with_its_age() -> None:
 
 @pytest.mark.parametrize(
     ("progress", "shown"),
-    [(Progress(0.42, 35.0, "reading weights"), 0.42), (Progress(None, None, ""), None), (None, None)],
+    [(Progress("reading weights", 0.42, 35.0), 0.42), (Progress(), None), (None, None)],
 )
 def test_how_far_a_load_is_is_shown_where_it_is_known(progress: Progress | None, shown: float | None) -> None:
     model = ModelState("a", "loading", "a", ("0",), (), 0, 0, "", None, progress=progress)
@@ -81,12 +81,12 @@ def test_how_far_a_load_is_is_shown_where_it_is_known(progress: Progress | None,
 
 def test_gpus_are_shown_with_who_uses_them() -> None:
     gpus = (
-        GpuState("0", ("a",), "ready", "", 0, 0.0, 24, 2, (("b", 3), ("c", 1))),
-        GpuState("1", (), "stopped", "", 0, 0.0, reserved_for=("both",)),
+        GpuState("0", ("a",), "ready", total=24, reserve=2, residuals=(("b", 3), ("c", 1))),
+        GpuState("1", (), "stopped", reserved_for=("both",)),
     )
     others = (OtherProcess("0", 41, 5), OtherProcess("0", 42, None))
-    sight = {"0": Seen(20, 25, {"a": 11}, others, Sensors(0.43, 61.0))}
-    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), sight=lambda: sight)
+    gpu_uses = {"0": GpuUse(20, 25, {"a": 11}, others, Sensors(0.43, 61.0))}
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), gpu_uses=lambda: gpu_uses)
     names = ("total", "used", "reserve", "other", "residual")
     shown = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="0") for name in names]
     assert shown == [25, 20, 2, 5, 4]
@@ -142,6 +142,6 @@ def test_of_the_many_backends_on_other_hosts_those_that_are_stopped_are_no_serie
 
 
 def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:
-    gpus = (GpuState("0", (), "stopped", "", 0, 0.0, 24),)
+    gpus = (GpuState("0", (), "stopped", total=24),)
     seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0))
     assert value(seen, "anvil_gpu_memory_total_bytes", gpu="0") == 24

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -154,21 +155,6 @@ def test_a_swap_counts_on_each_gpu_that_its_model_takes() -> None:
     assert value(seen, "anvil_gpu_swap_seconds_total", gpu="1") == 20.0
 
 
-def test_what_is_swapped_at_once_on_a_gpu_counts_once() -> None:
-    metrics = Metrics(CONFIG, nothing)
-    metrics.know(CONFIG)
-    for event in (
-        Event(10.0, "loading", "a", "a"),
-        Event(12.0, "loading", "b", "b"),
-        Event(15.0, "ready", "a", "a"),
-        Event(18.0, "ready", "b", "b"),
-        Event(30.0, "loading", "b", "b"),
-        Event(31.0, "ready", "b", "b"),
-    ):
-        metrics.observe(event)
-    assert value(metrics, "anvil_gpu_swap_seconds_total", gpu="0") == 8.0 + 1.0
-
-
 def test_each_token_is_counted_once_by_its_kind() -> None:
     made = metrics()
     made.served(record(tokens=37, prompt_tokens=12, cached_tokens=8))
@@ -219,75 +205,159 @@ def test_a_swap_of_several_victims_is_one_swap() -> None:
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0 + 1.0 + 10.0
 
 
-def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
-    seen = told(
+def sample(of: Metrics, key: str) -> float | None:
+    """The value of a series by its name and labels, as in ``anvil_swaps_total{from=a,to=b}``."""
+    name, _, labels = key.rstrip("}").partition("{")
+    return value(of, name, **dict(label.split("=") for label in labels.split(",")))
+
+
+def evicted(model: str, **why: Any) -> list[Event]:
+    """A drain from 1 s to 2 s, and an eviction until 3 s."""
+    at = (1.0, "draining"), (2.0, "evicting"), (3.0, "stopped")
+    return [Event(moment, kind, model, model, **(why if kind == "draining" else {})) for moment, kind in at]
+
+
+def loaded(model: str, since: float, until: float, loads_by: str = "", way: str = "stop") -> list[Event]:
+    loading = Event(since, "loading", model, model, way=loads_by or way)
+    return [loading, Event(until, "ready", model, model, seconds=until - since, way=way)]
+
+
+DEMOTED = [
+    *evicted("a", target="b", cause=Cause("oldest_first", waiting=1))[:2],
+    Event(3.0, "standby", "a", "a", way="sleep"),
+    Event(8.0, "demoting", "a", "a", target="b", cause=Cause("memory_needed")),
+]
+SEVERED = Event(1.0, "severed", "a", "a", 7, 1, 30.0)
+HISTORIES: dict[str, tuple[list[Event], dict[str, float | None]]] = {
+    "what is swapped at once on a GPU counts once": (
         [
-            Event(1.0, "draining", "a", "a", target="b"),
-            Event(2.0, "evicting", "a", "a"),
-            Event(3.0, "stopped", "a", "a"),
+            Event(10.0, "loading", "a", "a"),
+            Event(12.0, "loading", "b", "b"),
+            Event(15.0, "ready", "a", "a"),
+            Event(18.0, "ready", "b", "b"),
+            *loaded("b", 30.0, 31.0),
+        ],
+        {"anvil_gpu_swap_seconds_total{gpu=0}": 8.0 + 1.0},
+    ),
+    "a load that fails is a failed swap and is timed apart": (
+        [
+            *evicted("a", target="b"),
             Event(3.0, "loading", "b", "b", way="sleep"),
             Event(9.0, "stopped", "b", "b", cause=Cause("load_failed", detail="exited with code 1")),
-        ]
-    )
-    assert value(seen, "anvil_model_loads_total", model="b", result="failed") == 1
-    assert swaps(seen, "a", "b", "sleep", "failed") == 1
-    assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="failed") == 6.0
-    assert value(seen, "anvil_swap_duration_seconds_sum", result="failed") == 8.0
-    assert value(seen, "anvil_swap_duration_seconds_count", result="ok") == 0
-    assert value(seen, "anvil_evictions_total", model="b", cause="died") is None
-
-
-def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
-    seen = told(
+        ],
+        {
+            "anvil_model_loads_total{model=b,result=failed}": 1,
+            "anvil_swaps_total{from=a,to=b,way=sleep,result=failed}": 1,
+            "anvil_model_load_duration_seconds_sum{model=b,result=failed}": 6.0,
+            "anvil_swap_duration_seconds_sum{result=failed}": 8.0,
+            "anvil_swap_duration_seconds_count{result=ok}": 0,
+            "anvil_evictions_total{model=b,cause=died}": None,
+        },
+    ),
+    "an unload is an eviction and no part of a later swap": (
+        [*evicted("a", cause=Cause("unloaded")), *loaded("b", 100.0, 101.0)],
+        {
+            "anvil_evictions_total{model=a,cause=unloaded}": 1,
+            "anvil_swap_duration_seconds_sum{result=ok}": 1.0,
+            "anvil_swaps_total{from=none,to=b,way=stop,result=ok}": 1,
+        },
+    ),
+    "who leaves because nobody uses it is idle": (
+        evicted("a", cause=Cause("idle", seconds=60.0)),
+        {"anvil_evictions_total{model=a,cause=idle}": 1},
+    ),
+    "a swap is counted by the way back": (
+        loaded("b", 1.0, 2.0, "sleep", "sleep"),
+        {"anvil_swaps_total{from=none,to=b,way=sleep,result=ok}": 1},
+    ),
+    "a swap is counted by the way that really brought the model back": (
+        loaded("b", 1.0, 2.0, "sleep", "stop"),
+        {"anvil_swaps_total{from=none,to=b,way=stop,result=ok}": 1},
+    ),
+    **{
+        f"a demotion that ends as {way} is counted as that and is no eviction": (
+            [*DEMOTED, end, *loaded("b", 10.0, 11.0)],
+            {
+                f"anvil_demotions_total{{model=a,way={way}}}": 1,
+                "anvil_evictions_total{model=a,cause=swap}": 1,
+                "anvil_evictions_total{model=a,cause=died}": None,
+                "anvil_swaps_total{from=a,to=b,way=stop,result=ok}": 1,
+            },
+        )
+        for way, end in (
+            ("checkpoint", Event(9.0, "standby", "a", "a", way="checkpoint")),
+            ("none", Event(9.0, "standby", "a", "a", way="sleep", cause=Cause("evict_failed", detail="no"))),
+            ("stop", Event(9.0, "stopped", "a", "a")),
+        )
+    },
+    "reloads are counted by result and those who leave for one by that cause": (
         [
-            Event(1.0, "draining", "a", "a", cause=Cause("unloaded")),
-            Event(2.0, "evicting", "a", "a"),
-            Event(3.0, "stopped", "a", "a"),
-            Event(100.0, "loading", "b", "b"),
-            Event(101.0, "ready", "b", "b", seconds=1.0, way="stop"),
-        ]
-    )
-    assert value(seen, "anvil_evictions_total", model="a", cause="unloaded") == 1
-    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
-    assert swaps(seen, "none", "b", "stop", "ok") == 1
+            Event(1.0, "reloaded", "", cause=Cause("reconfigured", detail="changed a")),
+            *evicted("a", cause=Cause("changed")),
+            Event(4.0, "reload_failed", "", cause=Cause("bad_configuration", detail="no")),
+        ],
+        {
+            "anvil_reloads_total{result=ok}": 1,
+            "anvil_reloads_total{result=failed}": 1,
+            "anvil_evictions_total{model=a,cause=changed}": 1,
+        },
+    ),
+    "an adopted backend is no load": (
+        [Event(1.0, "ready", "a", "a", cause=Cause("adopted"))],
+        {"anvil_model_loads_total{model=a,result=ok}": 0},
+    ),
+    "a reprieve is one swap that did not come about": (
+        [
+            *[Event(1.0, "draining", model, model, target="both") for model in "ac"],
+            *[Event(2.0, "ready", model, model, cause=Cause("reprieved")) for model in "ac"],
+            Event(3.0, "loading", "both", "both"),
+        ],
+        {
+            "anvil_swaps_total{from=several,to=both,way=none,result=reprieved}": 1,
+            "anvil_evictions_total{model=a,cause=swap}": None,
+        },
+    ),
+    "a victim that cannot be stopped ends its swap": (
+        [
+            *evicted("a", target="b")[:2],
+            Event(3.0, "stuck", "a", "a", cause=Cause("evict_failed", detail="still runs")),
+            Event(9.0, "stopped", "a", "a"),
+            *loaded("b", 10.0, 11.0),
+        ],
+        {
+            "anvil_swaps_total{from=a,to=b,way=none,result=stuck}": 1,
+            "anvil_swap_duration_seconds_sum{result=ok}": 1.0,
+        },
+    ),
+    "a death is an eviction of its own kind": (
+        [
+            Event(1.0, "draining", "a", "a", target="b"),
+            Event(2.0, "stopped", "a", "a", cause=Cause("died", detail="exited with code 139")),
+            *loaded("b", 50.0, 51.0),
+        ],
+        {
+            "anvil_evictions_total{model=a,cause=died}": 1,
+            "anvil_swap_duration_seconds_sum{result=ok}": 1.0,
+        },
+    ),
+    "the target of a swap may have colons in its name": (
+        [*evicted("a", target="qwen: 8b"), *loaded("qwen: 8b", 3.0, 4.0)],
+        {"anvil_swaps_total{from=a,to=qwen: 8b,way=stop,result=ok}": 1},
+    ),
+    "severed requests and deferrals are counted by model": (
+        [SEVERED, SEVERED, Event(1.0, "deferred", "b", "", 1, 1, 5.0, Cause("not_quiet"))],
+        {
+            "anvil_severed_requests_total{model=a}": 2,
+            "anvil_deferrals_total{model=b,cause=not_quiet}": 1,
+        },
+    ),
+}
 
 
-def test_who_leaves_because_nobody_uses_it_is_idle() -> None:
-    leaving = Event(1.0, "draining", "a", "a", cause=Cause("idle", seconds=60.0))
-    seen = told([leaving, Event(1.0, "evicting", "a", "a"), Event(2.0, "stopped", "a", "a")])
-    assert value(seen, "anvil_evictions_total", model="a", cause="idle") == 1
-
-
-def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> None:
-    starting = Event(1.0, "loading", "b", "b", way="sleep")
-    assert (
-        swaps(told([starting, Event(2.0, "ready", "b", "b", way="sleep")]), "none", "b", "sleep", "ok") == 1
-    )
-    assert swaps(told([starting, Event(2.0, "ready", "b", "b", way="stop")]), "none", "b", "stop", "ok") == 1
-
-
-@pytest.mark.parametrize(
-    ("end", "way"),
-    [
-        (Event(9.0, "standby", "a", "a", way="checkpoint"), "checkpoint"),
-        (Event(9.0, "standby", "a", "a", way="sleep", cause=Cause("evict_failed", detail="no")), "none"),
-        (Event(9.0, "stopped", "a", "a"), "stop"),
-    ],
-)
-def test_a_demotion_is_counted_by_how_it_ended_and_is_no_eviction(end: Event, way: str) -> None:
-    left = [
-        Event(1.0, "draining", "a", "a", target="b", cause=Cause("oldest_first", waiting=1)),
-        Event(2.0, "evicting", "a", "a"),
-        Event(3.0, "standby", "a", "a", way="sleep"),
-        Event(8.0, "demoting", "a", "a", target="b", cause=Cause("memory_needed")),
-    ]
-    made = told([*left, end])
-    assert value(made, "anvil_demotions_total", model="a", way=way) == 1
-    assert value(made, "anvil_evictions_total", model="a", cause="swap") == 1
-    assert value(made, "anvil_evictions_total", model="a", cause="died") is None
-    made.observe(Event(10.0, "loading", "b", "b", way="stop"))
-    made.observe(Event(11.0, "ready", "b", "b", way="stop"))
-    assert swaps(made, "a", "b", "stop", "ok") == 1
+@pytest.mark.parametrize(("events", "expected"), HISTORIES.values(), ids=HISTORIES)
+def test_what_happened_is_counted(events: list[Event], expected: dict[str, float | None]) -> None:
+    seen = told(events)
+    assert {key: sample(seen, key) for key in expected} == expected
 
 
 def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:
@@ -301,7 +371,7 @@ def deferred(at: float, model: str, ticket: int, cause: str = "more_awaited") ->
     return Event(at, "deferred", model, "", ticket, 1, 5.0, Cause(cause))
 
 
-def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
+def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down_however_often_that_is_announced() -> None:
     seen = told(
         [
             deferred(1.0, "b", 7),
@@ -313,9 +383,6 @@ def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
         ]
     )
     assert phases(seen) == {("b", "cooldown"): 2.5, ("c", "cooldown"): 4.0}
-
-
-def test_a_deferral_that_is_announced_again_is_still_one() -> None:
     again = [deferred(at, "b", 7, "not_quiet") for at in (1.0, 6.0)]
     seen = told([*again, Event(8.0, "loading", "b", "b")])
     assert phases(seen) == {("b", "cooldown"): 7.0}
@@ -381,20 +448,6 @@ def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() 
     }
 
 
-def test_reloads_are_counted_by_result_and_those_who_leave_for_one_by_that_cause() -> None:
-    events = [
-        Event(1.0, "reloaded", "", cause=Cause("reconfigured", detail="changed a")),
-        Event(1.0, "draining", "a", "a", cause=Cause("changed")),
-        Event(2.0, "evicting", "a", "a"),
-        Event(3.0, "stopped", "a", "a"),
-        Event(4.0, "reload_failed", "", cause=Cause("bad_configuration", detail="no")),
-    ]
-    seen = told(events)
-    assert value(seen, "anvil_reloads_total", result="ok") == 1
-    assert value(seen, "anvil_reloads_total", result="failed") == 1
-    assert value(seen, "anvil_evictions_total", model="a", cause="changed") == 1
-
-
 def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go_on() -> None:
     seen = metrics()
     seen.served(record())
@@ -404,25 +457,6 @@ def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go
     seen.served(record(model="n"))
     assert value(seen, "anvil_queue_wait_seconds_count", model="a") == 2
     assert value(seen, "anvil_queue_wait_seconds_count", model="new") == 1
-
-
-def test_an_adopted_backend_is_no_load() -> None:
-    seen = told([Event(1.0, "ready", "a", "a", cause=Cause("adopted"))])
-    assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 0
-
-
-def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
-    seen = told(
-        [
-            Event(1.0, "draining", "a", "a", target="both"),
-            Event(1.0, "draining", "c", "c", target="both"),
-            Event(2.0, "ready", "a", "a", cause=Cause("reprieved")),
-            Event(2.0, "ready", "c", "c", cause=Cause("reprieved")),
-            Event(3.0, "loading", "both", "both"),
-        ]
-    )
-    assert swaps(seen, "several", "both", "none", "reprieved") == 1
-    assert value(seen, "anvil_evictions_total", model="a", cause="swap") is None
 
 
 def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
@@ -440,55 +474,6 @@ def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
     assert value(seen, "anvil_evictions_total", model="a", cause="died") is None
     history.load("a", 10.0, 14.0)
     assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 1
-
-
-def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
-    seen = told(
-        [
-            Event(1.0, "draining", "a", "a", target="b"),
-            Event(2.0, "evicting", "a", "a"),
-            Event(3.0, "stuck", "a", "a", cause=Cause("evict_failed", detail="still runs")),
-            Event(9.0, "stopped", "a", "a"),
-            Event(10.0, "loading", "b", "b"),
-            Event(11.0, "ready", "b", "b", seconds=1.0),
-        ]
-    )
-    assert swaps(seen, "a", "b", "none", "stuck") == 1
-    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
-
-
-def test_a_death_is_an_eviction_of_its_own_kind() -> None:
-    seen = told(
-        [
-            Event(1.0, "draining", "a", "a", target="b"),
-            Event(2.0, "stopped", "a", "a", cause=Cause("died", detail="exited with code 139")),
-            Event(50.0, "loading", "b", "b"),
-            Event(51.0, "ready", "b", "b"),
-        ]
-    )
-    assert value(seen, "anvil_evictions_total", model="a", cause="died") == 1
-    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
-
-
-def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
-    config = Config((Backend("a", "a"), Backend("q", "qwen"), Backend("q8", "qwen: 8b")))
-    seen = Metrics(config, nothing)
-    for event in (
-        Event(1.0, "draining", "a", "a", target="qwen: 8b"),
-        Event(1.0, "evicting", "a", "a"),
-        Event(2.0, "stopped", "a", "a"),
-        Event(2.0, "loading", "qwen: 8b", "q8"),
-        Event(3.0, "ready", "qwen: 8b", "q8", way="stop"),
-    ):
-        seen.observe(event)
-    assert swaps(seen, "a", "qwen: 8b", "stop", "ok") == 1
-
-
-def test_severed_requests_and_deferrals_are_counted_by_model() -> None:
-    severed = Event(1.0, "severed", "a", "a", 7, 1, 30.0)
-    seen = told([severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, Cause("not_quiet"))])
-    assert value(seen, "anvil_severed_requests_total", model="a") == 2
-    assert value(seen, "anvil_deferrals_total", model="b", cause="not_quiet") == 1
 
 
 def test_a_served_request_is_counted_with_its_times() -> None:

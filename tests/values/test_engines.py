@@ -18,7 +18,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import MuxError
 from anvil_mux.host import prompts
 from anvil_mux.host.engine_client import EngineClient, SleepApi, has_error
-from anvil_mux.host.engines import find_engine
+from anvil_mux.host.engines import ENGINES
 from anvil_mux.protocol import anthropic, api, cards, foreign, ollama
 from anvil_mux.protocol.completions import Translation
 from anvil_mux.serve.polling import load_of, load_of_slots
@@ -51,7 +51,7 @@ def visit(engine: str, says: Says) -> Scripted:
     clock = itertools.count(0, 1)
     backend = replace(_BACKEND, engine=engine, served_model=engine)
     found = Scripted(
-        find_engine(engine), backend, "http://127.0.0.1:1", now=lambda: float(next(clock)), deadline=2.0
+        ENGINES[engine], backend, "http://127.0.0.1:1", now=lambda: float(next(clock)), deadline=2.0
     )
     found.told = {path: text.encode() for path, text in _texts(engine).items()}
     found.told[says.path] = said(says, engine).encode("utf-8", "surrogatepass")
@@ -88,7 +88,7 @@ def translated(path: str, where: str) -> Callable[[Says], None]:
 
 def controlled(engine: str, deed: str) -> Callable[[Says], None]:
     def do(says: Says) -> None:
-        there, sleeps = visit(engine, says), cast(SleepApi, find_engine(engine).sleeps)
+        there, sleeps = visit(engine, says), cast(SleepApi, ENGINES[engine].sleeps)
         with there:
             if deed == "is_asleep":
                 assert sleeps.is_asleep(there) in (True, False, None)

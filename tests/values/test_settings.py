@@ -15,11 +15,9 @@ import pytest
 from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS
 from tests.running import STOP_TIMEOUT, begin, seen
 from tests.values.settings import EXIT_CODES, NAMES, OF_YAML, Files, drawn, judged, value_of, write
-from tests.values.test_values import SEED, house, kind_of, numbers
+from tests.values.test_values import SEED, kind_of, numbers
 from tests.values.values import changed
 from tests.values.witness import MODELS, House, compose
-
-__all__ = ["house"]
 
 ROUNDS = 40
 """Cases in a usual run."""

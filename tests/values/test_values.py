@@ -55,13 +55,6 @@ FOUND = [
 """Cases that once showed a mistake."""
 
 
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    made = House(tmp_path_factory.mktemp("types"))
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("ask", FOUND, ids=range(len(FOUND)))
 def test_what_was_found_once_holds(house: House, ask: Ask) -> None:
     assert house.judged(ask) == []

@@ -13,15 +13,12 @@ ENGINES = [name for name, way in WAYS.items() if way.at]
 USUAL = ["chat", "stream", "completions", "upstream", "health", "props", "messages", "responses"]
 ELSEWHERE = [name for name, way in WAYS.items() if not way.at and name not in OWN]
 STATUSES = (201, 204, 304, 400, 403, 404, 409, 418, 422, 429, 500, 503)
+ODD = (
+    *("X-Odd: v", "x-CAPS: Yes", "X-Empty:", "X-Space:  \t padded \t ", "X-Latin: \xe9\xff"),
+    "X-Long: " + "l" * 3000,
+)
 FIELDS = (
-    *(
-        "X-Odd: v",
-        "x-CAPS: Yes",
-        "X-Empty:",
-        "X-Space:  \t padded \t ",
-        "X-Latin: \xe9\xff",
-        "X-Long: " + "l" * 3000,
-    ),
+    *ODD,
     *(
         "X-Two: 1",
         "X-Two: 2",
@@ -50,14 +47,7 @@ FIELDS = (
     *("Expect: 100-continue", "Date: Tue, 15 Nov 1994 08:12:31 GMT", "Accept-Language: de, en;q=0.5"),
 )
 FIELDS_OF_ANSWERS = (
-    *(
-        "X-Odd: v",
-        "x-CAPS: Yes",
-        "X-Empty:",
-        "X-Space:  \t padded \t ",
-        "X-Latin: \xe9\xff",
-        "X-Long: " + "l" * 3000,
-    ),
+    *ODD,
     *("X-Two: 1", "X-Two: 2", "x-two: 3", "Connection: X-Hop", "X-Hop: secret", "Connection: close"),
     *(
         "Keep-Alive: timeout=5",
