@@ -50,8 +50,7 @@ class Named(NamedTuple):
 
 @dataclass(slots=True)
 class RequestContext:
-    """A request's head, and what was found in nothing but that, under one configuration. Never altered, but
-    for its key, which is there once it was checked.
+    """A request's head, and what was found in nothing but that, under one configuration. Never altered.
 
     (Frozen ones take three times as long to make, and to read a tuple's field twice as long as a slot.)
     """
@@ -143,9 +142,16 @@ class Access:
         """The (backend, path) of routes that engines turned out not to have. Changed by atomic operations."""
 
     def context(
-        self, id: str, since: float, request: http1.Request, *, at_pages: bool = False
+        self,
+        id: str,
+        since: float,
+        request: http1.Request,
+        *,
+        at_pages: bool = False,
+        key: Key | None = None,
     ) -> RequestContext:
         """The meaning of a request's head. ``at_pages``: it came to the port that is for pages of engines.
+        ``key``: the one that it shows, once that was checked.
 
         A script could read at another port what the status page keeps of a key, and use it. Where there are
         no keys it may do no more than any program on the machine.
@@ -161,6 +167,7 @@ class Access:
             route=route or api.NO_ROUTE,
             api=route.api if route else api.api_of(path),
             reader=reader,
+            key=key,
             shows_pages=at_pages or not self.hides_keys,
         )
 

@@ -104,7 +104,10 @@ class Handler:
             row = PAGES if client.at_pages else self.local.find(request.method, request.path)
             record.route = row.route
         try:
-            key = context.key = access.check(context, row.right if row else ANY_KEY)
+            if key := access.check(context, row.right if row else ANY_KEY):
+                context = reply.context = access.context(
+                    id, context.since, request, at_pages=client.at_pages, key=key
+                )
             if row:
                 heed_hint(self._mux, context)
                 self.local.answer(row, reply)

@@ -83,14 +83,12 @@ class Reply:
         """Whether the client understands chunks."""
         return self.context.request.version == (1, 1)
 
-    @property
     def connection(self) -> bytes | None:
         """The Connection header of the answer, where one is needed."""
         if not self.keep:
             return b"close"
         return None if self.context.request.version == (1, 1) else b"keep-alive"
 
-    @property
     def own_headers(self) -> list[Field]:
         """The fields that every answer carries."""
         context = self.context
@@ -112,16 +110,16 @@ class Reply:
         self, response: http1.Response, *, length: int | None = None, chunked: bool = False
     ) -> bytes:
         """The head of an engine's answer, as the client gets it."""
-        own = self.own_headers
+        own = self.own_headers()
         if b"date" not in response.fields:
             own.append(date())
         return http1.forward_response_head(
-            response, length=length, chunked=chunked, connection=self.connection, extra=own
+            response, length=length, chunked=chunked, connection=self.connection(), extra=own
         )
 
     def switched_head(self, response: http1.Response) -> bytes:
         """The head after which a websocket is open."""
-        extra = [(b"Upgrade", b"websocket"), *self.own_headers]
+        extra = [(b"Upgrade", b"websocket"), *self.own_headers()]
         return http1.forward_response_head(response, connection=b"Upgrade", extra=extra)
 
     # Answers
@@ -142,11 +140,11 @@ class Reply:
         self.keep = self.keep and self.client.can_resume()
         if self.capture:
             self.capture.add(body)
-        connection = self.connection
+        connection = self.connection()
         if connection is not None:
             headers = [*headers, (b"Connection", connection)]
         head_only = self.context.request.method == "HEAD"
-        self.send(http1.response(status, [*headers, date(), *self.own_headers], body, head_only=head_only))
+        self.send(http1.response(status, [*headers, date(), *self.own_headers()], body, head_only=head_only))
 
     def json(self, value: object, *, status: int = 200, indent: int | None = None) -> None:
         """Sends the JSON of a value that is of this moment."""
@@ -166,9 +164,9 @@ class Reply:
             (b"Content-Type", api.stream_type(self.context.api)),
             *UNBUFFERED,
             date(),
-            *self.own_headers,
+            *self.own_headers(),
         ]
-        self.send(http1.stream_head(headers, chunked=self.chunked, connection=self.connection))
+        self.send(http1.stream_head(headers, chunked=self.chunked, connection=self.connection()))
 
     def event(self, data: bytes) -> None:
         """Writes into a stream that has begun."""
