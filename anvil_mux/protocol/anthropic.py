@@ -218,7 +218,7 @@ class _Message(AnswerTranslation):
         parts, ending = parts_of(body)
         content: list[Block] = []
         for part in parts:
-            if part.id or not content or content[-1]["type"] != part.kind:
+            if part.id or not content or content[-1]["type"] != part.block:
                 content.append(_begin(part))
             content[-1][_field(part)] += part.text
         for block in content:
@@ -247,14 +247,14 @@ class _Message(AnswerTranslation):
 
     def _events(self, part: Part) -> Iterator[bytes]:
         yield from self._start()
-        if part.id or part.kind != self._block:
+        if part.id or part.block != self._block:
             yield from self._stop_block()
-            self._block, self._index = part.kind, self._index + 1
+            self._block, self._index = part.block, self._index + 1
             block = _begin(part)
             block |= {"input": {}} if part.id else {}
             yield _event("content_block_start", index=self._index, content_block=block)
         if not part.id:
-            kind, field = _DELTAS[part.kind]
+            kind, field = _DELTAS[part.block]
             delta = {"type": kind, field: part.text}
             yield _event("content_block_delta", index=self._index, delta=delta)
 
@@ -283,14 +283,14 @@ class _Count(AnswerTranslation):
 
 def _field(part: Part) -> str:
     """The field of a block that its parts fill."""
-    return "input" if part.kind == "tool_use" else part.kind
+    return "input" if part.block == "tool_use" else part.block
 
 
 def _begin(part: Part) -> Block:
     """The block that a part begins, with nothing of what is said piece by piece."""
     about = {"id": part.id, "name": part.name} if part.id else {}
-    more = {"signature": ""} if part.kind == "thinking" else {}
-    return {"type": part.kind, **about, _field(part): "", **more}
+    more = {"signature": ""} if part.block == "thinking" else {}
+    return {"type": part.block, **about, _field(part): "", **more}
 
 
 def _reason(ending: Ending) -> str:

@@ -33,8 +33,8 @@ class Part(NamedTuple):
     which are JSON.
     """
 
-    kind: str
-    """One of text, thinking, tool_use."""
+    block: str
+    """The kind of block that it belongs to: text, thinking, or tool_use."""
     text: str = ""
     id: str = ""
     """Only where a tool's call begins."""

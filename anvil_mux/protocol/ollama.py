@@ -291,7 +291,7 @@ class _Spoken(_Words):
 
     def _gather(self, part: Part) -> bool:
         """Keep what belongs to a tool call, which is sent whole."""
-        if part.kind != "tool_use":
+        if part.block != "tool_use":
             return False
         if part.id:
             self._calls.append((part.id, part.name, []))
@@ -323,8 +323,8 @@ class _Spoken(_Words):
         return {key: value for key, value in figures.items() if value is not None}
 
     def _line(self, now: float, parts: list[Part], more: dict[str, Any], *, calls: bool = False) -> bytes:
-        said = "".join(part.text for part in parts if part.kind == "text")
-        thought = "".join(part.text for part in parts if part.kind == "thinking")
+        said = "".join(part.text for part in parts if part.block == "text")
+        thought = "".join(part.text for part in parts if part.block == "thinking")
         about = {"model": self._model, "created_at": _stamp(now)}
         said_by = self._said(said, thought, self._tool_calls() if calls else [])
         return written({**about, **said_by, **more}) + b"\n"

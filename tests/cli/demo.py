@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from anvil_mux.cli.main import main
 from tests.running import Running, seen, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -45,6 +47,25 @@ def compose(
     settings = {"runtime": "process", "project": PROJECT, **top}
     file.write_text(yaml.safe_dump({"x-anvil": settings, "services": services}))
     return file
+
+
+class Cli:
+    """Commands that run in this process, and what each of them printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object, code: int = 0) -> pytest.CaptureResult[str]:
+        assert main([*map(str, words)]) == code
+        return self._capsys.readouterr()
+
+    def json(self, command: str, *words: object) -> Any:
+        return json.loads(self(command, "--json", *words).out)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
 
 
 @pytest.fixture

@@ -24,14 +24,13 @@ from anvil_mux.host import cuda_checkpoint
 from anvil_mux.scheduler.costs import Cost, Footprint
 from anvil_mux.serve.files import Known, LearnedFile
 from anvil_mux.state import state_folder
-from tests.cli.demo import PROJECT, ROOT, compose, mux, url
+from tests.cli.demo import PROJECT, ROOT, Cli, cli, compose, mux, url
 
-__all__ = ["mux", "url"]
+__all__ = ["cli", "mux", "url"]
 
 
-def test_check_lists_what_will_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(compose(tmp_path))]) == 0
-    seen = capsys.readouterr()
+def test_check_lists_what_will_be_served(tmp_path: Path, cli: Cli) -> None:
+    seen = cli("check", compose(tmp_path))
     assert [line.split() for line in seen.out.splitlines()] == [
         ["MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT"],
         ["a", "a", "openai", "0", "all", "free"],
@@ -40,34 +39,29 @@ def test_check_lists_what_will_be_served(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 backends, 0 warnings; will listen on 127.0.0.1:9292" in seen.err
 
 
-def test_check_names_hosts_where_there_are_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_hosts_where_there_are_several(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "compose.yaml"
     file.write_text("""
         x-anvil: {runtime: process, gpus: ["0"], machines: {h: {gpus: ["0", "1"]}}}
         services: {a: {command: [x], x-anvil: {hosts: [local, h], gpu_count: 1}}}
     """)
-    assert main(["check", str(file)]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+    assert [line.split() for line in cli("check", file).out.splitlines()] == [
         ["MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT", "HOST"],
         ["a", "a", "openai", "0", "all", "free", "local"],
         ["a", "a.h.0", "openai", "0", "all", "free", "h"],
         ["a", "a.h.1", "openai", "1", "all", "free", "h"],
     ]
-    assert main(["check", "--json", str(file)]) == 0
-    models = json.loads(capsys.readouterr().out)["models"]
+    models = cli.json("check", file)["models"]
     assert [(model["gpus"], model["host"]) for model in models] == [
         (["0"], "local"),
         (["0"], "h"),
         (["1"], "h"),
     ]
-    assert main(["config", "--json", str(file)]) == 0
-    seen = json.loads(capsys.readouterr().out)
+    seen = cli.json("config", file)
     assert (seen["gpus"], seen["machines"]) == ({"0": {}}, {"h": {"gpus": {"0": {}, "1": {}}}})
 
 
-def test_check_names_presets_where_there_are_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_presets_where_there_are_some(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "compose.yaml"
     file.write_text("""
         x-anvil: {runtime: process}
@@ -75,17 +69,13 @@ def test_check_names_presets_where_there_are_some(tmp_path: Path, capsys: pytest
           a: {command: [x], x-anvil: {presets: {fast: {system: Be quick.}}, loras: [law]}}
           b: {command: [x], x-anvil: {}}
     """)
-    assert main(["check", str(file)]) == 0
-    head, first, _ = [line.split() for line in capsys.readouterr().out.splitlines()]
+    head, first, _ = [line.split() for line in cli("check", file).out.splitlines()]
     assert (head[-1], first[-1]) == ("PRESETS", "fast,law")
-    assert main(["check", "--json", str(file)]) == 0
-    seen = json.loads(capsys.readouterr().out)
+    seen = cli.json("check", file)
     assert [model["presets"] for model in seen["models"]] == [["fast", "law"], []]
 
 
-def test_check_names_the_disk_space_for_prompts_where_there_is_some(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_the_disk_space_for_prompts_where_there_is_some(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "compose.yaml"
     command = "[llama-server, -m, /m/a.gguf, -np, '2', --slot-save-path, /prompts]"
     file.write_text(f"""
@@ -94,65 +84,52 @@ def test_check_names_the_disk_space_for_prompts_where_there_is_some(
           a: {{command: {command}, x-anvil: {{prompt_cache: 4GiB}}}}
           b: {{command: [x], x-anvil: {{}}}}
     """)
-    assert main(["check", str(file)]) == 0
-    head, first, _ = [line.split() for line in capsys.readouterr().out.splitlines()]
+    head, first, _ = [line.split() for line in cli("check", file).out.splitlines()]
     assert (head[-1], first[-2:]) == ("PROMPT_CACHE", ["4.0", "GiB"])
 
 
-def test_check_names_the_lengths_of_queues_where_one_has_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_the_lengths_of_queues_where_one_has_its_own(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "compose.yaml"
     services = "{a: {command: [x], x-anvil: {max_queue: 7}}, b: {command: [x], x-anvil: {}}}"
     file.write_text(f"x-anvil: {{runtime: process}}\nservices: {services}")
-    assert main(["check", "--json", str(file)]) == 0
-    told = json.loads(capsys.readouterr().out)["models"]
+    told = cli.json("check", file)["models"]
     assert [each["max_queue"] for each in told] == ["7", ""]
 
 
-def test_check_in_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--json", str(compose(tmp_path))]) == 0
-    seen = json.loads(capsys.readouterr().out)
+def test_check_in_json_has_the_same(tmp_path: Path, cli: Cli) -> None:
+    seen = cli.json("check", compose(tmp_path))
     assert [(model["model"], model["gpus"]) for model in seen["models"]] == [("a", ["0"]), ("b", ["0"])]
     assert seen["problems"] == []
 
 
-def test_check_names_every_problem_and_exits_with_78(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_every_problem_and_exits_with_78(tmp_path: Path, cli: Cli) -> None:
     file = compose(tmp_path, polici="eager", drain_timeout="soon")
-    assert main(["check", str(file)]) == 78
-    seen = capsys.readouterr()
+    seen = cli("check", file, code=78)
     assert seen.out == ""
     assert "polici" in seen.err
     assert "drain_timeout" in seen.err
-    assert main(["check", "--json", str(file)]) == 78
-    assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+    assert len(json.loads(cli("check", "--json", file, code=78).out)["problems"]) == 2
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
 def test_keys_and_certificates_that_cannot_be_used_are_problems(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path, cli: Cli, command: str
 ) -> None:
     (tmp_path / "keys.txt").write_text("short\n")
     file = compose(tmp_path, key_file="keys.txt", tls_cert="none.pem", tls_key="none.pem")
-    assert main([command, str(file)]) == 78
-    said = capsys.readouterr().err
+    said = cli(command, str(file), code=78).err
     assert "keys.txt:1: a key has at least 8 characters" in said
     assert "none.pem cannot be used: No such file" in said
 
 
-def test_check_warns_of_an_address_that_serve_would_refuse(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_warns_of_an_address_that_serve_would_refuse(tmp_path: Path, cli: Cli) -> None:
     file = compose(tmp_path, listen="0.0.0.0:9292")
-    assert main(["check", "--json", str(file)]) == 0
-    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    (warning,) = cli.json("check", file)["warnings"]
     assert warning.startswith("listen: 0.0.0.0 can be reached by others")
 
 
 def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = compose(tmp_path, "a", "b", project="waits", queue_timeout=650)
@@ -160,13 +137,12 @@ def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
     folder.mkdir(parents=True)
     slow, quick = Cost("b", "a", "stop", 1.0, 651.0, 1), Cost("a", "b", "stop", 1.0, 649.0, 1)
     LearnedFile(folder, print).save(Known([slow, quick]))
-    assert main(["check", "--json", str(file)]) == 0
-    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    (warning,) = cli.json("check", file)["warnings"]
     assert warning.startswith("the load of a has taken 651 s, and queue_timeout is 650 s")
 
 
 def test_check_names_the_memory_to_declare_for_a_model_that_shares_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = compose(tmp_path, "a", "b", project="hints")
@@ -175,24 +151,24 @@ def test_check_names_the_memory_to_declare_for_a_model_that_shares_its_gpu(
     folder = state_folder("hints", os.environ)
     folder.mkdir(parents=True)
     LearnedFile(folder, print).save(Known(footprints=[prints[0], replace(prints[1], described="otherwise")]))
-    assert main(["check", "--json", str(file)]) == 0
-    (hint,) = json.loads(capsys.readouterr().out)["hints"]
+    (hint,) = cli.json("check", file)["hints"]
     assert hint.startswith("a held 18.1GiB of each GPU when it last ran: declare x-anvil: {vram: 18.1GiB}")
     compose(tmp_path, "a", project="hints")
-    assert main(["check", str(file)]) == 0
-    assert "hint" not in capsys.readouterr().err
+    assert "hint" not in cli("check", file).err
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
 def test_a_checkpoint_that_this_machine_cannot_do_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, command: str
 ) -> None:
     monkeypatch.setattr(cuda_checkpoint.Checkpointer, "why_not", lambda *_, **__: "needs NVIDIA driver 570")
     file = tmp_path / "compose.yaml"
     service = {"command": "x", "x-anvil": {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}}
     file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": {"a": service}}))
-    assert main([command, str(file)]) == 78
-    assert "a.x-anvil.evict_to: checkpoint cannot work: needs NVIDIA driver 570" in capsys.readouterr().err
+    assert (
+        "a.x-anvil.evict_to: checkpoint cannot work: needs NVIDIA driver 570"
+        in cli(command, str(file), code=78).err
+    )
     assert main(["config", str(file)]) == 0
 
 
@@ -252,54 +228,44 @@ def test_check_does_not_ask_docker_for_models_that_are_served_elsewhere(
     assert "images" not in told
 
 
-def test_a_compose_file_is_found_upward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compose_file_is_found_upward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     compose(tmp_path, "only")
     inner = tmp_path / "some" / "where"
     inner.mkdir(parents=True)
     monkeypatch.chdir(inner)
-    assert main(["check"]) == 0
-    assert "only" in capsys.readouterr().out
+    assert "only" in cli("check").out
 
 
 def test_config_says_where_each_value_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     file = compose(tmp_path, max_wait=7)
     monkeypatch.setenv("ANVIL_QUEUE_TIMEOUT", "90")
-    assert main(["config", "--json", "--show-origin", str(file)]) == 0
-    seen: dict[str, dict[str, Any]] = json.loads(capsys.readouterr().out)
+    seen: dict[str, dict[str, Any]] = cli.json("config", "--show-origin", file)
     assert seen["max_wait"]["value"] == 7
     assert seen["max_wait"]["origin"].startswith(str(file))
     assert seen["queue_timeout"] == {"value": 90, "origin": "ANVIL_QUEUE_TIMEOUT"}
     assert seen["listen"] == {"value": "127.0.0.1:9292", "origin": "default"}
-    assert main(["config", str(file)]) == 0
-    assert ["max_wait", "7.0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["max_wait", "7.0"] in [line.split() for line in cli("config", file).out.splitlines()]
 
 
-def test_config_shows_no_password_of_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_no_password_of_a_store(tmp_path: Path, cli: Cli) -> None:
     file = compose(tmp_path, routing={"store": "redis://:secret@10.0.0.1/3"})
-    assert main(["config", str(file)]) == 0
-    shown = capsys.readouterr().out
+    shown = cli("config", file).out
     assert "redis://***@10.0.0.1/3" in shown
     assert "secret" not in shown
 
 
-def test_config_documents_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--docs"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+def test_config_documents_every_setting(cli: Cli) -> None:
+    rows = [line for line in cli("config", "--docs").out.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == [*SETTINGS, *SERVICE_SETTINGS]
     assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_a_cluster_needs_ray(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_needs_ray(command: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", {}.get)
-    assert main([command, "compose.yaml", "--cluster", "head:6379"]) == 1
-    assert capsys.readouterr().err == (
+    assert cli(command, "compose.yaml", "--cluster", "head:6379", code=1).err == (
         "anvil-mux: error: --cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)\n"
     )
 
@@ -320,30 +286,25 @@ def test_engines_that_whoever_reaches_them_may_steer_are_named_with_where_that_i
     )
 
 
-def test_check_warns_of_a_key_that_may_do_more_than_its_line_seems_to_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_warns_of_a_key_that_may_do_more_than_its_line_seems_to_say(tmp_path: Path, cli: Cli) -> None:
     keys = tmp_path / "keys.txt"
     file = compose(tmp_path, key_file="keys.txt")
     keys.write_text("the-first-key name=me\n")
-    assert main(["check", str(file)]) == 0
-    assert "may do everything" not in capsys.readouterr().err
+    assert "may do everything" not in cli("check", file).err
     keys.write_text("the-first-key name=me admin\nthe-key-of-alice name=alice\n")
-    assert main(["check", str(file)]) == 0
-    told = capsys.readouterr().err
+    told = cli("check", file).err
     assert f"warning: {keys}:2: the key of alice may do everything" in told
     assert "write: KEY name=alice models=*\n    see docs/security.md#keys\n" in told
     assert "the-key-of-alice" not in told
 
 
-def test_config_shows_hooks_as_the_file_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_hooks_as_the_file_has_them(tmp_path: Path, cli: Cli) -> None:
     file = compose(tmp_path, hooks=[{"on": "failed", "url": "http://x/y"}])
-    assert main(["config", "--json", str(file)]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = cli.json("config", file)
     assert shown["hooks"] == [{"on": ["failed"], "url": "http://x/y", "timeout": 10.0}]
 
 
-def test_check_shows_who_stays_and_who_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_who_stays_and_who_comes_back(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "compose.yaml"
     file.write_text("""
         x-anvil: {runtime: process, gpus: ["0"], any_of: {any: [b, a], warm: {models: [a], swap: never}}}
@@ -352,22 +313,18 @@ def test_check_shows_who_stays_and_who_comes_back(tmp_path: Path, capsys: pytest
           b: {command: [x], x-anvil: {gpus: ["0"], drain_timeout: 5m}}
           c: {command: [x], x-anvil: {gpus: ["0"]}}
     """)
-    assert main(["check", str(file)]) == 0
-    assert [line.split()[5:] for line in capsys.readouterr().out.splitlines()[:4]] == [
+    assert [line.split()[5:] for line in cli("check", file).out.splitlines()[:4]] == [
         ["PORT", "DRAIN", "HOME"],
         ["free", "none", "after", "300", "s"],
         ["free", "300", "s"],
         ["free"],
     ]
-    assert main(["check", str(file)]) == 0
-    assert capsys.readouterr().out.splitlines()[4:] == ["any: any of b, a", "warm: any of a, swap: never"]
-    assert main(["check", "--json", str(file)]) == 0
-    told = json.loads(capsys.readouterr().out)
+    assert cli("check", file).out.splitlines()[4:] == ["any: any of b, a", "warm: any of a, swap: never"]
+    told = cli.json("check", file)
     assert [(each["drain"], each["home"]) for each in told["models"]] == [
         ("none", "after 300 s"),
         ("300 s", ""),
         ("", ""),
     ]
     assert told["any_of"]["warm"] == {"models": ["a"], "swap": "never"}
-    assert main(["config", "--json", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out)["any_of"]["any"] == {"models": ["b", "a"], "swap": "allowed"}
+    assert cli.json("config", file)["any_of"]["any"] == {"models": ["b", "a"], "swap": "allowed"}

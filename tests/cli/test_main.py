@@ -15,10 +15,10 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.cli import arguments
 from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, main
-from tests.cli.demo import TIMEOUT, mux, state, url
+from tests.cli.demo import TIMEOUT, Cli, cli, mux, state, url
 from tests.running import Running
 
-__all__ = ["mux", "state", "url"]
+__all__ = ["cli", "mux", "state", "url"]
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,13 @@ def test_version_says_the_version_and_the_commit(
     known: str,
     shown: str,
     told: str | None,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("anvil_mux.cli.main.commit", lambda: known)
     for word in ("version", "--version"):
-        assert main([word]) == 0
-        assert capsys.readouterr().out == f"anvil-mux {__version__}{shown}\n"
-    assert main(["version", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+        assert cli(word).out == f"anvil-mux {__version__}{shown}\n"
+    found = json.loads(cli("version", "--json").out)
     assert (found["version"], found["commit"]) == (__version__, told)
 
 
@@ -63,14 +61,11 @@ def test_the_demo_has_a_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     "words", [["ps"], ["load", "a"], ["unload", "a"], ["why", "a"], ["events"], ["top"]], ids=" ".join
 )
-def test_without_an_anvil_mux_the_exit_code_is_3(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_anvil_mux_the_exit_code_is_3(words: list[str], cli: Cli) -> None:
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        assert main([*words, "--url", url]) == 3
-    seen = capsys.readouterr()
+        seen = cli(*words, "--url", url, code=3)
     assert seen.out == ""
     assert f"no anvil-mux answers at {url}" in seen.err
 
@@ -109,9 +104,8 @@ def test_help_tells_of_exit_codes_and_variables(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1", "http://127.0.0.1:99999", "http://[::1", "http://:80"])
-def test_what_is_no_address_is_told_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ps", "--url", url]) == 3
-    assert f"{url} is no address of an anvil-mux" in capsys.readouterr().err
+def test_what_is_no_address_is_told_so(url: str, cli: Cli) -> None:
+    assert f"{url} is no address of an anvil-mux" in cli("ps", "--url", url, code=3).err
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
@@ -125,14 +119,13 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 
 
 def test_commands_find_the_one_that_serves_the_file_at_hand(
-    mux: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mux: Running, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     folder = Path(mux.command[4]).parent
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     monkeypatch.delenv("ANVIL_URL", raising=False)
     monkeypatch.chdir(folder)
-    assert main(["ps", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["models"]) == {"a", "b"}
+    assert set(json.loads(cli("ps", "--json").out)["models"]) == {"a", "b"}
 
 
 @pytest.mark.parametrize(("word", "hint"), [("unlaod", "; did you mean unload?\n"), ("x", "file: x\n")])

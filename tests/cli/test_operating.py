@@ -17,19 +17,15 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.cli.main import main
 from anvil_mux.serve import remote
-from tests.cli.demo import TIMEOUT, compose, eventually, mux, state, url
+from tests.cli.demo import TIMEOUT, Cli, cli, compose, eventually, mux, state, url
 from tests.running import Running, serving
 
-__all__ = ["mux", "state", "url"]
+__all__ = ["cli", "mux", "state", "url"]
 
 
-def test_load_waits_until_the_model_is_ready_and_ps_shows_it(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["load", "a", "--url", url]) == 0
-    assert "a is loaded" in capsys.readouterr().err
-    assert main(["ps", "--url", url]) == 0
-    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+def test_load_waits_until_the_model_is_ready_and_ps_shows_it(url: str, cli: Cli) -> None:
+    assert "a is loaded" in cli("load", "a", "--url", url).err
+    head, *rows = (line.split() for line in cli("ps", "--url", url).out.splitlines())
     columns = "MODEL STATE SIZE GPU IN FLIGHT WAITING LAST LOAD UNTIL LAST ERROR"
     assert head == columns.split()
     assert rows[0][:6] == ["a", "ready", "GPU", "0", "0", "0"]
@@ -37,23 +33,20 @@ def test_load_waits_until_the_model_is_ready_and_ps_shows_it(
     assert rows[1] == ["b", "stopped", "GPU", "0", "0", "0"]
 
 
-def test_ps_in_json_is_what_healthz_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ps", "--json", "--url", url]) == 0
-    seen = json.loads(capsys.readouterr().out)
+def test_ps_in_json_is_what_healthz_says(url: str, cli: Cli) -> None:
+    seen = json.loads(cli("ps", "--json", "--url", url).out)
     assert seen["status"] == "ok"
     assert set(seen["models"]) == {"a", "b"}
 
 
 def test_colours_are_only_for_those_who_can_see_them(
-    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    url: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     assert main(["load", "a", "--url", url]) == 0
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["ps", "--url", url]) == 0
-    painted = capsys.readouterr().out
+    painted = cli("ps", "--url", url).out
     monkeypatch.delenv("FORCE_COLOR")
-    assert main(["ps", "--url", url]) == 0
-    plain = capsys.readouterr().out
+    plain = cli("ps", "--url", url).out
     assert "\x1b[32mready\x1b[0m" in painted
     assert "\x1b" not in plain
     assert painted.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
@@ -64,17 +57,15 @@ def test_logs_are_found_without_a_compose_file_at_hand(
     url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(Path(mux.command[4]).parent))
     monkeypatch.setenv("ANVIL_URL", url)
     monkeypatch.chdir(tmp_path)
     assert main(["load", "a"]) == 0
-    assert main(["logs", "a"]) == 0
-    assert "a: listens on" in capsys.readouterr().out
+    assert "a: listens on" in cli("logs", "a").out
     monkeypatch.delenv("ANVIL_URL")
-    assert main(["logs", "a", "--url", url]) == 0
-    assert "a: listens on" in capsys.readouterr().out
+    assert "a: listens on" in cli("logs", "a", "--url", url).out
     monkeypatch.setenv("ANVIL_URL", "http://127.0.0.1:1")
     assert main(["logs", "a"]) == 3
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -84,40 +75,40 @@ def test_logs_are_found_without_a_compose_file_at_hand(
 
 
 def test_logs_of_one_that_runs_elsewhere_are_asked_for(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # it has told nobody here that it runs
     assert main(["load", "a", "--url", url]) == 0
-    assert main(["logs", "a", "--url", url]) == 0
-    assert "a: listens on" in capsys.readouterr().out
-    assert main(["logs", "a", "--json", "-n", "1", "--url", url]) == 0
-    assert json.loads(capsys.readouterr().out)["service"] == "a"
-    assert main(["logs", "nope", "--url", url]) == 1
-    assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
-    assert main(["logs", "a", "-f", "--url", url]) == 1
-    assert "-f follows a log only where both the engine and anvil-mux run" in capsys.readouterr().err
+    assert "a: listens on" in cli("logs", "a", "--url", url).out
+    assert json.loads(cli("logs", "a", "--json", "-n", "1", "--url", url).out)["service"] == "a"
+    assert (
+        "The model `nope` does not exist. Known models: a, b."
+        in cli("logs", "nope", "--url", url, code=1).err
+    )
+    assert (
+        "-f follows a log only where both the engine and anvil-mux run"
+        in cli("logs", "a", "-f", "--url", url, code=1).err
+    )
 
 
-def test_why_says_what_a_request_would_wait_for(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_says_what_a_request_would_wait_for(
+    url: str, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["load", "a", "--url", url]) == 0
     assert main(["why", "a", "--url", url]) == 0
     assert (
         capsys.readouterr().out == "A request for a is served at once: it is resident on GPU 0, and idle.\n"
     )
-    assert main(["why", "b", "--json", "--url", url]) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"] == "waits"
-    assert main(["why", "nope", "--url", url]) == 1
-    assert "does not exist" in capsys.readouterr().err
+    assert json.loads(cli("why", "b", "--json", "--url", url).out)["verdict"] == "waits"
+    assert "does not exist" in cli("why", "nope", "--url", url, code=1).err
 
 
-def test_events_tell_what_happened_and_why(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_tell_what_happened_and_why(url: str, cli: Cli) -> None:
     assert main(["load", "a", "--url", url]) == 0
-    assert main(["load", "b", "--url", url]) == 0
-    capsys.readouterr()
+    cli("load", "b", "--url", url)
 
     def told(*words: str) -> str:
-        assert main(["events", *words, "--url", url]) == 0
-        return capsys.readouterr().out
+        return cli("events", *words, "--url", url).out
 
     eventually(lambda: "b: ready after" in told())
     lines = [line.partition(" ")[2] for line in told().splitlines()]
@@ -145,10 +136,9 @@ def test_events_can_be_followed(mux: Running, url: str) -> None:
         assert process.wait(TIMEOUT) == 130
 
 
-def test_top_draws_one_picture_where_it_is_no_terminal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_draws_one_picture_where_it_is_no_terminal(url: str, cli: Cli) -> None:
     assert main(["load", "a", "--url", url]) == 0
-    assert main(["top", "--url", url]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = cli("top", "--url", url).out.splitlines()
     assert shown[0].startswith(f"anvil-mux {__version__}: ok, 0 in flight, 0 waiting")
     assert ["GPU", "0", "ready", "a"] in [line.split() for line in shown]
 
@@ -171,87 +161,80 @@ def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux: Running, url:
     assert shown.startswith(b"\x1b[H")
 
 
-def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unload_puts_a_model_out(
+    mux: Running, url: str, cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["load", "a", "--url", url]) == 0
-    assert main(["unload", "a", "--json", "--url", url]) == 0
-    assert json.loads(capsys.readouterr().out) == {"model": "a", "success": True}
+    assert json.loads(cli("unload", "a", "--json", "--url", url).out) == {"model": "a", "success": True}
     assert main(["load", "b", "--url", url]) == 0
     assert mux.get("/healthz")["models"]["a"]["state"] == "stopped"
     capsys.readouterr()
-    assert main(["unload", "a", "--url", url]) == 0
-    assert capsys.readouterr().err == "anvil-mux: a is not resident, or is already being evicted\n"
+    assert (
+        cli("unload", "a", "--url", url).err == "anvil-mux: a is not resident, or is already being evicted\n"
+    )
 
 
 def test_unload_says_that_the_drain_timeout_aborts_requests(
-    mux: Running, url: str, capsys: pytest.CaptureFixture[str]
+    mux: Running, url: str, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["load", "a", "--url", url]) == 0
-    capsys.readouterr()
-    assert main(["unload", "a", "--url", url]) == 0
-    assert "drain_timeout" in capsys.readouterr().err
+    cli("load", "a", "--url", url)
+    assert "drain_timeout" in cli("unload", "a", "--url", url).err
     with pytest.raises(SystemExit, match="0"):
         main(["unload", "--help"])
     assert "drain_timeout" in capsys.readouterr().out
 
 
-def test_unload_of_a_model_that_is_loading_ends_its_process(
-    state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unload_of_a_model_that_is_loading_ends_its_process(state: Path, cli: Cli) -> None:
     file = compose(state, "a", "b", load_seconds=600)
     with ThreadPoolExecutor(1) as pool, serving(file, state=state) as mux:
         url = f"http://127.0.0.1:{mux.port}"
         waiting = pool.submit(mux.chat, "a")
         mux.tells("a: loading")
-        assert main(["unload", "a", "--url", url]) == 0
-        assert capsys.readouterr().err.startswith("anvil-mux: a is evicted once its requests have ended")
+        assert cli("unload", "a", "--url", url).err.startswith(
+            "anvil-mux: a is evicted once its requests have ended"
+        )
         status, _, text = waiting.result(TIMEOUT)
         assert (status, json.loads(text)["error"]["code"]) == (503, "cancelled")
         mux.tells("a: stopped")
         assert list(state.glob("**/a.json")) == []  # the record of its process
 
 
-def test_a_pinned_model_stays_until_it_is_unpinned(
-    mux: Running, url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pinned_model_stays_until_it_is_unpinned(mux: Running, url: str, cli: Cli) -> None:
     assert main(["load", "a", "--url", url]) == 0
-    assert main(["pin", "a", "--url", url]) == 0
-    assert "a is pinned until it is unpinned" in capsys.readouterr().err
+    assert "a is pinned until it is unpinned" in cli("pin", "a", "--url", url).err
     status, headers, text = mux.chat("b")
     assert (status, headers["x-should-retry"]) == (422, "false")
     assert "beside the pinned a (see `anvil-mux unpin`)" in json.loads(text)["error"]["message"]
-    assert main(["ps", "--url", url]) == 0
-    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("a "))
+    row = next(line.split() for line in cli("ps", "--url", url).out.splitlines() if line.startswith("a "))
     assert (row[1:3], row[-1]) == (["ready", "pinned"], "unpinned")
     assert main(["load", "b", "--url", url]) == 1
-    assert main(["unpin", "a", "--json", "--url", url]) == 0
-    assert json.loads(capsys.readouterr().out) == {"model": "a", "success": True}
+    assert json.loads(cli("unpin", "a", "--json", "--url", url).out) == {"model": "a", "success": True}
     assert mux.chat("b")[0] == 200
 
 
-def test_what_the_server_refuses_is_told_in_its_own_words(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["load", "nope", "--url", url]) == 1
-    assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
+def test_what_the_server_refuses_is_told_in_its_own_words(url: str, cli: Cli) -> None:
+    assert (
+        "The model `nope` does not exist. Known models: a, b."
+        in cli("load", "nope", "--url", url, code=1).err
+    )
 
 
 def test_logs_show_what_the_engine_printed(
-    mux: Running, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mux: Running, url: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     file = mux.command[4]
     monkeypatch.setenv("XDG_STATE_HOME", str(Path(file).parent))
-    assert main(["load", "a", "--url", url]) == 0
-    capsys.readouterr()
-    assert main(["logs", "a", "--file", file]) == 0
-    assert "a: listens on http://127.0.0.1:" in capsys.readouterr().out
-    assert main(["logs", "a", "--json", "-n", "1", "--file", file]) == 0
-    assert json.loads(capsys.readouterr().out)["service"] == "a"
-    assert main(["logs", "nope", "--file", file]) == 1
-    assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
+    cli("load", "a", "--url", url)
+    assert "a: listens on http://127.0.0.1:" in cli("logs", "a", "--file", file).out
+    assert json.loads(cli("logs", "a", "--json", "-n", "1", "--file", file).out)["service"] == "a"
+    assert (
+        "The model `nope` does not exist. Known models: a, b."
+        in cli("logs", "nope", "--file", file, code=1).err
+    )
 
 
 def test_logs_are_those_of_the_anvil_mux_that_is_asked_whatever_compose_file_is_at_hand(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     compose(tmp_path, "a", project="other")
@@ -260,15 +243,14 @@ def test_logs_are_those_of_the_anvil_mux_that_is_asked_whatever_compose_file_is_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANVIL_URL", url)
     assert main(["load", "a"]) == 0
-    assert main(["logs", "a"]) == 0
-    assert "a: listens on" in capsys.readouterr().out
+    assert "a: listens on" in cli("logs", "a").out
     monkeypatch.delenv("ANVIL_URL")
     assert main(["logs", "a", "--file", "compose.yaml"]) == 0  # none runs for this one
     assert capsys.readouterr().out == "printed by another project's engine\n"
 
 
 def test_what_an_engine_prints_steers_no_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m \x9b2Jbell\x07 tab\tkept"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -276,8 +258,7 @@ def test_what_an_engine_prints_steers_no_terminal(
     compose(tmp_path, "a", project="other")
     (tmp_path / "anvil-mux" / "other").mkdir(parents=True)
     (tmp_path / "anvil-mux" / "other" / "a.log").write_text(evil + "\n")
-    assert main(["logs", "a", "--file", "compose.yaml"]) == 0
-    assert capsys.readouterr().out == "red \ufffd2Jbell\ufffd tab\tkept\n"
+    assert cli("logs", "a", "--file", "compose.yaml").out == "red \ufffd2Jbell\ufffd tab\tkept\n"
 
 
 def test_what_an_engine_says_steers_no_terminal_of_a_command_that_asks() -> None:
