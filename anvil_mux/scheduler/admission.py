@@ -562,7 +562,7 @@ def _prospect(state: GroupState, slot: Slot, now: float) -> _Prospect:
         seconds += max([state.costs.load_seconds(other, other.level) for other in others], default=0.0)
     else:
         before = victims(state, slot, state.busy_gpus(), frozenset(), now) or []
-    own = [each for each in before if each.backend.has_own("drain_timeout") and each.holders]
+    own = [each for each in before if each in state.patient and each.holders]
     return _Prospect(drain_seconds(state, own, now), seconds, tuple(own))
 
 

@@ -404,24 +404,32 @@ def victims(
     eviction: Eviction, candidates: Sequence[Candidate], missing: Mapping[str, int]
 ) -> tuple[str, ...] | None:
     """The backends to evict so that every value of ``missing`` (bytes by GPU) is covered, or None."""
-    missing = {gpu: amount for gpu, amount in missing.items() if amount > 0}
+    missing = left = {gpu: amount for gpu, amount in missing.items() if amount > 0}
+    if not left:
+        return ()
     chosen: list[Candidate] = []
     for candidate in sorted(candidates, key=eviction.order):
-        if all(_covered(chosen, gpu) >= amount for gpu, amount in missing.items()):
-            break
-        if any(_covered(chosen, gpu) < missing[gpu] for gpu in candidate.holds if gpu in missing):
+        if not left.keys().isdisjoint(candidate.holds):
             chosen.append(candidate)
-    for candidate in tuple(chosen):
-        rest = [other for other in chosen if other is not candidate]
-        if all(_covered(rest, gpu) >= amount for gpu, amount in missing.items()):
-            chosen = rest
-    if any(_covered(chosen, gpu) < amount for gpu, amount in missing.items()):
+            left = _left(left, [candidate])
+    if left:
         return None
-    return tuple(candidate.backend for candidate in chosen)
+    if len(chosen) > 1:
+        for candidate in tuple(chosen):
+            rest = [other for other in chosen if other is not candidate]
+            if not _left(missing, rest):
+                chosen = rest
+    return tuple([candidate.backend for candidate in chosen])
 
 
-def _covered(chosen: Sequence[Candidate], gpu: str) -> int:
-    return sum(candidate.holds.get(gpu, 0) for candidate in chosen)
+def _left(missing: Mapping[str, int], chosen: Iterable[Candidate]) -> dict[str, int]:
+    """What is missing yet when these are gone (bytes by GPU)."""
+    left = dict(missing)
+    for candidate in chosen:
+        for gpu, amount in candidate.holds.items():
+            if gpu in left:
+                left[gpu] -= amount
+    return {gpu: amount for gpu, amount in left.items() if amount > 0}
 
 
 # The memory of a host

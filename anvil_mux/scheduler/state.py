@@ -187,6 +187,8 @@ class GroupState:
     """The backends that may be in standby."""
     homes: list[Slot] = field(default_factory=list)
     """The backends that come back when nothing else is wanted (group.py)."""
+    patient: list[Slot] = field(default_factory=list)
+    """The backends with a drain_timeout of their own."""
     routed: list[Model] = field(default_factory=list)
     """The models with several backends."""
     bounded: list[Model] = field(default_factory=list)
@@ -204,11 +206,6 @@ class GroupState:
     @property
     def config(self) -> Config:
         return self.common.settings.config
-
-    @property
-    def patient(self) -> bool:
-        """Whether some backend has a drain_timeout of its own."""
-        return any(slot.backend.has_own("drain_timeout") for slot in self.slots.values())
 
     def filled(self, models: Mapping[str, Iterable[Slot]]) -> None:
         """Compute anew what depends on which slots it has; ``models``: model -> its slots that are here."""
@@ -229,6 +226,7 @@ class GroupState:
         self.idlers = [slot for slot in slots if slot.ttl is not None]
         self.sleepers = [slot for slot in slots if slot.backend.evict_to != ("stop",)]
         self.homes = [slot for slot in slots if slot.backend.home]
+        self.patient = [slot for slot in slots if slot.backend.has_own("drain_timeout")]
 
     def keep_alive(self, slot: Slot, seconds: float | None) -> None:
         """Have a backend stay for so long while it is idle; None: for its own ttl."""
