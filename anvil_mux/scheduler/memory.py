@@ -423,7 +423,7 @@ def victims(
 
 
 def _left(missing: Mapping[str, int], chosen: Iterable[Candidate]) -> dict[str, int]:
-    """What is missing yet when these are gone (bytes by GPU)."""
+    """Bytes by GPU that are missing yet when these are gone."""
     left = dict(missing)
     for candidate in chosen:
         for gpu, amount in candidate.holds.items():

@@ -133,10 +133,11 @@ def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pyt
     def swept(now: float) -> None:
         looked.release()
 
+    monkeypatch.setattr(rig.server, "_sweep", swept)
+    assert looked.acquire(timeout=GUARD), "it has accepted the earlier one, and looks for no more"
     monkeypatch.setattr(server, "STARVED_SECONDS", 60.0)
     starving = SimpleNamespace(accept=starved, fileno=listener.fileno, close=listener.close)
     monkeypatch.setitem(rig.server.listeners, listener.fileno(), starving)
-    monkeypatch.setattr(rig.server, "_sweep", swept)
     starves.set()
     connection = rig.client()
     assert tries.acquire(timeout=GUARD)
