@@ -402,7 +402,7 @@ def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
     for victim in leaving:
         service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
         answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
-        longest = max(longest, min(answers, victim.backend.drain_timeout))
+        longest = max(longest, min(answers, state.most_drain(victim)))
     return longest
 
 

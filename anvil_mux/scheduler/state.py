@@ -318,7 +318,11 @@ class GroupState:
 
     def drain_left(self, slot: Slot, now: float) -> float:
         """How long a drain of a backend may last from now on, whether it has begun or not."""
-        return slot.drain_until - now if slot.state == "draining" else slot.backend.drain_timeout
+        return slot.drain_until - now if slot.state == "draining" else self.most_drain(slot)
+
+    def most_drain(self, slot: Slot, *, by_hand: bool = False) -> float:
+        """How long a drain of a backend may last: as long as it says, or the whole if people ask for it."""
+        return (self.config if by_hand else slot.backend).drain_timeout
 
     def cost(self, evicts: Iterable[str], target: Slot, level: str) -> Cost:
         """The expected cost of a swap: to evict these models and load a backend from a standby level."""
@@ -566,7 +570,7 @@ def takeover(state: GroupState, model: Model, kept: Set[str], now: float) -> Tak
             continue
         for slot in state.loadable(model, now):
             more = None if kept & slot.holds.keys() else _more_victims(state, slot, swap, now)
-            if more is not None and not any(v.holders and v.backend.drain_timeout == FOREVER for v in more):
+            if more is not None and not any(v.holders and state.most_drain(v) == FOREVER for v in more):
                 return Takeover(swap, slot, more)
     return None
 

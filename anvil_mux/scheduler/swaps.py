@@ -112,11 +112,10 @@ class Swaps(Admission):
         """
         if swap.cause.kind == "silent":
             return 0.0
-        if swap.cause.kind in BY_HAND:
-            return self.config.drain_timeout
-        seconds = victim.backend.drain_timeout
+        by_hand = swap.cause.kind in BY_HAND
+        seconds = self.most_drain(victim, by_hand=by_hand)
         queue = self.models[swap.target.model].queue if swap.target else None
-        if not (queue and victim.holders):
+        if by_hand or not (queue and victim.holders):
             return seconds
         since, last = queue.since, next(reversed(victim.holders.values()))
         return max(since + seconds - now, 0.0) if last <= since else seconds
@@ -128,7 +127,8 @@ class Swaps(Admission):
 
     def hasten(self, slot: Slot, now: float) -> bool:
         """Bound a drain as one that people ask for; whether that ends it earlier."""
-        return slot.state == "draining" and self._end_by(slot, now + self.config.drain_timeout)
+        until = now + self.most_drain(slot, by_hand=True)
+        return slot.state == "draining" and self._end_by(slot, until)
 
     def _end_by(self, slot: Slot, until: float) -> bool:
         if slot.drain_until <= until:

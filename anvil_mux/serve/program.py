@@ -205,11 +205,15 @@ class AnvilMux:
     # The end
 
     @property
+    def _grace(self) -> float:
+        """Seconds that requests have to end."""
+        return self.parts.config.drain_timeout
+
+    @property
     def stop_seconds(self) -> float:
         """Seconds that ``stop`` may take."""
-        config = self.parts.config
-        engines = max(backend.stop_timeout for backend in config.backends)
-        return config.drain_timeout + FAREWELL_SECONDS + engines + ENGINE_SECONDS
+        engines = max(backend.stop_timeout for backend in self.parts.config.backends)
+        return self._grace + FAREWELL_SECONDS + engines + ENGINE_SECONDS
 
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""
@@ -218,7 +222,7 @@ class AnvilMux:
         parts.server.refuse()
         for worker in parts.background:
             worker.close()
-        grace = parts.config.drain_timeout
+        grace = self._grace
         if leases := parts.mux.overview.status().leases:
             parts.say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
         if not parts.server.drain(grace):
