@@ -30,8 +30,10 @@ def test_commands_speak_to_the_engine_that_we_have_found(
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho engine $DOCKER_HOST; exit 1\n")
     program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    runtime = ContainerRuntime(CONFIG, environ={**os.environ, "CONTAINER_HOST": docker.host})
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    environ = {"PATH": path, "HOME": str(tmp_path), "CONTAINER_HOST": docker.host}
+    runtime = ContainerRuntime(CONFIG, environ=environ)
     with pytest.raises(BackendError, match=f"failed: engine {docker.host}"):
         runtime.start(A)
 
