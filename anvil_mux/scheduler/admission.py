@@ -348,15 +348,19 @@ def wait_seconds(state: GroupState, model: Model, now: float) -> float:
         return math.inf
     if all_obstacles(state, slots, now) is not None:
         return math.inf
-    before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
+    before = min([_seconds_before(state, slot) for slot in slots])
     if state.host.is_lost:
         before += state.host.wake_timeout or 0.0
     return before + swap_seconds(state, model, now)
 
 
 def _seconds_before(state: GroupState, slot: Slot) -> float:
-    """How long the swaps under way on the GPUs of a backend will take."""
+    """How long the GPUs of a backend will be in swaps under way, and others evicted there for nobody."""
     longest = 0.0
+    for other in state.slots.values():
+        shared = other.state == "evicting" and other.holds.keys() & slot.holds.keys()
+        if shared and not _leaves_for_somebody(state, other):
+            longest = max(longest, state.cost([other.model], slot, slot.level).evict_seconds)
     for swap in state.swaps:
         target = swap.target
         if target is slot or slot.holds.keys().isdisjoint(swap.gpus()):
