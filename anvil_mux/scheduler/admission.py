@@ -56,13 +56,13 @@ from anvil_mux.scheduler.model import Model, ModelSettings
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, STAYING, HostRecord, Slot, Ticket
 from anvil_mux.scheduler.state import (
-    FIRST_SERVICE_SECONDS,
     G,
     GroupState,
     choose,
     cost_of,
     could_spill,
     drain_seconds,
+    usual_drain,
     victims,
 )
 
@@ -340,45 +340,46 @@ def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     slots = [
         slot
         for slot in state.own(model)
-        if slot.host.is_awaited(now)
-        and not slot.host.is_away
-        and (slot.state != "evicting" or _leaves_for_somebody(state, slot))
+        if slot.host.is_awaited(now) and not slot.host.is_away and not _is_blocked(state, slot, now)
     ]
     if state.unseen or not slots or all(slot.leaving for slot in slots):
         return math.inf
     if all_obstacles(state, slots, now) is not None:
         return math.inf
-    before = min([_seconds_before(state, slot) for slot in slots])
+    before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
     if state.host.is_lost:
         before += state.host.wake_timeout or 0.0
     return before + swap_seconds(state, model, now)
 
 
 def _seconds_before(state: GroupState, slot: Slot) -> float:
-    """How long the GPUs of a backend will be in swaps under way, and others evicted there for nobody."""
+    """How long the swaps under way on the GPUs of a backend will take."""
     longest = 0.0
-    for other in state.slots.values():
-        shared = other.state == "evicting" and other.holds.keys() & slot.holds.keys()
-        if shared and not _leaves_for_somebody(state, other):
-            longest = max(longest, state.cost([other.model], slot, slot.level).evict_seconds)
     for swap in state.swaps:
         target = swap.target
         if target is slot or slot.holds.keys().isdisjoint(swap.gpus()):
             continue
-        seconds = _drain_seconds(state, swap.victims) + (
-            cost_of(state, swap, target).seconds if target else 0.0
-        )
+        seconds = usual_drain(state, swap.victims) + (cost_of(state, swap, target).seconds if target else 0.0)
         longest = max(longest, seconds)
     return longest
 
 
-def _leaves_for_somebody(state: GroupState, slot: Slot) -> bool:
-    """Whether a backend is being evicted in a swap.
+def _is_blocked(state: GroupState, slot: Slot, now: float) -> bool:
+    """Whether a backend cannot be loaded before it, or another on its GPUs, is evicted, and for nobody.
 
-    What has been stuck, or was unloaded by hand, is not: nothing can be planned with it before that has
-    ended, as well as it may.
+    What has been stuck, or was unloaded by hand, is evicted for nobody: nothing can be planned with it before
+    that has ended, as well as it may.
     """
-    return any(slot in swap.victims for swap in state.swaps)
+    leaving = [
+        each
+        for each in state.slots.values()
+        if each.state == "evicting"
+        and each.holds.keys() & slot.holds.keys()
+        and not any(each in swap.victims for swap in state.swaps)
+    ]
+    if slot in leaving:
+        return True
+    return bool(leaving) and choose(state, [slot], state.busy_gpus(), now, frozenset()) is None
 
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:
@@ -388,7 +389,7 @@ def swap_seconds(state: GroupState, model: Model, now: float) -> float:
     if found := choose(state, loadable, state.busy_gpus(), now, frozenset()):
         target, leaving = found
         cost = state.cost([victim.model for victim in leaving], target, target.level)
-        return _drain_seconds(state, leaving) + cost.seconds
+        return usual_drain(state, leaving) + cost.seconds
     return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
 
 
@@ -397,17 +398,7 @@ def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
     goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
     others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
     swapped = state.cost([other.model for other in others], slot, slot.load_level)
-    return _drain_seconds(state, others) + swapped.seconds
-
-
-def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
-    """The drain of these backends: about the longest of their leases."""
-    longest = 0.0
-    for victim in leaving:
-        service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
-        longest = max(longest, min(answers, state.most_drain(victim)))
-    return longest
+    return usual_drain(state, others) + swapped.seconds
 
 
 def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:

@@ -13,6 +13,7 @@ their residents may stay, or it cools down. Plans are for queues; another replic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -393,13 +394,16 @@ def plan(
 def choose(
     state: GroupState, slots: Iterable[Slot], busy: set[str], now: float, staying: Set[str]
 ) -> _TargetAndVictims | None:
-    """The backend of ``slots`` that is loaded at the cost of the fewest victims, and these."""
-    best: _TargetAndVictims | None = None
-    for slot in slots:
-        found = victims(state, slot, busy, staying, now)
-        if found is not None and (best is None or len(found) < len(best[1])):
-            best = slot, found
-    return best
+    """The backend of ``slots`` that is loaded at the cost of the fewest victims, and these.
+
+    Of as many, those that have drained first, as a queue goes to the GPU group where it waits least.
+    """
+    places = [
+        (slot, found) for slot in slots if (found := victims(state, slot, busy, staying, now)) is not None
+    ]
+    if len(places) < 2:
+        return places[0] if places else None
+    return min(places, key=lambda place: (len(place[1]), usual_drain(state, place[1])))
 
 
 def victims(
@@ -424,6 +428,16 @@ def victims(
 
 
 # What it costs
+
+
+def usual_drain(state: GroupState, leaving: Iterable[Slot]) -> float:
+    """The drain of these backends: about the longest of their leases."""
+    longest = 0.0
+    for victim in leaving:
+        service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
+        answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
+        longest = max(longest, min(answers, state.most_drain(victim)))
+    return longest
 
 
 def drain_seconds(

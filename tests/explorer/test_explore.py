@@ -65,6 +65,8 @@ LEFT_DURING_A_LOAD = (
 """What other programs hold is not believed while a load may be taken for them, and told again after it."""
 STUCK_BEFORE_ONE = (("died", "x"), ("request", "x"), ("evict_failed", "x"), ("time",), ("request", "m"))
 """Of two places that are as good, one has still to be left by what was stuck there."""
+BUSY_AND_IDLE = (("request", "x"), ("evicted", "m0"), ("loaded", "x"), ("request", "m"), ("request", "x"))
+"""Of two places that cost one victim each, one has two leases."""
 FOUND = [
     ("a policy with mistakes", "tests.explorer.worlds:Undecided", ()),
     ("an eviction with mistakes", "eager", (("request", "l"),)),
@@ -76,6 +78,8 @@ FOUND = [
     ("one of two", "eager", (("request", "m"), ("request", "x"), ("load_failed", "m1"))),
     ("one of two", "adaptive", (("request", "m"), ("load_failed", "m1"), ("request", "x"))),
     ("one of two", "adaptive", STUCK_BEFORE_ONE),
+    ("busy replicas", "time_slice", BUSY_AND_IDLE),
+    ("busy replicas", "eager", (*BUSY_AND_IDLE[:2], ("evict_failed", "x"), ("time",), ("request", "m"))),
     ("busy replicas", "adaptive", (("request", "m"), ("request", "m"), ("request", "m"), ("request", "x"))),
     ("busy replicas", "eager", (("request", "x"), ("evict_failed", "m0"), ("time",), ("request", "m"))),
     ("busy replicas", "adaptive", (("request", "x"), ("request", "y"), ("time",), ("request", "m"))),
