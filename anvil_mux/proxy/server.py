@@ -32,10 +32,10 @@ import socket
 import ssl
 import threading
 import time
+from _thread import allocate_lock
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from anvil_mux.clock import note_mistake, safely
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, Overloaded
@@ -436,39 +436,48 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        self._idle: list[_Inbox] = []
-        """The inboxes of threads without a task. Each adds its own, and whoever takes one out has it."""
+        self._idle: list[_Spare] = []
+        """The threads without a task. Each adds itself, and whoever takes one out has it."""
         self._numbers = itertools.count(1)
 
     def run(self, task: Callable[[], object]) -> None:
         """Have a thread do ``task``; RuntimeError if none can be begun."""
         try:
-            self._idle.pop().put(task)
+            spare = self._idle.pop()
         except IndexError:
-            inbox: _Inbox = SimpleQueue()
-            inbox.put(task)
+            spare = _Spare(task)
             threading.Thread(
-                target=self._work, args=(inbox,), name=f"request-{next(self._numbers)}", daemon=True
+                target=self._work, args=(spare,), name=f"request-{next(self._numbers)}", daemon=True
             ).start()
+        else:
+            spare.task = task
+            spare.comes.release()
 
-    def _work(self, inbox: _Inbox) -> None:
-        while True:
-            try:
-                task = inbox.get(timeout=SPARE_SECONDS)
-            except Empty:
-                try:
-                    return self._idle.remove(inbox)
-                except ValueError:
-                    task = inbox.get()  # it was taken at this very moment
+    def _work(self, spare: _Spare) -> None:
+        while task := spare.task:
+            spare.task = None
             try:
                 task()
             except Exception:
                 log.exception("a connection failed")
             del task  # it holds its connection
-            self._idle.append(inbox)
+            self._idle.append(spare)
+            if not spare.comes.acquire(timeout=SPARE_SECONDS):
+                try:
+                    self._idle.remove(spare)
+                except ValueError:
+                    spare.comes.acquire()  # it was taken at this very moment
 
 
-_Inbox = SimpleQueue[Callable[[], object]]
+class _Spare:
+    """A thread for one task after another: its next one, and the latch that says that there is one."""
+
+    __slots__ = ("comes", "task")
+
+    def __init__(self, task: Callable[[], object]) -> None:
+        self.task: Callable[[], object] | None = task
+        self.comes = allocate_lock()
+        self.comes.acquire()
 
 
 # The CPU that they run on.
