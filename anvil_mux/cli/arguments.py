@@ -41,8 +41,8 @@ def argument(command: argparse.ArgumentParser, words: str, about: str, **how: An
 
 def subcommand(commands: Subcommands, name: str, about: str) -> argparse.ArgumentParser:
     """Add a command of its own arguments; ``about``: what it does."""
-    made: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about}.")
-    return made
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about}.")
+    return parser
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

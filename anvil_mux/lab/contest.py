@@ -314,8 +314,8 @@ def classes(answers: Iterable[PromptOutcome]) -> dict[str, dict[str, float]]:
 
 
 def _class(firsts: Sequence[float]) -> dict[str, float]:
-    told = {"requests": len(firsts), "ttft_mean_ms": mean(firsts)}
-    return told | {f"ttft_p{part}_ms": quantile(firsts, part / 100) for part in (50, 90, 99)}
+    figures = {"requests": len(firsts), "ttft_mean_ms": mean(firsts)}
+    return figures | {f"ttft_p{part}_ms": quantile(firsts, part / 100) for part in (50, 90, 99)}
 
 
 def attained(answers: Sequence[PromptOutcome], objectives: Objectives) -> Attainment:

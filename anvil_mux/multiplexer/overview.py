@@ -293,10 +293,10 @@ class Overview:
         at, said = self._reported.get(slot.name, (now, None))
         return progress(now - slot.since, expected_load(group, slot), said if at >= slot.since else None)
 
-    def report(self, backend: str, said: Progress) -> None:
+    def report(self, backend: str, progress: Progress) -> None:
         """Note what the log of a backend says of its load."""
         with self._lock:
-            self._reported[backend] = self._clock.now(), said
+            self._reported[backend] = self._clock.now(), progress
 
     def note_prompts(self, backend: str, kept: KeptPrompts) -> None:
         """Note which prompts of a backend are on disk."""

@@ -290,8 +290,8 @@ def error_said(body: bytes) -> dict[str, object] | None:
 
     The fields stand in an object ``error`` or, as older vLLM has them, at the top; a code may be a number.
     """
-    said = foreign.read_object(body) or {}
-    inner = said.get("error", said)
+    answer = foreign.read_object(body) or {}
+    inner = answer.get("error", answer)
     if not isinstance(inner, dict) or not isinstance(inner.get("message"), str):
         return None
     return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}

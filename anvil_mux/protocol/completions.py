@@ -131,10 +131,10 @@ def finite(value: Any) -> Any:
 
 def arguments_of(call: str) -> dict[str, Any]:
     """The arguments of a tool call; engines pass on what the model wrote, which need not be JSON."""
-    found = foreign.read_object(call or "{}")
-    if found is None:
+    arguments = foreign.read_object(call or "{}")
+    if arguments is None:
         raise BackendError(f"The model called a tool with what is no JSON object: {call[:200]}")
-    return found
+    return arguments
 
 
 def objects(said: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -162,11 +162,11 @@ def text(said: Mapping[str, Any], key: str) -> str:
 
 def document(body: bytes) -> dict[str, Any]:
     """An engine's JSON object."""
-    found = foreign.read_object(body)
-    if found is None:
+    answer = foreign.read_object(body)
+    if answer is None:
         raise BackendError("The engine's answer is not a JSON object.")
-    _raise_error(found)
-    return found
+    _raise_error(answer)
+    return answer
 
 
 def parts_of(body: bytes) -> tuple[list[Part], Ending]:

@@ -337,11 +337,14 @@ def nearest(states: Sequence[G], model: Model, now: float) -> G:
 
 def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
-    slots = [
-        slot
-        for slot in state.own(model)
-        if slot.host.is_awaited(now) and not slot.host.is_away and not _is_blocked(state, slot, now)
+    slots = [slot for slot in state.own(model) if slot.host.is_awaited(now) and not slot.host.is_away]
+    evicting = [
+        each
+        for each in state.slots.values()
+        if each.state == "evicting" and not any(each in swap.victims for swap in state.swaps)
     ]
+    if evicting:
+        slots = [slot for slot in slots if not _is_blocked(state, slot, evicting, now)]
     if state.unseen or not slots or all(slot.leaving for slot in slots):
         return math.inf
     if all_obstacles(state, slots, now) is not None:
@@ -364,22 +367,16 @@ def _seconds_before(state: GroupState, slot: Slot) -> float:
     return longest
 
 
-def _is_blocked(state: GroupState, slot: Slot, now: float) -> bool:
-    """Whether a backend cannot be loaded before it, or another on its GPUs, is evicted, and for nobody.
+def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], now: float) -> bool:
+    """Whether a backend cannot be loaded before one on its GPUs has gone that is ``evicting`` for nobody.
 
     What has been stuck, or was unloaded by hand, is evicted for nobody: nothing can be planned with it before
     that has ended, as well as it may.
     """
-    leaving = [
-        each
-        for each in state.slots.values()
-        if each.state == "evicting"
-        and each.holds.keys() & slot.holds.keys()
-        and not any(each in swap.victims for swap in state.swaps)
-    ]
-    if slot in leaving:
+    if slot in evicting:
         return True
-    return bool(leaving) and choose(state, [slot], state.busy_gpus(), now, frozenset()) is None
+    shares = any(each.holds.keys() & slot.holds.keys() for each in evicting)
+    return shares and choose(state, [slot], state.busy_gpus(), now, frozenset()) is None
 
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:

@@ -399,7 +399,7 @@ def choose(
     Of as many, those that have drained first, as a queue goes to the GPU group where it waits least.
     """
     places = [
-        (slot, found) for slot in slots if (found := victims(state, slot, busy, staying, now)) is not None
+        (slot, leaving) for slot in slots if (leaving := victims(state, slot, busy, staying, now)) is not None
     ]
     if len(places) < 2:
         return places[0] if places else None

@@ -301,7 +301,7 @@ class Situation:
     # As JSON
 
     def to_json(self) -> dict[str, Any]:
-        told = {
+        backends = {
             name: _described(each)
             for name, each in self.backends.items()
             if each.state != "stopped" or each.failed_starts or each.crashes
@@ -309,7 +309,7 @@ class Situation:
         queues = {model: _described(queue) for model, queue in self.queues.items()}
         return {
             "at": self.at,
-            "backends": told,
+            "backends": backends,
             "queues": {model: queue for model, queue in queues.items() if queue},
             "begun": sorted(self.begun),
             "pins": self.pins,

@@ -141,8 +141,8 @@ def _draining(
     if drain is None:
         return None
     left = _rounded(drain.seconds_left)
-    found: dict[str, object] = {"target": drain.target or None, "leases": leases, "seconds_left": left}
-    return found if answers is None else {**found, "answers": [answer(each) for each in answers]}
+    state: dict[str, object] = {"target": drain.target or None, "leases": leases, "seconds_left": left}
+    return state if answers is None else {**state, "answers": [answer(each) for each in answers]}
 
 
 def answer(each: RunningAnswer) -> dict[str, object]:
