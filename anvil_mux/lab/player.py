@@ -233,6 +233,8 @@ CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 1200.0
 """The longest silence before an answer, and within one, that is waited through."""
 TAIL_BYTES = 4096
+MESSAGE_CHARACTERS = 300
+"""How much is kept of what an error says."""
 PIECE_BYTES = 1 << 16
 
 LAST_EVENT = (b'"finish_reason":"', b'"finish_reason": "')
@@ -260,6 +262,8 @@ class PlayedAnswer:
     """0: there was no answer, or not a whole one."""
     code: str = ""
     """The code of an error; empty: all is well."""
+    message: str = ""
+    """The words of that error, if it has some."""
     id: str = ""
     backend: str = ""
     """The backend that anvil-mux says it took among several."""
@@ -495,8 +499,8 @@ class _Asking:
         answer.tokens = tokens or answer.tokens
         return answer
 
-    def _fail(self, code: str) -> None:
-        self._answer.status, self._answer.code = 0, code
+    def _fail(self, code: str, message: str = "") -> None:
+        self._answer.status, self._answer.code, self._answer.message = 0, code, message
 
     def _read(self, response: http.client.HTTPResponse) -> None:
         answer = self._answer
@@ -504,7 +508,8 @@ class _Asking:
         answer.backend = response.headers.get("X-Anvil-Backend", "").partition(";")[0]
         if response.status != 200:
             reason = http.client.responses.get(response.status, "")
-            answer.code = _code_of(response.read(TAIL_BYTES)) or reason
+            code, answer.message = _error_in(response.read(TAIL_BYTES))
+            answer.code = code or reason
             return
         lines = foreign.Lines()
         while piece := response.read1(PIECE_BYTES):
@@ -520,7 +525,8 @@ class _Asking:
         if b'"usage"' in line:
             self._usage = line
         if line.startswith(b'data: {"error"'):
-            self._fail(_code_of(line[6:]) or "cut")
+            code, message = _error_in(line[6:])
+            self._fail(code or "cut", message)
             return False
         # Once there was text each event but the last has some, and reading them all would cost too much.
         if math.isnan(self._answer.first):
@@ -546,14 +552,14 @@ def _has_text(line: bytes) -> bool:
         return False
 
 
-def _code_of(text: bytes) -> str:
-    """The code of an error, or its kind: llama.cpp and vLLM have the status in place of a code."""
-    try:
-        error = foreign.read(text).get("error")
-    except (ValueError, AttributeError):
-        return ""
-    code, kind = (error.get("code"), error.get("type")) if isinstance(error, dict) else ("", "")
-    return str((code if isinstance(code, str) else None) or kind or code or "")
+def _error_in(text: bytes) -> tuple[str, str]:
+    """The code of an error and its words; its kind, where llama.cpp and vLLM have the status as its code."""
+    error = (foreign.read_object(text) or {}).get("error")
+    if not isinstance(error, dict):
+        return "", ""
+    code = error.get("code")
+    known = code if isinstance(code, str) else error.get("type") or code
+    return str(known or ""), str(error.get("message", ""))[:MESSAGE_CHARACTERS]
 
 
 def _words(answer: Any) -> str:
@@ -567,4 +573,5 @@ def failure(answer: PlayedAnswer) -> MuxError | None:
     if answer.status == 200:
         return None
     said = f"{answer.status} {answer.code}" if answer.status else answer.code
-    return BadScript(f"{answer.model} could not be asked: {said}")
+    more = f": {answer.message}" if answer.message else ""
+    return BadScript(f"{answer.model} could not be asked: {said}{more}")

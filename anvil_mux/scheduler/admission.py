@@ -6,8 +6,8 @@ that had waited are ``woken`` by the driver. Of the layers of a GPU group this i
 queues. Pure functions over the GPU group's state say how long a request waits, when its queue is overdue, and
 why it is refused.
 
-A queue stands in the GPU group where its wait is shortest (``nearest``). Its bound, after which it is
-overdue, is fixed when it begins.
+A queue stands in the GPU group where a swap to its model can begin first, or of several where it ends first
+(``nearest``). Its bound, after which it is overdue, is fixed when it begins.
 
 The bound is ``max_wait``, or less where a load would come too late for ``queue_timeout`` then. With ``auto``
 it follows the load. A round is what it takes to load all models that wait for the same GPUs now, one after
@@ -62,6 +62,7 @@ from anvil_mux.scheduler.state import (
     cost_of,
     could_spill,
     drain_seconds,
+    seconds_to_load,
     usual_drain,
     victims,
 )
@@ -99,7 +100,7 @@ class Admission(GroupState):
         if model.limited and ticket.takes_lease and not model.takes(ticket.work.owner):
             only = model.needed(ticket.work.owner)
             self.enqueue(model, ticket, now, only=only, cause=BUSY)
-            return model.replicas is not None and self._may_spill(model, now)
+            return model.replicas is not None and self.may_spill(model, now)
         slot = self.route(model, ready, ticket, now) if model.replicas else ready[0]
         if slot is None:
             self.fail(ticket, nobody_takes(model.name), now)
@@ -114,9 +115,9 @@ class Admission(GroupState):
         if model.replicas is None:
             return False
         completes = self.complete(model, now)
-        return completes or (ticket.takes_lease and self._may_spill(model, now))
+        return completes or (ticket.takes_lease and self.may_spill(model, now))
 
-    def _may_spill(self, model: Model, now: float) -> bool:
+    def may_spill(self, model: Model, now: float) -> bool:
         """Whether loading another backend of a busy model may be worth it, in any GPU group."""
         return bool(could_spill(self.groups_of(model), model, now))
 
@@ -328,15 +329,28 @@ class Admission(GroupState):
 # Where a queue waits, and how long
 
 
+class PlaceWait(NamedTuple):
+    """How a queue would wait in a GPU group; of two, the less waits there better."""
+
+    before: float
+    """Seconds until the swap to its model can begin: infinite if it cannot, 0 if the policy alone decides."""
+    seconds: float
+    """How long the swap takes then, as far as is known: the drain, the eviction and the load."""
+    victims: int
+
+
+NOWHERE = PlaceWait(math.inf, math.inf, 0)
+
+
 def nearest(states: Sequence[G], model: Model, now: float) -> G:
-    """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
+    """The GPU group in which a queue of ``model`` is to stand: the one with the least ``PlaceWait``."""
     if len(states) == 1:
         return states[0]
-    return min(states, key=lambda state: (wait_seconds(state, model, now), state.host.name, state.name))
+    return min(states, key=lambda state: (place_wait(state, model, now), state.host.name, state.name))
 
 
-def wait_seconds(state: GroupState, model: Model, now: float) -> float:
-    """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
+def place_wait(state: GroupState, model: Model, now: float) -> PlaceWait:
+    """How a queue of ``model`` would wait here."""
     slots = [slot for slot in state.own(model) if slot.host.is_awaited(now) and not slot.host.is_away]
     evicting = [
         each
@@ -346,25 +360,37 @@ def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     if evicting:
         slots = [slot for slot in slots if not _is_blocked(state, slot, evicting, now)]
     if state.unseen or not slots or all(slot.leaving for slot in slots):
-        return math.inf
+        return NOWHERE
     if all_obstacles(state, slots, now) is not None:
-        return math.inf
-    before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
-    if state.host.is_lost:
-        before += state.host.wake_timeout or 0.0
-    return before + swap_seconds(state, model, now)
+        return NOWHERE
+    wakes = (state.host.wake_timeout or 0.0) if state.host.is_lost else 0.0
+    soonest = min([_slot_wait(state, slot, now) for slot in slots])
+    return soonest._replace(seconds=soonest.seconds + wakes)
 
 
-def _seconds_before(state: GroupState, slot: Slot) -> float:
-    """How long the swaps under way on the GPUs of a backend will take."""
-    longest = 0.0
+def _slot_wait(state: GroupState, slot: Slot, now: float) -> PlaceWait:
+    """The same for one backend."""
+    model = state.models[slot.model]
+    able = slot.is_loadable(now) and model.may_come(slot) and not state.left_gpu(slot)
+    leaving = victims(state, slot, state.busy_gpus(), frozenset(), now) if able else None
+    if leaving is None:
+        return PlaceWait(_seconds_before(state, slot, now), _swap_seconds_later(state, slot), 0)
+    is_overdue = model.queue.tickets and model.queue.overdue_at <= now
+    before = 0.0 if is_overdue else max([0.0, *(each.stays_until - now for each in leaving)])
+    return PlaceWait(before, seconds_to_load(state, slot, leaving), len(leaving))
+
+
+def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
+    """How long it takes until a backend may be loaded which may not be now, but for its own swap."""
+    if slot.coming or slot.serves:
+        return 0.0
+    longest = slot.retry_at - now if slot.state == "stopped" else 0.0
     for swap in state.swaps:
-        target = swap.target
-        if target is slot or slot.holds.keys().isdisjoint(swap.gpus()):
+        if slot.holds.keys().isdisjoint(swap.gpus()):
             continue
-        seconds = usual_drain(state, swap.victims) + (cost_of(state, swap, target).seconds if target else 0.0)
-        longest = max(longest, seconds)
-    return longest
+        load = cost_of(state, swap, swap.target).seconds if swap.target else 0.0
+        longest = max(longest, usual_drain(state, swap.victims) + load)
+    return longest if longest > 0.0 else math.inf
 
 
 def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], now: float) -> bool:
@@ -376,26 +402,15 @@ def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], now: fl
     if slot in evicting:
         return True
     shares = any(each.holds.keys() & slot.holds.keys() for each in evicting)
-    return shares and choose(state, [slot], state.busy_gpus(), now, frozenset()) is None
-
-
-def swap_seconds(state: GroupState, model: Model, now: float) -> float:
-    """How long it will take to have ``model`` here, drain included, as far as is known."""
-    slots = [slot for slot in state.own(model) if slot.host.is_awaited(now)]
-    loadable = [] if model.ready else [slot for slot in slots if slot.is_loadable(now)]
-    if found := choose(state, loadable, state.busy_gpus(), now, frozenset()):
-        target, leaving = found
-        cost = state.cost([victim.model for victim in leaving], target, target.level)
-        return usual_drain(state, leaving) + cost.seconds
-    return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
+    return shares and victims(state, slot, state.busy_gpus(), frozenset(), now) is None
 
 
 def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
-    """The same for one backend whose GPUs are in other swaps: their targets are loaded, then evicted."""
+    """How long a swap takes to a backend whose GPUs are in other swaps: their targets are in use by then."""
     goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
     others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
     swapped = state.cost([other.model for other in others], slot, slot.load_level)
-    return usual_drain(state, others) + swapped.seconds
+    return usual_drain(state, others, leases=1) + swapped.seconds
 
 
 def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
@@ -438,10 +453,19 @@ def bound(state: GroupState, model: Model, now: float) -> Bound:
     timeout, soonest = state.config.queue_timeout, math.inf
     enough = timeout - most_seconds(model.settings, one) - one
     for each in state.groups_of(model) if model.is_spread else (state,):
-        soonest = min(soonest, swap_seconds(each, model, now))
+        soonest = min(soonest, _swap_seconds(each, model, now))
         if soonest <= enough:
             break  # an even shorter one makes no difference
     return Bound(bound_seconds(model.settings, one, timeout - soonest), load_seconds, soonest)
+
+
+def _swap_seconds(state: GroupState, model: Model, now: float) -> float:
+    """How long it will take to have ``model`` here if its victims are in use when that begins."""
+    slots = [slot for slot in state.own(model) if slot.host.is_awaited(now)]
+    loadable = [] if model.ready else [slot for slot in slots if slot.is_loadable(now)]
+    if found := choose(state, loadable, state.busy_gpus(), now, frozenset()):
+        return seconds_to_load(state, *found, leases=1)
+    return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
 
 
 def round_seconds(state: GroupState, model: Model, load_seconds: float) -> float:

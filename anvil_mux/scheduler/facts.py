@@ -75,7 +75,7 @@ class GroupFacts(Swaps):
             return True
         if self.deferred:
             self._reopen(slot)
-        return is_sooner or self._matters(slot)
+        return is_sooner or self._matters(slot, now)
 
     def _reopen(self, slot: Slot) -> None:
         """Have the policy asked again, now that a lease has ended, where it says that this may matter."""
@@ -84,11 +84,11 @@ class GroupFacts(Swaps):
             if leases < held.stay.leases and slot in held.residents:
                 self.deferred[model] = held._replace(is_over=True)
 
-    def _matters(self, slot: Slot) -> bool:
+    def _matters(self, slot: Slot, now: float) -> bool:
         """Whether the end of a lease may change what is to be done next.
 
         It does where swaps are held back if the policy says so, if there is a choice of victims, or if a
-        drain, memory or another replica may depend on it; and at the end of a drain, and where a ttl or the
+        drain or memory may depend on it; where replicas do; and at the end of a drain, and where a ttl or the
         return of a home backend begins, or a hint may wait for it.
         """
         if self.deferred:
@@ -97,10 +97,21 @@ class GroupFacts(Swaps):
             held = self.deferred.values()
             if any(each.is_over or not each.contest or len(each.residents) > 1 for each in held):
                 return True
+        if self.routed and self._matters_to_replicas(slot, now):
+            return True
         if slot.holders:
             return False
         comes_back = bool(self.homes) and not slot.backend.home
         return slot.state == "draining" or slot.ttl is not None or comes_back or bool(self.common.hints)
+
+    def _matters_to_replicas(self, slot: Slot, now: float) -> bool:
+        """Whether a queue may have a better place then, or a busy model another replica."""
+        for model in self.routed:
+            if model.queue.tickets and model.is_spread:
+                return True
+            if model.ready and not slot.holders and self.may_spill(model, now):
+                return True
+        return False
 
     # Before this program came
 

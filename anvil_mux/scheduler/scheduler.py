@@ -520,15 +520,15 @@ class Scheduler:
                 for group in there if memory.asked() else ():
                     group.changed()  # queues may have a better place there
         if self.layout.spread:
-            found += [group for model in self._moved(now) for group in self._concerned(model)]
+            found += [group for model in self._moved((), now) for group in self._concerned(model)]
         return sorted(dict.fromkeys(found), key=BY_NAME)
 
-    def _with_siblings(self, groups: Iterable[GpuGroup], now: float) -> list[GpuGroup]:
+    def _with_siblings(self, groups: Sequence[GpuGroup], now: float) -> list[GpuGroup]:
         """``groups``, and those that have backends of the same models, as far as it concerns them.
 
         It does where a queue stands, and where another replica of a busy model may be worth a load.
         """
-        moved, layout = self._moved(now), self.layout
+        moved, layout = self._moved(groups, now), self.layout
         found = dict.fromkeys(groups)
         queues = {layout.of_model[model.name] for model in layout.models.values() if model.queue.tickets}
         for model in dict.fromkeys(each for group in groups for each in group.routed if each.is_spread):
@@ -545,27 +545,27 @@ class Scheduler:
         where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
         return where + [group for group in layout.groups_of[model.name] if group.preloads]
 
-    def _moved(self, now: float) -> list[Model]:
+    def _moved(self, groups: Iterable[GpuGroup], now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.
 
-        Where a queue stands is chosen here: anew when the state of one of the groups has changed. A queue for
-        which others drain may be better off where a GPU is free.
+        Where a queue stands is chosen here: anew when one of its groups is asked (``groups``), or the state
+        of one has changed. A queue for which others drain may be better off where a GPU is free.
         """
         layout, changed = self.layout, []
         touched: dict[str, list[GpuGroup]] = {}
-        for group in layout.touched:
+        for group in dict.fromkeys((*layout.touched, *groups)):
             for model in group.routed:
                 if model.is_spread:
                     touched.setdefault(model.name, []).append(group)
         roomy = set(with_room(layout.touched))
         layout.touched.clear()
-        for name, groups in touched.items():
+        for name, where in touched.items():
             model, before = layout.models[name], self._shared.get(name, _UNSEEN)
             if model.queue.tickets:
-                layout.place_queue(model, now, groups if before.waits else None)
+                layout.place_queue(model, now, where if before.waits else None)
             waits = bool(model.queue.tickets)
             seen = _SharedState(model.queue_group, waits, len(model.ready), model.is_coming)
-            drains = seen.waits and seen.is_coming and not roomy.isdisjoint(groups) and not model.is_loading
+            drains = seen.waits and seen.is_coming and not roomy.isdisjoint(where) and not model.is_loading
             if seen != before or drains:
                 changed.append(model)
             self._shared[name] = seen

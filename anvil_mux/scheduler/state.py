@@ -6,9 +6,9 @@ groups, which have backends of the same models. The GPUs of a swap in progress a
 ends. One without a target only evicts.
 
 A ``Plan`` names a backend that could be loaded now, and the victims that make room for it: of a model's
-replicas the one with the fewest. ``None`` means that none could be, because its GPUs are in another swap,
-their residents may stay, or it cools down. Plans are for queues; another replica of a busy model has one too
-(``spill``). They are pure functions over the state.
+replicas the one that is loaded soonest. ``None`` means that none could be, because its GPUs are in another
+swap, their residents may stay, or it cools down. Plans are for queues; another replica of a busy model has
+one too (``spill``). They are pure functions over the state.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ def _age(model: Model) -> tuple[float, int]:
 def plan(
     state: GroupState, model: Model, busy: set[str], now: float, staying: Set[str] = frozenset()
 ) -> Plan | None:
-    """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
+    """The replica that is loaded soonest, or None while none can be."""
     best = choose(state, state.loadable(model, now), busy, now, staying)
     if best is None:
         return None
@@ -394,16 +394,17 @@ def plan(
 def choose(
     state: GroupState, slots: Iterable[Slot], busy: set[str], now: float, staying: Set[str]
 ) -> _TargetAndVictims | None:
-    """The backend of ``slots`` that is loaded at the cost of the fewest victims, and these.
+    """The backend of ``slots`` that is loaded soonest, and the victims that make room for it.
 
-    Of as many, those that have drained first, as a queue goes to the GPU group where it waits least.
+    Of those that are loaded as soon it is the one with the fewest victims. ``nearest`` (admission.py) goes by
+    the same figures between GPU groups.
     """
     places = [
         (slot, leaving) for slot in slots if (leaving := victims(state, slot, busy, staying, now)) is not None
     ]
     if len(places) < 2:
         return places[0] if places else None
-    return min(places, key=lambda place: (len(place[1]), usual_drain(state, place[1])))
+    return min(places, key=lambda place: (seconds_to_load(state, *place), len(place[1])))
 
 
 def victims(
@@ -430,13 +431,23 @@ def victims(
 # What it costs
 
 
-def usual_drain(state: GroupState, leaving: Iterable[Slot]) -> float:
-    """The drain of these backends: about the longest of their leases."""
+def seconds_to_load(state: GroupState, target: Slot, leaving: Sequence[Slot], *, leases: int = 0) -> float:
+    """How long it takes to have a backend here for which these make room: see ``usual_drain``."""
+    cost = state.cost([victim.model for victim in leaving], target, target.level)
+    return usual_drain(state, leaving, leases=leases) + cost.seconds
+
+
+def usual_drain(state: GroupState, leaving: Iterable[Slot], *, leases: int = 0) -> float:
+    """The drain of these backends: about the longest of their leases.
+
+    ``leases``: how many each is taken to have at least, if the drain begins later.
+    """
     longest = 0.0
     for victim in leaving:
-        service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
-        longest = max(longest, min(answers, state.most_drain(victim)))
+        if number := max(len(victim.holders), leases):
+            service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
+            answers = service * (1.0 + math.log(number))
+            longest = max(longest, min(answers, state.most_drain(victim)))
     return longest
 
 

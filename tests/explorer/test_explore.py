@@ -67,6 +67,11 @@ STUCK_BEFORE_ONE = (("died", "x"), ("request", "x"), ("evict_failed", "x"), ("ti
 """Of two places that are as good, one has still to be left by what was stuck there."""
 BUSY_AND_IDLE = (("request", "x"), ("evicted", "m0"), ("loaded", "x"), ("request", "m"), ("request", "x"))
 """Of two places that cost one victim each, one has two leases."""
+IDLE_BESIDE_A_QUEUE = (
+    *[("request", "m")] * 2,
+    *(("request", "y"), ("time",), ("request", "x"), ("release", "y")),
+)
+"""A place becomes idle for a second replica while another model's queue waits."""
 FOUND = [
     ("a policy with mistakes", "tests.explorer.worlds:Undecided", ()),
     ("an eviction with mistakes", "eager", (("request", "l"),)),
@@ -83,6 +88,9 @@ FOUND = [
     ("busy replicas", "adaptive", (("request", "m"), ("request", "m"), ("request", "m"), ("request", "x"))),
     ("busy replicas", "eager", (("request", "x"), ("evict_failed", "m0"), ("time",), ("request", "m"))),
     ("busy replicas", "adaptive", (("request", "x"), ("request", "y"), ("time",), ("request", "m"))),
+    ("busy replicas", "adaptive", (*[("request", "x")] * 2, ("request", "y"), ("time",), ("request", "m"))),
+    ("busy replicas", "debounce", IDLE_BESIDE_A_QUEUE),
+    ("replicas, one in the place of two", "eager", (("request", "m"),)),
     ("two hosts", "debounce", (("request", "x"), ("away", "h2"), ("drained", "h2"), ("time",))),
     ("two hosts", "eager", (("request", "y"), ("lost", "h1"), ("request", "m"), ("away", "h2"))),
     ("two hosts", "adaptive", (("away", "h2"), ("drained", "h2"), ("request", "x"), ("request", "y"))),

@@ -114,6 +114,7 @@ def _worlds() -> Iterator[SmallWorld]:
     yield SmallWorld(
         "two GPUs", _config(x, a, y, b), _up("x", "y"), frozenset(("abandon", "pass")), extra=(tie,)
     )
+    ten = (Gpu("0", vram=10),)
     replicas = _backend("m0", "0", model="m"), _backend("m1", "1", model="m")
     yield SmallWorld(
         "replicas",
@@ -129,6 +130,20 @@ def _worlds() -> Iterator[SmallWorld]:
         waiting=3,
         extra=(tie,),
     )
+    half: dict[str, Any] = {"vram": 5}
+    yield SmallWorld(
+        "replicas, one in the place of two",
+        _config(
+            *[replace(each, vram=10) for each in replicas],
+            _backend("s", "0", **half),
+            _backend("r", "0", **half),
+            _backend("y", "1", vram=10, min_residency=15.0),
+            gpus=(*ten, Gpu("1", vram=10)),
+        ),
+        _up("s", "r", "y"),
+        frozenset(("abandon", "pass")),
+        extra=(replace(tie, vram=10),),
+    )
     yield SmallWorld(
         "tensor parallel",
         _config(_backend("t", "0", "1"), a, c, b),
@@ -142,7 +157,6 @@ def _worlds() -> Iterator[SmallWorld]:
         _up("a"),
         frozenset(("abandon", "evict_failed")),
     )
-    ten = (Gpu("0", vram=10),)
     small, large = _backend("s", "0", vram=4), _backend("l", "0", vram=7)
     yield SmallWorld(
         "shared GPU",

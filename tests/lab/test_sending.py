@@ -78,29 +78,34 @@ def test_a_chat_is_timed_from_its_first_content(engine: FakeEngine) -> None:
     assert (found.status, found.first) == (200, 1.0)
 
 
+SEVERED = b'{"error":{"code":"severed","message":"Send it again."}}'
+
+
 @pytest.mark.parametrize(
-    ("answer", "status", "code"),
+    ("answer", "status", "code", "message"),
     [
-        (SSE_HEAD + event(text("a")) + b"0\r\n\r\n", 0, "cut"),
-        (SSE_HEAD + event(text("a")) + event(b'{"error":{"code":"severed"}}') + b"0\r\n\r\n", 0, "severed"),
+        (SSE_HEAD + event(text("a")) + b"0\r\n\r\n", 0, "cut", ""),
+        (SSE_HEAD + event(text("a")) + event(SEVERED) + b"0\r\n\r\n", 0, "severed", "Send it again."),
         (
             b'HTTP/1.1 503 Service Unavailable\r\nContent-Length: 31\r\n\r\n{"error":{"code":"overloaded"}}',
             503,
             "overloaded",
+            "",
         ),
         (
             b'HTTP/1.1 400 Bad Request\r\nContent-Length: 40\r\n\r\n{"error":{"code":400,"type":"too_long"}}',
             400,
             "too_long",
+            "",
         ),
-        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nno", 502, "Bad Gateway"),
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nno", 502, "Bad Gateway", ""),
     ],
 )
 def test_what_is_no_whole_answer_has_a_code(
-    engine: FakeEngine, answer: bytes, status: int, code: str
+    engine: FakeEngine, answer: bytes, status: int, code: str, message: str
 ) -> None:
     found = ask(engine, answer)
-    assert (found.status, found.code) == (status, code)
+    assert (found.status, found.code, found.message) == (status, code, message)
 
 
 def test_a_client_leaves_when_it_is_out_of_patience(engine: FakeEngine) -> None:

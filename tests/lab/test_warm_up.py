@@ -96,9 +96,10 @@ def test_of_several_rounds_the_middle_one_counts() -> None:
 
 def test_a_model_that_does_not_answer_ends_it() -> None:
     def ask(requests: Sequence[Prompt]) -> list[PlayedAnswer]:
-        return [PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, status=503, code="load_failed")]
+        error = {"status": 503, "code": "load_failed", "message": "no such file"}
+        return [PlayedAnswer(0, "a", "", 0.0, 0.0, math.nan, 1.0, **error)]  # type: ignore[arg-type]
 
-    with pytest.raises(MuxError, match="a could not be asked: 503 load_failed"):
+    with pytest.raises(MuxError, match="a could not be asked: 503 load_failed: no such file"):
         warm_up(ask, ["a"], [], {})
 
 

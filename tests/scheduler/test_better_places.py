@@ -265,3 +265,40 @@ def test_what_the_target_keeps_in_standby_and_cannot_be_stopped_is_no_room_for_a
     driver.core.slots["low"].failed_stops = 1
     assert driver.steps(3.0) == []
     assert [e.target for e in driver.log if e.kind == "draining"] == ["low"]
+
+
+@TIED
+def test_a_queue_goes_to_the_gpu_that_is_idle_however_long_its_resident_took_before(tie):
+    """``x`` has answers of 5 s, of which two run; ``z`` one of 50 s, which is over."""
+    trace = [Arrival(0.0, "x", 5.0), Arrival(0.0, "z", 50.0), *[Arrival(49.0, "x", 5.0)] * 2]
+    log = played([*trace, Arrival(51.0, "m", 1.0)], *REPLICAS, X, Z, *tie, resident=("x", "z"))
+    assert of(log, "evicting") == [(51.0, "evicting z")]
+    assert waits(log)[5] == 1.0 + 10.0
+
+
+HALVES = backend("r", "0", vram=5), backend("s", "0", vram=5)
+WHOLE = {"vram": 10}
+
+
+@pytest.mark.parametrize(
+    ("busy", "evicted"),
+    [((), ["z"]), (("z",), ["r", "s"]), (("r", "z"), ["z"])],
+    ids=["all idle: the fewest", "one busy", "both busy: the fewest"],
+)
+@TIED
+def test_of_two_replicas_that_one_is_loaded_that_can_be_there_first(tie, busy, evicted):
+    """m0 takes the place of ``r`` and ``s``, m1 that of ``z``."""
+    backends = [replace(each, **WHOLE) for each in (*REPLICAS, Z, *tie)]
+    trace = [*(Arrival(0.0, name, 20.0) for name in busy), Arrival(1.0, "m", 1.0)]
+    gpus = tuple(Gpu(index, vram=10) for index in "01")
+    log = played(trace, *backends, *HALVES, resident=("r", "s", "z"), gpus=gpus)
+    assert sorted(event.backend for event in log if event.kind == "evicting") == evicted
+
+
+@TIED
+def test_a_queue_goes_where_no_resident_may_stay(tie):
+    """``x`` may stay until 70 and is idle; ``z`` is not idle before 30."""
+    x = replace(X, min_residency=60.0)
+    trace = [Arrival(0.0, "x", 1.0), Arrival(20.0, "z", 10.0), Arrival(21.0, "m", 1.0)]
+    log = played(trace, *REPLICAS, x, Z, *tie, resident=("z",))
+    assert of(log, "evicting") == [(30.0, "evicting z")]

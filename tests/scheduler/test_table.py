@@ -4,7 +4,7 @@ import pytest
 
 from anvil_mux.config.machines import Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.admission import wait_seconds
+from anvil_mux.scheduler.admission import place_wait
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.group import snapshot
 from anvil_mux.scheduler.model import Demand
@@ -341,6 +341,6 @@ def test_what_a_backend_held_last_is_its_own_when_it_is_chosen_where_a_queue_wai
     for name, amount in (("a", 20), ("b", 10)):
         state.placement.measure(driver.core.slots[name], {"0": amount})
     state.changed()
-    waits = {name: wait_seconds(state, state.models[name], 1.0) for name in "ba"}
-    assert waits["b"] == 10.0
+    waits = {name: place_wait(state, state.models[name], 1.0) for name in "ba"}
+    assert waits["b"] == (0.0, 10.0, 0)
     assert plan(state, state.models["a"], set(), 1.0) is None

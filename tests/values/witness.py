@@ -75,7 +75,7 @@ def compose() -> dict[str, Any]:
     for number, (name, given) in enumerate(about.items()):
         model = str(given.get("model", name))
         flags = ["--enable-sleep-mode"] if name == "vllm" else []
-        flags += ["--slot-save-path", "saved"] if name == "llama" else []
+        flags += ["--slot-save-path", "FOLDER-saved"] if name == "llama" else []
         services[name] = {
             **engine,
             "command": [*engine["command"], model, "FOLDER", *flags],
