@@ -638,7 +638,7 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
 
 def could_spill(states: Iterable[G], model: Model, now: float) -> list[G]:
     """The GPU groups in which loading another backend of a busy model may be worth it."""
-    if model.is_coming or not behind(model, now):
+    if not behind(model, now) or model.is_coming:
         return []
     return [state for state in states if spill(state, model, now)]
 
@@ -673,7 +673,10 @@ def behind(model: Model, now: float) -> list[float]:
         return []
     in_flight = model.replicas.in_flight
     found = [
-        now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.behind(slot.name, now)
+        now - slot.holders[ticket]
+        for slot in model.ready
+        if len(slot.holders) > 1
+        for ticket in in_flight.behind(slot.name, now)
     ]
     if model.queue.tickets:
         found += [now - each.since for each in model.queue if not model.needed(each.work.owner)]
