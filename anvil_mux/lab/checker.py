@@ -112,6 +112,8 @@ class _Checker:
         self._lost: set[str] = set()
         self._drained: set[str] = set()
         self._away: set[str] = set()
+        self._heard: dict[str, float] = {}
+        """Host -> when it was last heard of again after it was away."""
         self._unfound: set[str] = set()
         """Backends of a host that is back of which nothing was said yet."""
 
@@ -171,6 +173,8 @@ class _Checker:
         flagged = self._drained if "drained" in event.kind else self._away
         self._claim(is_set is not (host in flagged), event, f"{host} was so already")
         flagged ^= {host}
+        if event.kind == "host_heard":
+            self._heard[host] = event.at
 
     def _look_at_hosts(self, event: Event) -> None:
         """Before time goes on: nothing is leased on a lost host, nothing is ready on a drained one in reach.
@@ -180,7 +184,7 @@ class _Checker:
         for name in sorted(self._unfound):
             self._claim(False, event, f"nobody says what {name} is, whose host is back")
         self._unfound.clear()
-        for name in self._on_hosts(self._deserted - self._lost):
+        for name in self._on_hosts(self._cleared - self._away - self._lost):
             stays = self._backends[name].state == "ready" and not self._is_lost(name)
             self._claim(not stays, event, f"{name} is ready, whose host is drained or paused")
         for name in self._on_hosts(self._lost):
@@ -193,8 +197,8 @@ class _Checker:
 
     @property
     def _deserted(self) -> Set[str]:
-        """The hosts whose backends serve nobody: those that are lost, or to be empty and in reach."""
-        return self._lost | (self._cleared - self._away)
+        """The hosts whose backends serve nobody: those that are lost, or to be empty."""
+        return self._lost | self._cleared
 
     def _on_hosts(self, hosts: Iterable[str]) -> Iterator[str]:
         return (name for host in hosts for name in self._on_host.get(host, ()))
@@ -266,8 +270,10 @@ class _Checker:
         else:
             self._claim(self._may_follow(backend, event), event, f"it was {before}")
         if before == "draining" and not found:
-            lasted = event.at - backend.since <= backend.limit + self._slack
-            self._claim(lasted, event, "the drain lasted longer than drain_timeout")
+            in_time = event.at - backend.since <= backend.limit + self._slack
+            host = self._host[event.backend]
+            unreached = host in self._away or self._heard.get(host) == event.at
+            self._claim(in_time or unreached, event, "the drain lasted longer than drain_timeout")
             if event.kind == "evicting" and backend.target:
                 self._judge_begin(backend.target, event)
         if event.kind == "loading":
@@ -389,8 +395,10 @@ class _Checker:
             self._calm_until = min(self._calm_until, overdue)
             if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
+            away = self._lost | self._drained | self._away
             groups = [g for g in self._groups if any(self._slots[name].model == model for name in g)]
-            away = self._lost | self._drained
             there = [name for group in groups for name in group if self._host[name] not in away]
             still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in there)
-            self._claim(not still, event, f"{model} is overdue, and its swap has not begun")
+            own = [self._backends[name] for name in there if self._slots[name].model == model]
+            could = any(each.retry_at < event.at for each in own)
+            self._claim(not (still and could), event, f"{model} is overdue, and its swap has not begun")

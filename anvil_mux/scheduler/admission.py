@@ -6,8 +6,8 @@ that had waited are ``woken`` by the driver. Of the layers of a GPU group this i
 queues. Pure functions over the GPU group's state say how long a request waits, when its queue is overdue, and
 why it is refused.
 
-A queue stands in the GPU group where a swap to its model can begin first, or of several where it ends first
-(``nearest``). Its bound, after which it is overdue, is fixed when it begins.
+A queue stands in the GPU group where a swap to its model can begin first, and of several in the best one by
+``place_rank`` (state.py). Its bound, after which it is overdue, is fixed when it begins.
 
 The bound is ``max_wait``, or less where a load would come too late for ``queue_timeout`` then. With ``auto``
 it follows the load. A round is what it takes to load all models that wait for the same GPUs now, one after
@@ -58,10 +58,13 @@ from anvil_mux.scheduler.slot import LOADING, STAYING, HostRecord, Slot, Ticket
 from anvil_mux.scheduler.state import (
     G,
     GroupState,
+    PlaceRank,
     choose,
     cost_of,
     could_spill,
     drain_seconds,
+    order,
+    place_rank,
     seconds_to_load,
     usual_drain,
     victims,
@@ -333,20 +336,18 @@ class PlaceWait(NamedTuple):
     """How a queue would wait in a GPU group; of two, the less waits there better."""
 
     before: float
-    """Seconds until the swap to its model can begin: infinite if it cannot, 0 if the policy alone decides."""
-    seconds: float
-    """How long the swap takes then, as far as is known: the drain, the eviction and the load."""
-    victims: int
+    """Seconds until a swap to its model can begin: infinite if none can, 0 if the policy alone decides."""
+    rank: PlaceRank
 
 
-NOWHERE = PlaceWait(math.inf, math.inf, 0)
+NOWHERE = PlaceWait(math.inf, PlaceRank(True, math.inf, 0, (), ""))
 
 
 def nearest(states: Sequence[G], model: Model, now: float) -> G:
     """The GPU group in which a queue of ``model`` is to stand: the one with the least ``PlaceWait``."""
     if len(states) == 1:
         return states[0]
-    return min(states, key=lambda state: (place_wait(state, model, now), state.host.name, state.name))
+    return min(states, key=lambda state: place_wait(state, model, now))
 
 
 def place_wait(state: GroupState, model: Model, now: float) -> PlaceWait:
@@ -363,9 +364,9 @@ def place_wait(state: GroupState, model: Model, now: float) -> PlaceWait:
         return NOWHERE
     if all_obstacles(state, slots, now) is not None:
         return NOWHERE
-    wakes = (state.host.wake_timeout or 0.0) if state.host.is_lost else 0.0
     soonest = min([_slot_wait(state, slot, now) for slot in slots])
-    return soonest._replace(seconds=soonest.seconds + wakes)
+    wakes = (state.host.wake_timeout or 0.0) if state.host.is_lost else 0.0
+    return soonest._replace(before=soonest.before + wakes)
 
 
 def _slot_wait(state: GroupState, slot: Slot, now: float) -> PlaceWait:
@@ -374,10 +375,11 @@ def _slot_wait(state: GroupState, slot: Slot, now: float) -> PlaceWait:
     able = slot.is_loadable(now) and model.may_come(slot) and not state.left_gpu(slot)
     leaving = victims(state, slot, state.busy_gpus(), frozenset(), now) if able else None
     if leaving is None:
-        return PlaceWait(_seconds_before(state, slot, now), _swap_seconds_later(state, slot), 0)
+        rank = PlaceRank(True, _swap_seconds_later(state, slot), 0, *order(slot))
+        return PlaceWait(_seconds_before(state, slot, now), rank)
     is_overdue = model.queue.tickets and model.queue.overdue_at <= now
     before = 0.0 if is_overdue else max([0.0, *(each.stays_until - now for each in leaving)])
-    return PlaceWait(before, seconds_to_load(state, slot, leaving), len(leaving))
+    return PlaceWait(before, place_rank(state, slot, leaving))
 
 
 def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
@@ -672,7 +674,7 @@ def lack_of_memory(state: GroupState, model: Model, busy: set[str], now: float) 
     for slot in [slot for slot in state.own(model) if slot.host.is_awaited(now) and slot.state != "stuck"]:
         if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
             return None  # its turn comes
-        error = _lack_of(state, slot, others, now)
+        error = _obstacle(state, slot, now) or _lack_of(state, slot, others, now)
         if error is None:
             return None
         first = first or error

@@ -265,6 +265,10 @@ class GroupFacts(Swaps):
             for slot in self.slots.values() if self.host.takes_loads else ():
                 if slot.state == "standby" and not slot.failed_stops and not slot.leaving:
                     slot.next_level = ""
+        for model in self.models.values():  # what was ready out of reach is so still, and serves or does not
+            self.renew_ready(model, now)
+            if model.queue.tickets:
+                self.admit(model, now)
         self.fail_refused(now)
 
     def host_gone(self, now: float) -> None:

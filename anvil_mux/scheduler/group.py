@@ -196,7 +196,7 @@ class GpuGroup(GroupFacts):
             moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
         for slot in self.slots.values():
             stuck, model = slot.state in ("stuck", "standby"), self.models[slot.model]
-            if slot.retry_at > now and (stuck or model.queue.tickets):
+            if slot.retry_at > now and (stuck or model.queue.tickets or model.replicas):
                 moments.append(slot.retry_at)
         return min([moment for moment in moments if moment > now], default=FOREVER)
 

@@ -34,7 +34,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.costs import Footprints
 from anvil_mux.scheduler.events import mistake
 from anvil_mux.scheduler.policies import build
-from anvil_mux.scheduler.slot import HOLDING, STAYING, HostRecord, Slot
+from anvil_mux.scheduler.slot import HOLDING, HostRecord, Slot
 
 HOST_MEMORY = "host memory"
 """The name that host memory has among GPUs where an eviction chooses who frees it."""
@@ -329,8 +329,11 @@ def _occupied(slots: Iterable[Slot], gpu: str) -> int:
 
 
 def _is_pinned(slot: Slot) -> bool:
-    """Whether a backend is pinned and stays, whatever others need; one that is being unloaded does not."""
-    return slot.pinned and slot.state in STAYING
+    """Whether a backend is pinned and stays, whatever others need.
+
+    One that is being unloaded does not, and one that is being loaded may fail to: who waits is judged then.
+    """
+    return slot.pinned and slot.state == "ready"
 
 
 def _is_irremovable(slot: Slot) -> bool:

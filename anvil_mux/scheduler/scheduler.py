@@ -493,6 +493,7 @@ class Scheduler:
         if self.layout.spread:
             asked = self._with_siblings(asked, now)
         while asked:
+            more: dict[GpuGroup, None] = {}
             for group in asked:
                 try:
                     self._ask(group, now, found)
@@ -500,7 +501,9 @@ class Scheduler:
                     found.mistakes.append(error)
                     _collect(group, found)
                     self._moments[group] = now + AFTER_MISTAKE_SECONDS
-            asked = self._affected(now) if self.layout.bounded or self.layout.spread else []
+                if self.layout.bounded or self.layout.spread:  # a queue may go to a group that is asked next
+                    more |= dict.fromkeys(self._affected(now))
+            asked = sorted(more, key=BY_NAME)
         first = min(self._moments.values(), default=FOREVER)
         return Effects(*found, ask_at=min(first, self.layout.pause.until))
 
@@ -521,7 +524,7 @@ class Scheduler:
                     group.changed()  # queues may have a better place there
         if self.layout.spread:
             found += [group for model in self._moved((), now) for group in self._concerned(model)]
-        return sorted(dict.fromkeys(found), key=BY_NAME)
+        return found
 
     def _with_siblings(self, groups: Sequence[GpuGroup], now: float) -> list[GpuGroup]:
         """``groups``, and those that have backends of the same models, as far as it concerns them.
@@ -541,7 +544,7 @@ class Scheduler:
     def _concerned(self, model: Model) -> Sequence[GpuGroup]:
         """The groups that are to be asked about a model with backends in several."""
         layout = self.layout
-        slots = [slot for slot in model.active if slot.coming or model.bounded]
+        slots = [slot for slot in model.active if slot.coming or slot.state == "standby" or model.bounded]
         where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
         return where + [group for group in layout.groups_of[model.name] if group.preloads]
 
@@ -561,10 +564,10 @@ class Scheduler:
         layout.touched.clear()
         for name, where in touched.items():
             model, before = layout.models[name], self._shared.get(name, _UNSEEN)
-            if model.queue.tickets:
-                layout.place_queue(model, now, where if before.waits else None)
-            waits = bool(model.queue.tickets)
-            seen = _SharedState(model.queue_group, waits, len(model.ready), model.is_coming)
+            waits, is_coming = bool(model.queue.tickets), model.is_coming
+            if waits and not is_coming:
+                layout.place_queue(model, now, where if before.waits and not before.is_coming else None)
+            seen = _SharedState(model.queue_group, waits, len(model.ready), is_coming)
             drains = seen.waits and seen.is_coming and not roomy.isdisjoint(where) and not model.is_loading
             if seen != before or drains:
                 changed.append(model)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from anvil_mux.config.config import Backend, Config
@@ -210,7 +211,7 @@ class GroupState:
 
     def filled(self, models: Mapping[str, Iterable[Slot]]) -> None:
         """Compute anew what depends on which slots it has; ``models``: model -> its slots that are here."""
-        self.own_slots = {name: list(slots) for name, slots in models.items()}
+        self.own_slots = {name: sorted(slots, key=order) for name, slots in models.items()}
         self.note_ready()
         self.preloads = [slot for slot in self.preloads if self.slots.get(slot.name) is slot]
         self.unseen &= self.slots.keys()
@@ -342,6 +343,19 @@ _TargetAndVictims = tuple[Slot, list[Slot]]
 """A backend, and the victims that make room for it."""
 
 
+class PlaceRank(NamedTuple):
+    """How good it is to load a backend where it is; the least is the best. So queues choose, everywhere."""
+
+    evicts: bool
+    """Whether anybody has to make room: GPUs that nobody holds are taken first."""
+    seconds: float
+    """How long it takes to have it there: see ``seconds_to_load``."""
+    victims: int
+    gpus: tuple[str, ...]
+    """Of those that are as good the one on the first host by name, and there on the first GPUs."""
+    backend: str
+
+
 class Plan(NamedTuple):
     """A backend to load, and the victims that make room for it."""
 
@@ -394,17 +408,24 @@ def plan(
 def choose(
     state: GroupState, slots: Iterable[Slot], busy: set[str], now: float, staying: Set[str]
 ) -> _TargetAndVictims | None:
-    """The backend of ``slots`` that is loaded soonest, and the victims that make room for it.
-
-    Of those that are loaded as soon it is the one with the fewest victims. ``nearest`` (admission.py) goes by
-    the same figures between GPU groups.
-    """
+    """The best backend of ``slots`` to load, and the victims that make room for it: see ``place_rank``."""
     places = [
         (slot, leaving) for slot in slots if (leaving := victims(state, slot, busy, staying, now)) is not None
     ]
     if len(places) < 2:
         return places[0] if places else None
-    return min(places, key=lambda place: (seconds_to_load(state, *place), len(place[1])))
+    return min(places, key=lambda place: place_rank(state, *place))
+
+
+def order(slot: Slot) -> tuple[tuple[str, ...], str]:
+    """The key by which a model's backends are sorted: the first host by name, and there the first GPUs."""
+    return slot.backend.gpu_names, slot.name
+
+
+def place_rank(state: GroupState, slot: Slot, leaving: Sequence[Slot]) -> PlaceRank:
+    """How good it is to load a backend for which these make room."""
+    seconds = seconds_to_load(state, slot, leaving)
+    return PlaceRank(bool(leaving), seconds, len(leaving), *order(slot))
 
 
 def victims(
@@ -541,7 +562,7 @@ def with_room(states: Iterable[G]) -> list[G]:
 
 
 def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: float) -> list[Slot]:
-    """The backends of a model that have room on GPUs that nobody holds, and no other queue waits for."""
+    """The backends of a model that have room on GPUs that nobody holds, and that no other queue goes to."""
     target = swap.target
     assert target is not None
     if state.unseen or state.is_out_of_reach:
@@ -553,7 +574,8 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
     ]
     if not slots:
         return []
-    taken = state.busy_gpus(but=[swap]).union(*map(state.gpus_of, waiting(state)))
+    others = [each for each in waiting(state) if _goes_first(state, each, model, now)]
+    taken = state.busy_gpus(but=[swap]).union(*map(state.gpus_of, others))
     with _unwanted(target):
         loadable = state.loadable(model, now)
         return [
@@ -564,6 +586,13 @@ def _free_places(state: GroupState, model: Model, swap: SwapInProgress, now: flo
             and state.fits(slot)
             and state.memory.has_room(slot)
         ]
+
+
+def _goes_first(state: GroupState, other: Model, model: Model, now: float) -> bool:
+    """Whether a queue that waits is to have the GPUs that it waits for, before that of ``model``."""
+    if other.queue.overdue_at <= now and (model.queue.overdue_at > now or _age(other) < _age(model)):
+        return True
+    return plan(state, other, state.busy_gpus(), now, state.staying(now)) is not None
 
 
 @contextmanager
@@ -588,15 +617,20 @@ def takeover(state: GroupState, model: Model, kept: Set[str], now: float) -> Tak
     """The drain that a queue of higher priority takes over, as it needs the same GPUs.
 
     Never that for an overdue queue, nor GPUs that are ``kept`` for one. Nobody goes for it as well who drains
-    without a bound.
+    without a bound. Of several backends it is the one that is loaded soonest, as in any plan.
     """
     for swap in state.swaps:
         if not _yields(state, swap, model, now):
             continue
+        places = []
         for slot in state.loadable(model, now):
             more = None if kept & slot.holds.keys() else _more_victims(state, slot, swap, now)
             if more is not None and not any(v.holders and state.most_drain(v) == FOREVER for v in more):
-                return Takeover(swap, slot, more)
+                leaving = _still_victims(swap, slot) + more
+                places.append((place_rank(state, slot, leaving), slot, more))
+        if places:
+            _, slot, more = min(places, key=itemgetter(0))
+            return Takeover(swap, slot, more)
     return None
 
 
@@ -608,6 +642,11 @@ def _yields(state: GroupState, swap: SwapInProgress, model: Model, now: float) -
     return other.priority < model.priority and bool(other.queue.tickets) and other.queue.overdue_at > now
 
 
+def _still_victims(swap: SwapInProgress, slot: Slot) -> list[Slot]:
+    """The victims of a swap that have GPUs of ``slot``."""
+    return [each for each in swap.victims if not each.holds.keys().isdisjoint(slot.holds)]
+
+
 def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: float) -> list[Slot] | None:
     """The backends that go besides the victims of a swap if it loads ``slot`` instead; None: there is no way.
 
@@ -617,7 +656,7 @@ def _more_victims(state: GroupState, slot: Slot, swap: SwapInProgress, now: floa
     assert swap.target is not None
     if slot.holds.keys().isdisjoint(swap.gpus()):
         return None
-    going = [each for each in swap.victims if not each.holds.keys().isdisjoint(slot.holds)]
+    going = _still_victims(swap, slot)
     staying = state.staying(now) | {each.name for each in swap.victims}
     with _unwanted(swap.target):
         return victims(state, slot, state.busy_gpus(but=[swap]), staying, now, without=going)

@@ -28,6 +28,7 @@ from anvil_mux.scheduler.events import (
     Severance,
     ending,
 )
+from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import (
     LOADING,
@@ -371,20 +372,23 @@ class Swaps(Admission):
         slot.enter(what, now)
         model.note(slot)
         self.placement.note(slot)
-        leaves_ready = before == "ready"
-        if leaves_ready and model.limited:
-            model.queue.left = now
-        if leaves_ready or slot.state == "ready":
-            self.note_ready()
-            model.renew_ready()
         self.changed()
         self.memory.changed()
-        if leaves_ready and model.limited:
+        if before == "ready" or slot.state == "ready":
+            self.renew_ready(model, now)
+        if model.replicas and slot.state not in ("ready", "draining"):
+            model.replicas.in_flight.forget(slot.name)
+
+    def renew_ready(self, model: Model, now: float) -> None:
+        """Note which backends of a model serve by now, and have its queue follow."""
+        before = model.ready
+        self.note_ready()
+        model.renew_ready()
+        if model.limited and any(slot not in model.ready for slot in before):
+            model.queue.left = now
             self.fill_places(model, now)  # those that needed this one wait for it no longer
             if not model.ready:
                 self.turn_away(model, now)
-        if model.replicas and slot.state not in ("ready", "draining"):
-            model.replicas.in_flight.forget(slot.name)
 
     def demote(self, slot: Slot, now: float, cause: Cause, *, target: str = "", to: str = "") -> Demote:
         """Demote a backend, for the model ``target`` if any; ``to``: the level, by default the next."""

@@ -100,6 +100,11 @@ def _back(subject: Subject, what: Sequence[str], now: float) -> Effects:
     return subject.core.host_back(what[0], now, {each: FoundBackend() for each in what[1:]})
 
 
+def _held_by_others(subject: Subject, gpu: str, amount: str, *, now: float) -> Effects:
+    host, _, id = gpu.rpartition("/")
+    return subject.core.memory_seen({id: int(amount)}, now, host)
+
+
 _FACTS: dict[str, Callable[[Subject, Sequence[str], int, float], Effects]] = {
     "request": lambda s, what, number, now: s._request("request", what[0], number, now),
     "wish": lambda s, what, number, now: s._request("wish", what[0], number, now),
@@ -127,7 +132,7 @@ _FACTS: dict[str, Callable[[Subject, Sequence[str], int, float], Effects]] = {
     "unpin": lambda s, what, number, now: s.core.pinned(what[0], now, pinned=False),
     "pause": lambda s, what, number, now: s.core.paused(now, now + float(what[0])),
     "resume": lambda s, what, number, now: s.core.resumed(now),
-    "others": lambda s, what, number, now: s.core.memory_seen({what[0]: int(what[1])}, now),
+    "others": lambda s, what, number, now: _held_by_others(s, *what, now=now),
     "away": lambda s, what, number, now: s.core.host_away(what[0], now, away=True),
     "heard": lambda s, what, number, now: s.core.host_away(what[0], now, away=False),
     "lost": lambda s, what, number, now: s.core.host_lost(what[0], now),

@@ -342,5 +342,5 @@ def test_what_a_backend_held_last_is_its_own_when_it_is_chosen_where_a_queue_wai
         state.placement.measure(driver.core.slots[name], {"0": amount})
     state.changed()
     waits = {name: place_wait(state, state.models[name], 1.0) for name in "ba"}
-    assert waits["b"] == (0.0, 10.0, 0)
+    assert waits["b"] == (0.0, (False, 10.0, 0, ("0",), "b"))
     assert plan(state, state.models["a"], set(), 1.0) is None
