@@ -263,8 +263,10 @@ class Parts:
         config, change = within(before, read), compare(before, read)
         keys, tls = checked(config, insecure=self.options.insecure)
         self.hosts.take(config)
-        # What runs on a host that is not here is found when it is.
-        added = [each for each in config.backends if each.name in change.added]
+        # What runs on a host that is not here is found when it is. What still leaves has requests to end, and
+        # its place is taken when it is gone.
+        leaving = {each.name for each in self.mux.overview.leaving()}
+        added = [each for each in config.backends if each.name in change.added and each.name not in leaving]
         added = [each for each in added if self.watches.is_here(each.host)]
         try:
             with self.watches.busy(each.host for each in added):

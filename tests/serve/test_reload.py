@@ -283,7 +283,10 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         ),
         hosts=Recorded("hosts", calls, local=None),
         watches=SimpleNamespace(is_here=lambda name: True, missing=list, busy=nullcontext),
-        mux=SimpleNamespace(facts=Recorded("scheduler", calls, reconfigure=take)),
+        mux=SimpleNamespace(
+            facts=Recorded("scheduler", calls, reconfigure=take, looked_at=lambda names: None),
+            overview=SimpleNamespace(leaving=list),
+        ),
         say=calls.append,
         look_at_rights=lambda: None,
     )
@@ -380,6 +383,21 @@ def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Pa
             assert states(running) == {"a": "stopped", "b": "ready"}
         finally:
             runtime.close()
+
+
+def test_what_comes_back_otherwise_while_it_still_leaves_has_its_drain(house: House, state: Path) -> None:
+    with serving(house.write({"a": {}, "b": {"gpus": ["1"]}}), state=state) as running:
+        stream = Stream(running, "a")
+        assert stream.word() == "a"
+        house.write({"b": {"gpus": ["1"]}})
+        assert reload(running) == 0
+        house.write({"a": {"word": "other"}, "b": {"gpus": ["1"]}})
+        assert reload(running) == 0
+        assert states(running) == {"a": "draining", "b": "stopped"}
+        house.open()
+        assert [stream.word(), stream.word()] == ["end", ""]
+        assert first_word(running, "a") == "other"
+        assert not any("stopping a" in line for line in running.output)
 
 
 def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house: House, state: Path) -> None:
