@@ -45,6 +45,9 @@ from anvil_mux.state import text_of
 
 log = logging.getLogger(__name__)
 
+CANCEL_SECONDS = 30.0
+"""How long a load that was cancelled may take to end before its engine is stopped all the same."""
+
 ReportPhase = Callable[[Backend, str, float], object]
 """Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
 
@@ -166,10 +169,19 @@ class Swapper:
         return replace(self._stop_or_kill(backend, held), died=died or "", log=lines)
 
     def stop(self, backend: Backend) -> None:
-        """Stop a backend however it is, without a look at its GPUs."""
+        """Stop a backend however it is, without a look at its GPUs; first a load of it ends."""
+        self._end_load(backend)
         if not self.runtime.is_frozen(backend):
             self._await_notice(backend)
         self.runtime.stop(backend)
+
+    def _end_load(self, backend: Backend) -> None:
+        """Cancel a load under way and wait for its end: it would start anew what is stopped beside it."""
+        if number := self._loads.get(backend.name):
+            self.cancel(backend, number)
+            until = self.now() + CANCEL_SECONDS
+            while self._loads.get(backend.name) == number and self.now() < until:
+                self.sleep(PAUSE)
 
     def _await_notice(self, backend: Backend) -> None:
         """Let its engine notice that those who were cut have left: until then a signal may not end it."""
