@@ -273,6 +273,7 @@ class Parts:
                 running = self.adoption.fit(self.adoption.running(added))
                 refused = self._take_effect(config, keys, tls, running)
                 self.adoption.stop_all([(each, TOO_MANY) for each in added if each.name in refused])
+                self.mux.facts.looked_at(refused)
         except MuxError:  # a host was lost meanwhile
             if self.config is before:
                 self.hosts.take(before)

@@ -269,7 +269,7 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
 
     def take(*about):
         calls.append("scheduler.reconfigure")
-        return []
+        return ["b"]
 
     names = ("handler", "metrics", "external", "server", "event_log")
     parts = object.__new__(Parts)
@@ -279,12 +279,15 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         options=SimpleNamespace(insecure=False),
         clock=SimpleNamespace(wall=lambda moment: 0.0),
         adoption=SimpleNamespace(
-            is_over=threading.Event(), running=list, fit=fit, stop_all=lambda pairs: None
+            is_over=threading.Event(),
+            running=list,
+            fit=fit,
+            stop_all=lambda pairs: calls.append(f"stop {[each.name for each, _ in pairs]}"),
         ),
         hosts=Recorded("hosts", calls, local=None),
         watches=SimpleNamespace(is_here=lambda name: True, missing=list, busy=nullcontext),
         mux=SimpleNamespace(
-            facts=Recorded("scheduler", calls, reconfigure=take, looked_at=lambda names: None),
+            facts=Recorded("scheduler", calls, reconfigure=take),
             overview=SimpleNamespace(leaving=list),
         ),
         say=calls.append,
@@ -309,6 +312,8 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         "scheduler.reconfigure",
         "handler.reconfigure",
         "external.take",
+        "stop ['b']",
+        "scheduler.looked_at",
     ]
     assert parts.config == after
 
