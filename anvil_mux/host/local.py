@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import SERVICE_NAME, Backend
 from anvil_mux.config.kinds import gib
 from anvil_mux.config.service import Mounts, Service
 from anvil_mux.errors import ConfigError, MuxError
@@ -79,6 +80,8 @@ from anvil_mux.state import state_folder, text_of, write_whole
 log = logging.getLogger(__name__)
 
 MOST_NEWS = 1000
+WORD = re.compile(rf"{SERVICE_NAME.pattern}(/[0-9]{{1,9}})?")
+"""A word of the notes by which a backend is known."""
 
 
 def build_runtime(
@@ -240,6 +243,7 @@ class LocalHost:
 
     def load(self, backend: Backend, level: str, number: int = 0) -> Loaded:
         self._backends[backend.name] = backend
+        self._notes.add([backend])  # which may have failed at the start
         reading = self._load_logs.reading(backend) if level == "stop" else nullcontext()
         with self._read_ahead.pausing(), reading:
             loaded = self._swapper.load(backend, level, number)
@@ -476,7 +480,14 @@ class Notes:
             self._write(self._words() - {_word(backend)})
 
     def _words(self) -> set[str]:
-        return set(text_of(self._services).split())
+        """The words of the file; those that are none are left out: a power cut may have damaged it."""
+        words = set(text_of(self._services).split())
+        sound = set(filter(WORD.fullmatch, words))
+        if sound < words:
+            log.warning(
+                "%s is damaged: engines that the configuration has no longer may run on", self._services
+            )
+        return sound
 
     def _write(self, words: Iterable[str]) -> None:
         try:
