@@ -490,8 +490,10 @@ class Notes:
         return sound
 
     def _write(self, words: Iterable[str]) -> None:
+        text = "\n".join(sorted(words))
         try:
-            write_whole(self._services, "\n".join(sorted(words)))
+            if text != text_of(self._services):
+                write_whole(self._services, text)
         except OSError as error:
             log.warning("which services are ours cannot be noted: %s", error)
 
