@@ -9,6 +9,7 @@ import pty
 import re
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -420,6 +421,45 @@ def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house:
         running.tells("stopping slow: the configuration has changed")
         running.tells(r"kept running for the next start \(on_exit: keep\): b$")
         load.join(TIMEOUT)
+
+
+def test_what_is_being_evicted_when_the_program_ends_is_not_kept_for_the_next_start(
+    house: House, state: Path
+) -> None:
+    is_told, may_end = state / "is told", state / "may end"
+    os.mkfifo(may_end)
+    lingers = f"""
+        import runpy, signal, sys
+
+        def linger(*_):
+            open({str(is_told)!r}, "w").close()
+            open({str(may_end)!r}).read()
+            sys.exit()
+
+        signal.signal(signal.SIGTERM, linger)
+        sys.argv = ["engine.py", "a", "a", {str(house.gate)!r}]
+        runpy.run_path("engine.py")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(lingers)]
+    services = {"a": {"command": command, "stop_timeout": 60}, "b": {"gpus": ["1"]}}
+    house.open()
+    with serving(house.write(services), state=state, on_exit="keep") as running:
+        assert [first_word(running, name) for name in "ab"] == ["a", "b"]
+        running.request("POST", "/models/unload", {"model": "a"})
+        assert seen(is_told.exists, bool)
+        running.process.send_signal(signal.SIGTERM)
+        assert seen(lambda: refuses(running), bool)
+        may_end.write_text("")
+        running.tells(r"kept running for the next start \(on_exit: keep\): b$")
+
+
+def refuses(running: Running) -> bool:
+    """Whether nobody listens any more."""
+    try:
+        running.request("GET", "/livez")
+    except OSError:
+        return True
+    return False
 
 
 def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_start(
