@@ -45,6 +45,8 @@ from anvil_mux.state import text_of
 
 log = logging.getLogger(__name__)
 
+WAKES = "wakes"
+"""The note of a backend that is on its way back from standby: what it says of its sleep holds no longer."""
 CANCEL_SECONDS = 30.0
 """How long a load that was cancelled may take to end before its engine is stopped all the same."""
 
@@ -58,7 +60,8 @@ class Swapper:
     ``load``, ``evict`` and ``demote`` keep what ``seam.Host`` promises. Of an engine that had ended by itself
     before its eviction, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpus.probe); None: evictions are believed. ``report`` learns what phases took.
-    ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
+    ``note`` is told a backend's name and the standby level that it is about to take, ``WAKES`` before it is
+    woken, and "" before it is loaded from nothing and once it is awake.
     ``prompts`` keeps those of engines that are stopped. ``lacks`` lists the rights that a checkpoint misses.
     """
 
@@ -109,10 +112,12 @@ class Swapper:
         self._cancelled[backend.name] = number
 
     def _load_somehow(self, backend: Backend, level: str) -> Loaded:
-        self._note(backend.name, "")
         if level != "stop":
+            self._note(backend.name, WAKES)
             try:
-                return Loaded(self._levels[level].load(backend), level)
+                url = self._levels[level].load(backend)
+                self._note(backend.name, "")
+                return Loaded(url, level)
             except Cancelled:
                 raise
             except Exception as error:
@@ -123,6 +128,7 @@ class Swapper:
                     _reason(error),
                 )
                 self._clean_up(backend, error)
+        self._note(backend.name, "")
         try:
             self.check_cancelled(backend)
             return Loaded(self._load_cold(backend), "stop")

@@ -46,7 +46,7 @@ from anvil_mux.host import cuda_checkpoint, engines, gpus
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand
 from anvil_mux.host.engines import LoadLogs
 from anvil_mux.host.gpus import GpuMonitor, Gpus
-from anvil_mux.host.levels import CONTEXT, ReportPhase, Swapper, host_bytes, may_sleep
+from anvil_mux.host.levels import CONTEXT, WAKES, ReportPhase, Swapper, host_bytes, may_sleep
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
@@ -449,7 +449,7 @@ class Notes:
         self._lock = threading.Lock()
 
     def note_level(self, backend: str, level: str) -> None:
-        """Note the standby level that a backend is about to take; "" when it leaves standby."""
+        """Note the standby level that a backend is about to take, or that it ``WAKES``; "": neither."""
         file = self._level_file(backend)
         try:
             if level:
@@ -561,6 +561,8 @@ class Adopter:
             asleep = True
         if not asleep:
             return None
+        if noted == WAKES:
+            return Unfit("it was being woken when anvil-mux ended")
         # On its way to a checkpoint it may have slept at any level that it may take.
         light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.evict_to)
         deepens = engines.UNKNOWN in sleeps.levels
