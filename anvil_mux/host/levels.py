@@ -45,6 +45,11 @@ from anvil_mux.state import text_of
 
 log = logging.getLogger(__name__)
 
+WAKES = "wakes"
+"""The note of a backend that is on its way back from standby: what it says of its sleep holds no longer."""
+CANCEL_SECONDS = 30.0
+"""How long a load that was cancelled may take to end before its engine is stopped all the same."""
+
 ReportPhase = Callable[[Backend, str, float], object]
 """Called with backend, phase (load, ready, restore, probe; save, evict, verify, freeze) and seconds."""
 
@@ -55,7 +60,8 @@ class Swapper:
     ``load``, ``evict`` and ``demote`` keep what ``seam.Host`` promises. Of an engine that had ended by itself
     before its eviction, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpus.probe); None: evictions are believed. ``report`` learns what phases took.
-    ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
+    ``note`` is told a backend's name and the standby level that it is about to take, ``WAKES`` before it is
+    woken, and "" before it is loaded from nothing and once it is awake.
     ``prompts`` keeps those of engines that are stopped. ``lacks`` lists the rights that a checkpoint misses.
     """
 
@@ -106,10 +112,12 @@ class Swapper:
         self._cancelled[backend.name] = number
 
     def _load_somehow(self, backend: Backend, level: str) -> Loaded:
-        self._note(backend.name, "")
         if level != "stop":
+            self._note(backend.name, WAKES)
             try:
-                return Loaded(self._levels[level].load(backend), level)
+                url = self._levels[level].load(backend)
+                self._note(backend.name, "")
+                return Loaded(url, level)
             except Cancelled:
                 raise
             except Exception as error:
@@ -120,6 +128,7 @@ class Swapper:
                     _reason(error),
                 )
                 self._clean_up(backend, error)
+        self._note(backend.name, "")
         try:
             self.check_cancelled(backend)
             return Loaded(self._load_cold(backend), "stop")
@@ -166,10 +175,19 @@ class Swapper:
         return replace(self._stop_or_kill(backend, held), died=died or "", log=lines)
 
     def stop(self, backend: Backend) -> None:
-        """Stop a backend however it is, without a look at its GPUs."""
+        """Stop a backend however it is, without a look at its GPUs; first a load of it ends."""
+        self._end_load(backend)
         if not self.runtime.is_frozen(backend):
             self._await_notice(backend)
         self.runtime.stop(backend)
+
+    def _end_load(self, backend: Backend) -> None:
+        """Cancel a load under way and wait for its end: it would start anew what is stopped beside it."""
+        if number := self._loads.get(backend.name):
+            self.cancel(backend, number)
+            until = self.now() + CANCEL_SECONDS
+            while self._loads.get(backend.name) == number and self.now() < until:
+                self.sleep(PAUSE)
 
     def _await_notice(self, backend: Backend) -> None:
         """Let its engine notice that those who were cut have left: until then a signal may not end it."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.change import replaced
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import SERVICE_NAME, Backend
 from anvil_mux.config.kinds import gib
 from anvil_mux.config.service import Mounts, Service
 from anvil_mux.errors import ConfigError, MuxError
@@ -45,7 +46,7 @@ from anvil_mux.host import cuda_checkpoint, engines, gpus
 from anvil_mux.host.containers import ContainerRuntime, DockerByHand
 from anvil_mux.host.engines import LoadLogs
 from anvil_mux.host.gpus import GpuMonitor, Gpus
-from anvil_mux.host.levels import CONTEXT, ReportPhase, Swapper, host_bytes, may_sleep
+from anvil_mux.host.levels import CONTEXT, WAKES, ReportPhase, Swapper, host_bytes, may_sleep
 from anvil_mux.host.processes import ProcessRuntime
 from anvil_mux.host.project import missing_images
 from anvil_mux.host.prompts import KeptPrompt, PromptCache
@@ -79,6 +80,8 @@ from anvil_mux.state import state_folder, text_of, write_whole
 log = logging.getLogger(__name__)
 
 MOST_NEWS = 1000
+WORD = re.compile(rf"{SERVICE_NAME.pattern}(/[0-9]{{1,9}})?")
+"""A word of the notes by which a backend is known."""
 
 
 def build_runtime(
@@ -240,6 +243,7 @@ class LocalHost:
 
     def load(self, backend: Backend, level: str, number: int = 0) -> Loaded:
         self._backends[backend.name] = backend
+        self._notes.add([backend])  # which may have failed at the start
         reading = self._load_logs.reading(backend) if level == "stop" else nullcontext()
         with self._read_ahead.pausing(), reading:
             loaded = self._swapper.load(backend, level, number)
@@ -445,7 +449,7 @@ class Notes:
         self._lock = threading.Lock()
 
     def note_level(self, backend: str, level: str) -> None:
-        """Note the standby level that a backend is about to take; "" when it leaves standby."""
+        """Note the standby level that a backend is about to take, or that it ``WAKES``; "": neither."""
         file = self._level_file(backend)
         try:
             if level:
@@ -476,11 +480,20 @@ class Notes:
             self._write(self._words() - {_word(backend)})
 
     def _words(self) -> set[str]:
-        return set(text_of(self._services).split())
+        """The words of the file; those that are none are left out: a power cut may have damaged it."""
+        words = set(text_of(self._services).split())
+        sound = set(filter(WORD.fullmatch, words))
+        if sound < words:
+            log.warning(
+                "%s is damaged: engines that the configuration has no longer may run on", self._services
+            )
+        return sound
 
     def _write(self, words: Iterable[str]) -> None:
+        text = "\n".join(sorted(words))
         try:
-            write_whole(self._services, "\n".join(sorted(words)))
+            if text != text_of(self._services):
+                write_whole(self._services, text)
         except OSError as error:
             log.warning("which services are ours cannot be noted: %s", error)
 
@@ -548,6 +561,8 @@ class Adopter:
             asleep = True
         if not asleep:
             return None
+        if noted == WAKES:
+            return Unfit("it was being woken when anvil-mux ended")
         # On its way to a checkpoint it may have slept at any level that it may take.
         light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.evict_to)
         deepens = engines.UNKNOWN in sleeps.levels

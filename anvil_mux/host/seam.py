@@ -327,7 +327,10 @@ class Host(Protocol):
         """Move a backend from the standby level ``before`` to the deeper ``level`` without waking."""
 
     def stop(self, backend: Backend) -> None:
-        """End the service, without standby: orphans, what cannot stay, and at the program's end."""
+        """End the service, without standby: orphans, what cannot stay, and at the program's end.
+
+        A load of it that is under way is cancelled, and ends before.
+        """
 
     def ended(self, backend: Backend) -> str | None:
         """Say for people how it ended; None while it runs, and while that cannot be told."""

@@ -502,10 +502,13 @@ class Facts:
     # From people, and from other anvil-mux
 
     def reconfigure(self, config: Config, found: Running) -> list[str]:
-        """Apply another configuration while requests run on; the rest is as with ``adopt``."""
+        """Apply another configuration while requests run on; the rest is as with ``adopt``.
+
+        What cannot stay is ``looked_at`` by whoever stops it, once that is done.
+        """
         self._apply(lambda now: self._driver.reconfigured(config, now, found))
         refused = self.adopt(found)
-        self.looked_at(found)
+        self.looked_at(found.keys() - refused)
         return refused
 
     def reload_failed(self, why: str) -> None:

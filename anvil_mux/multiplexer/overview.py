@@ -227,6 +227,11 @@ class Overview:
         with self._lock:
             return [slot.name for slot in self._layout.slots if slot.state in LOADING]
 
+    def evicting(self) -> list[Backend]:
+        """List the backends that are on their way off their GPUs, or to a deeper standby level."""
+        with self._lock:
+            return [slot.backend for slot in self._layout.slots if slot.state in ("evicting", "demoting")]
+
     def leaving(self) -> list[Backend]:
         """List the backends that go because the configuration has changed, and have not gone yet."""
         with self._lock:

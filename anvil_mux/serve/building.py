@@ -263,14 +263,17 @@ class Parts:
         config, change = within(before, read), compare(before, read)
         keys, tls = checked(config, insecure=self.options.insecure)
         self.hosts.take(config)
-        # What runs on a host that is not here is found when it is.
-        added = [each for each in config.backends if each.name in change.added]
+        # What runs on a host that is not here is found when it is. What still leaves has requests to end, and
+        # its place is taken when it is gone.
+        leaving = {each.name for each in self.mux.overview.leaving()}
+        added = [each for each in config.backends if each.name in change.added and each.name not in leaving]
         added = [each for each in added if self.watches.is_here(each.host)]
         try:
             with self.watches.busy(each.host for each in added):
                 running = self.adoption.fit(self.adoption.running(added))
                 refused = self._take_effect(config, keys, tls, running)
                 self.adoption.stop_all([(each, TOO_MANY) for each in added if each.name in refused])
+                self.mux.facts.looked_at(refused)
         except MuxError:  # a host was lost meanwhile
             if self.config is before:
                 self.hosts.take(before)

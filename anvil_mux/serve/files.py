@@ -188,11 +188,11 @@ def locked(config: Config) -> Iterator[int]:
     folder = state_folder(config.project, os.environ)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = open(folder / "lock", "a+")  # noqa: SIM115 (closed by the with below)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         advice = "set XDG_STATE_HOME to a folder that can"
         raise CannotServe(f"{folder} cannot be written ({error.strerror}): {advice}") from None
-    with lock as file:
+    with os.fdopen(descriptor, "r") as file:
         deadline = time.monotonic() + COMMANDS_SECONDS
         while not _lock(file):
             file.seek(0)
@@ -208,10 +208,16 @@ def locked(config: Config) -> Iterator[int]:
                     f"{COMMANDS_SECONDS:g} s; is dockerd stuck? `docker ps` tells."
                 )
             time.sleep(0.05)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield file.fileno()
+        _note_holder(descriptor)
+        yield descriptor
+
+
+def _note_holder(lock: int) -> None:
+    """Write our process id where the next one reads whom it waits for: in place, which takes no new room."""
+    holder = str(os.getpid()).encode()
+    with suppress(OSError):  # on a disk that is full at the first start
+        os.pwrite(lock, holder, 0)
+        os.ftruncate(lock, len(holder))
 
 
 def _lock(file: TextIO) -> bool:

@@ -57,6 +57,8 @@ FAREWELL_SECONDS = 5.0
 """How long the clients of severed requests may take to be told."""
 TAKEN_OVER_CODE = 1
 """The exit code of an anvil-mux whose cluster another one has taken over."""
+LOOK_SECONDS = 0.05
+"""Seconds between two looks whether an eviction has ended."""
 ENGINE_SECONDS = 60.0
 """Seconds that runtimes may take around an engine's own time to stop."""
 
@@ -212,8 +214,12 @@ class AnvilMux:
     @property
     def stop_seconds(self) -> float:
         """Seconds that ``stop`` may take."""
-        engines = max(backend.stop_timeout for backend in self.parts.config.backends)
-        return self._grace + FAREWELL_SECONDS + engines + ENGINE_SECONDS
+        return self._grace + FAREWELL_SECONDS + 2 * self._stop_timeout + ENGINE_SECONDS
+
+    @property
+    def _stop_timeout(self) -> float:
+        """Seconds that engines, stopped side by side, have to end."""
+        return max(backend.stop_timeout for backend in self.parts.config.backends)
 
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""
@@ -229,6 +235,7 @@ class AnvilMux:
             parts.say(f"severed after {grace:g} s: {requests(parts.mux.sever())}")
             parts.server.drain(FAREWELL_SECONDS)
         parts.mux.close()
+        self._await_evictions()
         parts.journal.close()
         parts.metrics.usage.save(at_once=True)
         if parts.event_log:
@@ -236,6 +243,13 @@ class AnvilMux:
         self._leave_engines()
         parts.watches.close()
         parts.hosts.close()
+
+    def _await_evictions(self) -> None:
+        """Let evictions under way end: before, nobody knows which engines run on, and how."""
+        overview, clock, is_here = self.parts.mux.overview, self.parts.clock, self.parts.watches.is_here
+        until = clock.now() + self._stop_timeout
+        while any(is_here(each.host) for each in overview.evicting()) and clock.now() < until:
+            clock.latch().wait(LOOK_SECONDS)
 
     def _leave_engines(self) -> None:
         """Stop what is not to run on, as ``on_exit`` says, and tell what does.

@@ -323,8 +323,8 @@ class HostWatch:
             self._adoption.stop_orphans(name)
             running = set(self.host.running())
             stock = take_stock(self.host, [backend for backend in backends if backend.name in running])
+            self._adoption.stop_all(stock.unfit)  # what is not found holds nothing
             facts.host_back(name, stock.fit)
-            self._adoption.stop_all(stock.unfit)
         elif self._is_unknown:
             running = set(self.host.running())
             for backend, _ in overview.serving(name):

@@ -71,12 +71,13 @@ def _run(hook: Hook, message: bytes) -> str:
         )
     except OSError as error:
         return f"it cannot be run: {error.strerror}"
-    try:
-        _, said = child.communicate(message, hook.timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        return f"it was killed after {hook.timeout:g} s"
+    with child:
+        try:
+            _, said = child.communicate(message, hook.timeout)
+        except subprocess.TimeoutExpired:
+            # What it began in a session of its own lives on, and may never close what it inherited.
+            os.killpg(child.pid, signal.SIGKILL)
+            return f"it was killed after {hook.timeout:g} s"
     last = said.decode("utf-8", "replace").strip()[-MOST_REPEATED:]
     return "" if child.returncode == 0 else f"it exited with code {child.returncode}: {last}"
 

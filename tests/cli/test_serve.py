@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
 from anvil_mux.serve.files import locked, open_address
 from anvil_mux.serve.invocation import CannotServe, short
+from anvil_mux.serve.remote import is_served
+from anvil_mux.state import state_folder
 from tests.cli.demo import (
     PROJECT,
     ROOT,
@@ -167,6 +170,18 @@ def test_a_state_folder_that_cannot_be_is_told_plainly(
     refused = pytest.raises(CannotServe, match=rf"anvil-mux/{PROJECT} cannot be written \(Not a directory\)")
     with refused, locked(Config(backends=(), project=PROJECT)):
         pass
+
+
+def test_who_holds_the_lock_need_not_be_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full prevents no start."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))  # no file may grow
+    try:
+        with locked(Config(backends=(), project=PROJECT)):
+            assert is_served(state_folder(PROJECT, os.environ))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
 # What ran before

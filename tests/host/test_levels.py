@@ -22,7 +22,7 @@ from anvil_mux.host.cuda_checkpoint import Checkpointer
 from anvil_mux.host.gpus import Gpus
 from anvil_mux.host.levels import PATIENCE, Swapper
 from anvil_mux.host.local import Adopter, Awake, Notes
-from anvil_mux.host.seam import Evicted, Loaded
+from anvil_mux.host.seam import Evicted, Loaded, Unfit
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from tests.host.test_cuda_checkpoint import Driven
@@ -212,6 +212,28 @@ def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_f
     swapper.demote(sglang, "sleep", "stop")
     url = swapper.load(sglang).url
     assert Adopter(swapper, notes).look(sglang, url) == Awake(url)
+
+
+def test_who_was_being_woken_when_the_program_was_killed_is_no_sleeper(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*about: object) -> None:
+        raise KeyboardInterrupt
+
+    notes = Notes(tmp_path)
+    swapper = Swapper(scene.house, note=notes.note_level)
+    url = swapper.load(A).url
+    swapper.evict(A, "sleep")
+    with monkeypatch.context() as patched:
+        patched.setattr(engines, "wake", killed)
+        with pytest.raises(KeyboardInterrupt):
+            swapper.load(A, "sleep")
+    found = Adopter(swapper, notes).look(A, url)
+    assert found == Unfit("it was being woken when anvil-mux ended")
+    assert swapper.load(A, "sleep").level == "sleep"
+    assert Adopter(swapper, notes).look(A, url) == Awake(url)
+    swapper.evict(A, "sleep")
+    assert Adopter(swapper, notes).look(A, url) == Evicted("sleep", {"0": 0})
 
 
 def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_again() -> None:

@@ -141,6 +141,29 @@ def test_what_is_configured_no_longer_is_an_orphan_of_the_next_start_until_it_wa
     later.close()
 
 
+def test_notes_that_a_power_cut_has_damaged_keep_nothing_from_its_start(
+    host: LocalHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert host.orphans() == []
+    [notes] = Path(os.environ["XDG_STATE_HOME"]).glob("anvil-mux/seam/services")
+    notes.write_bytes(notes.read_bytes() + b"\nscaled/2\nscaled/\n" + bytes(512))
+    later = LocalHost(HostConfig((), project="seam", runtime="process"))
+    assert [orphan.name for orphan in later.orphans()] == ["a", "scaled-2"]
+    assert "services is damaged: engines that the configuration has no longer may run on" in caplog.text
+    later.close()
+
+
+def test_a_backend_whose_name_could_not_be_noted_at_the_start_is_noted_by_its_load(host: LocalHost) -> None:
+    folder = Path(os.environ["XDG_STATE_HOME"], "anvil-mux", "seam")
+    (folder / "services.part").mkdir(parents=True)
+    assert host.orphans() == []
+    (folder / "services.part").rmdir()
+    host.load(A, "stop", 1)
+    later = LocalHost(HostConfig((), project="seam", runtime="process"))
+    assert [orphan.name for orphan in later.orphans()] == ["a"]
+    later.close()
+
+
 def test_a_load_that_was_cancelled_before_it_began_leaves_nothing(host: LocalHost) -> None:
     host.cancel(A, 3)
     with pytest.raises(Cancelled):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from anvil_mux.host.seam import Evicted, Loaded, NotBegun
 from tests.host.test_engines import Stub, engine, serving
 
 BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)
+GUARD = 20.0
 
 
 class Notes:
@@ -229,6 +231,33 @@ def test_what_does_not_wake_is_not_started_anew_if_its_load_was_cancelled():
     with pytest.raises(Cancelled):
         swapper.load(BACKEND, "freeze", 7)
     assert runtime.calls == ["stop", "stop"]
+
+
+class StoppedMeanwhile(Notes):
+    """A runtime whose service is stopped while it is woken, and does not wake for that."""
+
+    swapper: Swapper
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = lambda: {"a": self.url}
+        self.is_awaited = threading.Event()
+        self.stopping = threading.Thread(target=lambda: self.swapper.stop(BACKEND), daemon=True)
+
+    def resume(self, backend: Backend) -> None:
+        super().resume(backend)
+        self.stopping.start()
+        assert self.is_awaited.wait(GUARD)
+        raise BackendError("it has ended")
+
+
+def test_what_is_stopped_while_it_wakes_is_not_started_anew():
+    runtime = StoppedMeanwhile()
+    runtime.swapper = Swapper(runtime, sleep=lambda seconds: runtime.is_awaited.set())
+    with pytest.raises(Cancelled):
+        runtime.swapper.load(BACKEND, "freeze", 7)
+    runtime.stopping.join(GUARD)
+    assert runtime.calls == ["resume", "stop", "stop", "stop"]
 
 
 @pytest.mark.parametrize("end", [Swapper.evict, Swapper.stop])

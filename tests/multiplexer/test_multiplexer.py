@@ -43,6 +43,23 @@ def test_who_comes_before_it_is_known_what_runs_is_served_by_that_and_starts_not
     Stage(seed=seed).play(main)
 
 
+def test_what_a_reload_finds_and_cannot_stay_has_its_gpus_until_it_is_stopped():
+    def main(stage):
+        stage.mux.load("a")
+        stage.mux.facts.reconfigure(Config(policy="eager", backends=(A,)), {})
+        found = {"b": "http://127.0.0.1:2"}
+        assert stage.mux.facts.reconfigure(Config(policy="eager", backends=(A, B)), found) == ["b"]
+        waiting = stage.request(5.0, "b", 1.0)
+        stage.clock.sleep(20.0)
+        assert (waiting.leased, stage.mux.overview.unseen) == (None, ["b"])
+        stage.mux.facts.looked_at(["b"])
+        stage.clock.sleep(20.0)
+        assert waiting.leased
+        assert stage.mux.overview.unseen == []
+
+    Stage().play(main)
+
+
 def test_a_gpu_is_reserved_from_the_beginning_of_its_swap_until_it_is_the_targets():
     stage, seen = Stage(), {}
 

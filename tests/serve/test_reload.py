@@ -9,6 +9,7 @@ import pty
 import re
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -269,7 +270,7 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
 
     def take(*about):
         calls.append("scheduler.reconfigure")
-        return []
+        return ["b"]
 
     names = ("handler", "metrics", "external", "server", "event_log")
     parts = object.__new__(Parts)
@@ -279,11 +280,17 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         options=SimpleNamespace(insecure=False),
         clock=SimpleNamespace(wall=lambda moment: 0.0),
         adoption=SimpleNamespace(
-            is_over=threading.Event(), running=list, fit=fit, stop_all=lambda pairs: None
+            is_over=threading.Event(),
+            running=list,
+            fit=fit,
+            stop_all=lambda pairs: calls.append(f"stop {[each.name for each, _ in pairs]}"),
         ),
         hosts=Recorded("hosts", calls, local=None),
         watches=SimpleNamespace(is_here=lambda name: True, missing=list, busy=nullcontext),
-        mux=SimpleNamespace(facts=Recorded("scheduler", calls, reconfigure=take)),
+        mux=SimpleNamespace(
+            facts=Recorded("scheduler", calls, reconfigure=take),
+            overview=SimpleNamespace(leaving=list),
+        ),
         say=calls.append,
         look_at_rights=lambda: None,
     )
@@ -306,6 +313,8 @@ def test_requests_mean_another_configuration_once_its_models_are_there(monkeypat
         "scheduler.reconfigure",
         "handler.reconfigure",
         "external.take",
+        "stop ['b']",
+        "scheduler.looked_at",
     ]
     assert parts.config == after
 
@@ -382,6 +391,21 @@ def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Pa
             runtime.close()
 
 
+def test_what_comes_back_otherwise_while_it_still_leaves_has_its_drain(house: House, state: Path) -> None:
+    with serving(house.write({"a": {}, "b": {"gpus": ["1"]}}), state=state) as running:
+        stream = Stream(running, "a")
+        assert stream.word() == "a"
+        house.write({"b": {"gpus": ["1"]}})
+        assert reload(running) == 0
+        house.write({"a": {"word": "other"}, "b": {"gpus": ["1"]}})
+        assert reload(running) == 0
+        assert states(running) == {"a": "draining", "b": "stopped"}
+        house.open()
+        assert [stream.word(), stream.word()] == ["end", ""]
+        assert first_word(running, "a") == "other"
+        assert not any("stopping a" in line for line in running.output)
+
+
 def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house: House, state: Path) -> None:
     never_ready = [sys.executable, "-c", "import time; time.sleep(600)"]
     before = {"slow": {"command": never_ready}, "b": {"gpus": ["1"]}}
@@ -397,6 +421,45 @@ def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house:
         running.tells("stopping slow: the configuration has changed")
         running.tells(r"kept running for the next start \(on_exit: keep\): b$")
         load.join(TIMEOUT)
+
+
+def test_what_is_being_evicted_when_the_program_ends_is_not_kept_for_the_next_start(
+    house: House, state: Path
+) -> None:
+    is_told, may_end = state / "is told", state / "may end"
+    os.mkfifo(may_end)
+    lingers = f"""
+        import runpy, signal, sys
+
+        def linger(*_):
+            open({str(is_told)!r}, "w").close()
+            open({str(may_end)!r}).read()
+            sys.exit()
+
+        signal.signal(signal.SIGTERM, linger)
+        sys.argv = ["engine.py", "a", "a", {str(house.gate)!r}]
+        runpy.run_path("engine.py")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(lingers)]
+    services = {"a": {"command": command, "stop_timeout": 60}, "b": {"gpus": ["1"]}}
+    house.open()
+    with serving(house.write(services), state=state, on_exit="keep") as running:
+        assert [first_word(running, name) for name in "ab"] == ["a", "b"]
+        running.request("POST", "/models/unload", {"model": "a"})
+        assert seen(is_told.exists, bool)
+        running.process.send_signal(signal.SIGTERM)
+        assert seen(lambda: refuses(running), bool)
+        may_end.write_text("")
+        running.tells(r"kept running for the next start \(on_exit: keep\): b$")
+
+
+def refuses(running: Running) -> bool:
+    """Whether nobody listens any more."""
+    try:
+        running.request("GET", "/livez")
+    except OSError:
+        return True
+    return False
 
 
 def test_an_engine_that_runs_what_the_file_no_more_says_is_replaced_by_the_next_start(

@@ -170,15 +170,15 @@ def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(hou
     house.found = {"a": Awake("http://h:1"), "b": asleep, "c": Unfit("it answers for another model")}
     assert house.turns(1.0) == [
         ("stop orphans", "h"),
-        ("back", "h", {"a": "http://h:1", "b": asleep}),
         ("stop", [(C, "it answers for another model")]),
+        ("back", "h", {"a": "http://h:1", "b": asleep}),
     ]
     assert house.watch.state == "here"
 
 
 def test_a_host_that_was_not_there_at_the_start_comes_like_one_that_was_lost(monkeypatch):
     made = House(monkeypatch, is_lost=True)
-    assert made.turns(1.0) == [("stop orphans", "h"), ("back", "h", {}), ("stop", [])]
+    assert made.turns(1.0) == [("stop orphans", "h"), ("stop", []), ("back", "h", {})]
 
 
 def test_a_host_that_another_anvil_mux_has_taken_is_not_used_any_more(house):

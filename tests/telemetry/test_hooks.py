@@ -136,6 +136,18 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path)
     os.close(reader)
 
 
+def test_a_command_is_not_waited_for_because_of_what_has_left_its_session(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    hook = Hook(run=("sh", "-c", 'setsid cat "$0" &', str(fifo)), timeout=0.3)
+    told: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=lambda: told.put(perform(hook, b"{}")), daemon=True).start()
+    try:
+        assert told.get(timeout=GUARD) == "it was killed after 0.3 s"
+    finally:
+        fifo.write_text("")  # which ends it
+
+
 def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Receiver) -> None:
     said: list[str] = []
     notifier = HookNotifier(Hook(on=("loaded",), url=receiver.url), said.append)
