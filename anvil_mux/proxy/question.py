@@ -321,9 +321,12 @@ def hint(mux: Multiplexer, context: RequestContext, named: str) -> str:
 
 
 def heed_hint(mux: Multiplexer, context: RequestContext) -> None:
-    """Heed the hint in the header of a request, if there is one. No request fails for its hint."""
+    """Heed the hint in the header of a request, if there is one. No request fails for its hint.
+
+    Where there are keys, what is told to everybody is no reason to load a model for whoever asks it.
+    """
     named = context.request.fields.get(WARM)
-    if named is None:
+    if named is None or (context.key is None and context.access.hides_keys):
         return
     try:
         hint(mux, context, named.decode("utf-8", "replace"))
