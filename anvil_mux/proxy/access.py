@@ -255,12 +255,21 @@ class Access:
     def _configured(self, name: str, api: str) -> list[str]:
         """The configured names that a client's name may be, or else the longest alias that it fits."""
         spelled = (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,)
-        exact = [each for each in spelled if each in self.meant or each in self.config.any_of]
+        exact = [each for each in spelled if self._is_configured(each)]
         return exact or [alias for alias in self._patterns if _fits(name, alias)][:1]
 
-    def knows(self, name: str) -> bool:
-        """Whether a name stands for anything, whoever may use it."""
-        return bool(self._configured(name, ""))
+    def upstream(self, path: str) -> list[tuple[str, str]]:
+        """The ways to read /upstream/MODEL/PATH as a model, whoever may use it, and a path, the longest model
+        first.
+
+        An alias that is a pattern fits the rest of the path as well, so there the likeliest way is meant.
+        """
+        ways = [*api.upstream(path)]
+        configured = [way for way in ways if self._is_configured(way[0])]
+        return configured or api.likeliest(way for way in ways if self._configured(way[0], ""))
+
+    def _is_configured(self, name: str) -> bool:
+        return name in self.meant or name in self.config.any_of
 
     def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
         """The one model that a client's name stands for; BadRequest if it stands for several."""

@@ -223,8 +223,8 @@ class Questions:
         A GET loads no model, unless somebody opens it: pages ask for their parts without anybody meaning it.
         """
         request, access = context.request, context.access
-        for name, path in api.upstream(request.path):
-            if not access.knows(name) or not (path or context.shows_pages):
+        for name, path in access.upstream(request.path):
+            if not (path or context.shows_pages):
                 continue
             try:
                 model = resolve(context, name)
