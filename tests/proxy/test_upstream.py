@@ -513,15 +513,16 @@ def test_no_further_models_are_named_to_a_server_by_a_key_for_some(shared_server
     assert post_upstream(shared_server, ADMIN, body, CHAT)[0] == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, b"/openai/deployments/a/chat/completions"])
 @pytest.mark.parametrize("body", MORE)
 def test_no_further_models_are_named_where_there_are_servers_elsewhere(
-    make_rig: Callable[..., Rig], body: bytes
+    make_rig: Callable[..., Rig], body: bytes, path: bytes
 ) -> None:
     there = Backend("c", "c", url="https://there.example/v1", engine="openai")
     for backends, status in ((BACKENDS, 200), ((*BACKENDS, there), 403)):
         rig = make_rig(keys=keyring(KEYS), backends=backends)
         rig.engine.answer = lambda _: JSON_OK
-        assert rig.ask(body.replace(b"a-inside", b"a"), extra=shows(OWN)).status == status
+        assert rig.ask(body.replace(b"a-inside", b"a"), path, shows(OWN)).status == status
 
 
 CLOUD = Backend("c", "c", url="https://there.example/v1", engine="openai", served_model="c-inside")
