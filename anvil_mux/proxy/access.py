@@ -109,10 +109,8 @@ class Access:
         self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
         self.presets = presets_of(config.backends)
-        """The presets by backend and name: what the name means there."""
-        presets = {name for _, name in self.presets}
         self.meant = {
-            name: Named(model, name if name in presets else "") for name, model in config.names.items()
+            name: Named(model, name if name in self.presets else "") for name, model in config.names.items()
         }
         """Name of a model, or of a preset -> its meaning."""
         patterns = [alias for each in config.backends for alias in each.aliases if "*" in alias]
@@ -349,19 +347,9 @@ def preflight(request: http1.Request, reader: bytes, methods: bytes) -> list[Fie
     return [(b"Access-Control-Allow-Methods", methods), *headers, (b"Access-Control-Max-Age", b"600")]
 
 
-def presets_of(backends: Sequence[Backend]) -> dict[tuple[str, str], Preset]:
-    """Find what each name of a preset means at each backend: its own, or what another replica says."""
-    of_models: dict[str, dict[str, Preset]] = {}
-    for backend in backends:
-        for preset in backend.presets:
-            of_models.setdefault(backend.model, {}).setdefault(preset.name, preset)
-    if not of_models:
-        return {}
-    found: dict[tuple[str, str], Preset] = {}
-    for backend in backends:
-        own = of_models.get(backend.model, {}) | {preset.name: preset for preset in backend.presets}
-        found |= {(backend.name, name): preset for name, preset in own.items()}
-    return found
+def presets_of(backends: Sequence[Backend]) -> dict[str, Preset]:
+    """Name -> preset, as the first replica has it that says what it is; each name is one model's."""
+    return {each.name: each for backend in reversed(backends) for each in reversed(backend.presets)}
 
 
 def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:

@@ -109,9 +109,15 @@ class Question:
     """Seconds that it may wait before that."""
 
     def preset_at(self, backend: Backend) -> Preset | None:
-        """The preset that it names, as it is at a backend."""
+        """The preset that it names, as it is at a backend: its own, or what another replica says.
+
+        The backend may be one that came by a reload, while the question waited.
+        """
         name = self.target.preset
-        return self.context.access.presets.get((backend.name, name)) if name else None
+        if not name:
+            return None
+        own = next((each for each in backend.presets if each.name == name), None)
+        return own or self.context.access.presets[name]
 
     def known_as(self, backend: Backend) -> str:
         """The model id that the engine of a backend is asked for."""
