@@ -200,7 +200,7 @@ class Attempt:
         length = response.length if response.body == "length" and not goes_on else None
         events = length is None and _is_events(response)
         if goes_on and (response.status >= 300 or not events):
-            raise _engine_error(self.question.target.model, response.status, exchange.data)
+            raise _engine_error(self.question.target.model, response.status, exchange.content(WHOLE))
         chunked = length is None and reply.chunked
         if not goes_on:
             reply.keep = reply.keep and (chunked or length is not None)

@@ -131,6 +131,17 @@ def test_an_engines_refusal_after_beats_is_told_in_its_own_words(
 
 
 def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading: Loading) -> None:
+def test_a_refusal_that_comes_behind_its_head_is_told_in_its_own_words_too(loading: Loading) -> None:
+    rig, client = loading(**EAGER)
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    rig.mechanism.gate.set()
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n", chunk(b'{"error":'))
+    asked.send(chunk(b'{"message":"too long!","code":"too_long"}}'), b"0\r\n\r\n")
+    assert error_in(client.rest())["code"] == "too_long"
+
+
     rig, client = loading(grace=0.0, comment_every=1e9, chunk_every=1e9)
     client.send(
         b"POST /v1/chat/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n%b"
