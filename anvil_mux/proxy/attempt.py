@@ -186,7 +186,8 @@ class Attempt:
     def _note_stored(self) -> None:
         """Remembers which engine has the answer that begins now."""
         question, exchange = self.question, self.exchange
-        if not exchange.whole and _is_events(exchange.response):
+        ends_itself = exchange.response.body != "close" or _is_events(exchange.response)
+        if not exchange.whole and ends_itself:
             exchange.read_on(has_answer_id)
         if id := answer_id(exchange.data):
             self._shared.stored.keep(id, question.target.model, self.lease.backend.name, question.context.key)

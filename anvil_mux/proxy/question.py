@@ -60,7 +60,6 @@ _CONVERSATION = ("system", "messages", "input", "prompt")
 """The fields of bodies, of all APIs, in which such parts may stand."""
 
 _ANSWER_ID = re.compile(rb'(?<!\\)"id" ?: ?"(resp_[A-Za-z0-9_-]{1,250})"')
-_PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(resp_[A-Za-z0-9_-]{1,250})"')
 _FIRST_EVENT_BYTES = 64 * 1024
 
 QuestionBody = bytes | bytearray | Spool
@@ -103,6 +102,8 @@ class Question:
     """The question for its engine, if that does not speak the client's API."""
     owner: str = ""
     """The backend that has an earlier answer which it is about."""
+    previous_answer: str = ""
+    """The id of the answer that it goes on from, or is about; "" for none."""
     falls_back: bool = False
     """Whether another model is asked if this one fails."""
     after: float | None = None
@@ -125,14 +126,6 @@ class Question:
         return (preset and preset.served_model) or backend.served_model or self.target.model
 
     @property
-    def previous_answer(self) -> str:
-        """The id of the answer that it goes on from; "" for none."""
-        if self.context.route.beat != "responses" or isinstance(self.body, Spool):
-            return ""
-        found = _PREVIOUS.search(self.body)
-        return found[1].decode("ascii") if found else ""
-
-    @property
     def path(self) -> str:
         """The path that its engine is asked for."""
         return self.translation.path if self.translation else self.context.route.path
@@ -150,6 +143,10 @@ class Questions:
         question = self._read(context, client)
         if context.route.path.startswith(SESSIONS):
             _check_session(question)
+        if id := _earlier_answer(question):
+            if self._stored.is_anothers(id, context.key):
+                raise _no_answer(id)
+            question = replace(question, previous_answer=id)
         return self._chosen(question) if question.target.rules else question
 
     def _chosen(self, question: Question) -> Question:
@@ -185,15 +182,15 @@ class Questions:
             case "session":
                 body = read_json(context, client)
                 named, span = [*naming.session_models(body), (None, None)][0]
+                _refuse_more_models(context, body)
                 return Question(context, target(context, named), body, named, span)
             case "path":
                 body = read_json(context, client)
-                _refuse_more_models(context, body)
                 stream = naming.model_and_stream(body)[1] and route.streams
+                _refuse_more_models(context, body)
                 named = api.model_in_path(context.request.path)
                 found = context.access.find(named, api=context.api, key=context.key)
                 return Question(context, _target(context, found), body, stream=stream)
-                _refuse_more_models(context, body)
             case "multipart":
                 return _from_form(context, client)
             case "query":
@@ -213,7 +210,7 @@ class Questions:
         id = api.answer_in_path(context.request.path)
         kept = self._stored.find(id, context.key)
         if kept is None or not self._is_there(kept):
-            raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
+            raise _no_answer(id)
         found = _target(context, Named(kept.model))
         return Question(context, found, _read(context, client), owner=kept.backend)
 
@@ -350,14 +347,14 @@ def _from_json(context: RequestContext, client: Client) -> Question:
         found, named = target(context, translation.model), translation.model
         return Question(context, found, body, named, stream=stream, translation=translation)
     named, stream = naming.model_and_stream(body)
-    if context.access.has_external and context.key and not context.key.admin:
-        naming.refuse_more_models(body)
     _refuse_more_models(context, body)
     return Question(context, target(context, named), body, named, stream=stream and route.streams)
 
 
 def _refuse_more_models(context: RequestContext, body: bytes | bytearray) -> None:
     """Refuse a body that may name more models, where it may reach a server elsewhere by a key for some."""
+    if context.access.has_external and context.key and not context.key.admin:
+        naming.refuse_more_models(body)
 
 
 def _from_form(context: RequestContext, client: Client) -> Question:
@@ -638,7 +635,7 @@ def _kinds(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 class StoredResponse(NamedTuple):
-    """The model and backend that gave an answer, and the API key that asked for it."""
+    """The model and backend that gave an answer, and the API key that asked for it, with its rights."""
 
     model: str
     backend: str
@@ -652,17 +649,38 @@ class StoredResponses:
         self._lock = Lock()
         self._kept: dict[str, StoredResponse] = {}
 
-    def keep(self, id: str, model: str, backend: str, key: object) -> None:
+    def keep(self, id: str, model: str, backend: str, key: Key | None) -> None:
         with self._lock:
-            self._kept[id] = StoredResponse(model, backend, key)
+            self._kept[id] = StoredResponse(model, backend, key and key.rights)
             if len(self._kept) > MOST_ANSWERS:
                 del self._kept[next(iter(self._kept))]
 
-    def find(self, id: str, key: object) -> StoredResponse | None:
+    def find(self, id: str, key: Key | None) -> StoredResponse | None:
         """The answer of that id, if ``key`` asked for it."""
         with self._lock:
             kept = self._kept.get(id)
-        return kept if kept and kept.key == key else None
+        return kept if kept and kept.key == (key and key.rights) else None
+
+    def is_anothers(self, id: str, key: Key | None) -> bool:
+        """Whether there is an answer of that id, which another key than ``key`` asked for."""
+        with self._lock:
+            return id in self._kept and self._kept[id].key != (key and key.rights)
+
+
+def _earlier_answer(question: Question) -> str:
+    """The id of the answer that a question goes on from, or is about, also below /upstream/; "" for none."""
+    route, body = question.context.route, question.body
+    if route.model_in == "upstream":
+        route = api.match(question.context.request.method, route.path) or api.NO_ROUTE
+    if route.model_in == "answer":
+        return api.answer_in_path(route.path)
+    if route.beat != "responses" or isinstance(body, Spool):
+        return ""
+    return naming.string_of(body, "previous_response_id")
+
+
+def _no_answer(id: str) -> NotFound:
+    return NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
 
 
 def answer_id(answer: bytes) -> str:
