@@ -250,6 +250,10 @@ class Access:
         known = [name for name, means in self.meant.items() if self.may_use(key, means.model, means.preset)]
         raise UnknownModel(name, known + [each for each in self.config.any_of if self.rules(each, key)])
 
+    def configured(self, name: str) -> str:
+        """The configured name, of whatever kind, that a client's name stands for; the same if there is none."""
+        return next(iter(self._configured(name, "")), name)
+
     def _configured(self, name: str, api: str) -> list[str]:
         """The configured names that a client's name may be, or else the longest alias that it fits."""
         spelled = (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,)

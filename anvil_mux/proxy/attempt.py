@@ -147,6 +147,8 @@ class Attempt:
             permit.failed(f"it answered {status}", pause=pause)
             if self.question.falls_back:
                 raise BackendError(f"{name} answered {status}.")
+        else:
+            permit.answered()
 
     def _release(self, said: bytes) -> None:
         """End the lease with the engine's part, however slowly the client takes what is left of its answer.

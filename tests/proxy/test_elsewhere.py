@@ -35,6 +35,7 @@ from tests.fake_engine import (
     shows,
 )
 from tests.proxy.test_tls import make_certificate
+from tests.proxy.test_upstream import SWITCHED, WISH
 from tests.running import seen
 
 OF_A_CLIENT = b"k-of-a-client"
@@ -167,6 +168,33 @@ def test_what_it_says_is_passed_on_and_counted(world: World) -> None:
     codes = {rig.events.record(count).code for count in range(1, MOST_FAILURES + 2)}
     assert codes == {"", "circuit_open"}
     assert len(rig.other.connections) <= MOST_FAILURES
+
+
+@pytest.mark.parametrize("path", [b"/v1/realtime?model=gpt", b"/v1/chat/completions"])
+def test_one_that_has_begun_to_answer_gets_other_requests_however_long_the_answer_is(
+    world: World, path: bytes
+) -> None:
+    rig = world()
+    rig.other.answer = lambda _: status(429, b"Retry-After: 30")
+    ask(rig, "gpt")
+    rig.mux.circuits.change("gpt", lambda circuit, now: replace(circuit, until=now))
+    rig.other.answer = None
+    client = rig.client()
+    if path == b"/v1/chat/completions":
+        client.post(b'{"model":"gpt","stream":true}')
+        asked = rig.other.next()
+        asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    else:
+        client.send(b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (path, WISH))
+        asked = rig.other.next()
+        asked.send(SWITCHED)
+    client.read_until(b"\r\n\r\n")
+    rig.other.answer = lambda _: JSON_OK
+    assert b" 200 " in ask(rig, "gpt")
+    asked.close()
+    client.rest()
+    rig.events.record(3)
+    assert rig.mux.circuits.of("gpt").failures == 1
 
 
 def test_a_bad_request_is_the_clients(world: World) -> None:

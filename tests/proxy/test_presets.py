@@ -323,6 +323,9 @@ def test_a_name_that_is_none_stands_for_the_longest_alias_that_it_fits(
     got.send(*DONE)
     client.read()
     assert patterns.json(b"/v1/models/" + name.encode())["id"] == model
+    if path != "/api/generate":
+        assert patterns.json(b"/why?model=" + name.encode())["model"] == model
+        assert patterns.json(b"/logs?model=" + name.encode())["model"] == model
 
 
 def test_a_pattern_gives_no_key_another_model_for_one_that_it_may_not_use(patterns: Rig) -> None:
