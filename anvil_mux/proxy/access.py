@@ -247,11 +247,16 @@ class Access:
                 return self.meant[rules[0].models[0]]._replace(
                     rules=rules, swaps=self.config.any_of[each].swaps
                 )
-        known = [name for name, means in self.meant.items() if self.may_use(key, means.model, means.preset)]
-        raise UnknownModel(name, known + [each for each in self.config.any_of if self.rules(each, key)])
+        raise UnknownModel(name, self.names(key))
+
+    def names(self, key: Key | None, *, but: str = "") -> list[str]:
+        """The names, of whatever kind, that a key may use, but for those of one model."""
+        meant = [(name, each) for name, each in self.meant.items() if each.model != but]
+        known = [name for name, each in meant if self.may_use(key, each.model, each.preset)]
+        return known + [name for name in self.config.any_of if self.rules(name, key)]
 
     def configured(self, name: str) -> str:
-        """The configured name, of whatever kind, that a client's name stands for; the same if there is none."""
+        """The configured name, of whatever kind, that a client's name stands for; itself if there is none."""
         return next(iter(self._configured(name, "")), name)
 
     def _configured(self, name: str, api: str) -> list[str]:
