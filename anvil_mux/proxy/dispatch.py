@@ -422,9 +422,8 @@ class Waiting:
         self._every = min(patience.comment_every, own / 2)
         self._beat_at = now + min(patience.grace, own / 2)
         self._chunk_at = max(now + patience.chunk_every, self._beat_at)
-        silence = min(own, patience.silence)
-        # Those that it has waited for before belong to the same silence.
-        self._limit = now + max(silence - patience.margin, silence / 2) - self._reply.record.waited
+        silence = min(own, patience.silence) - self._reply.record.waited  # before, for other models
+        self._limit = now + max(silence - patience.margin, silence / 2)
 
     def _beat(self, now: float) -> None:
         context, model = self._question.context, self._question.target.model
