@@ -145,7 +145,7 @@ class Attempt:
         if status == 429 or (status >= 500 and status not in LACKING):
             pause = _pause_asked(response.fields, time.time())
             permit.failed(f"it answered {status}", pause=pause)
-            if self.question.falls_back:
+            if self.question.fallbacks:
                 raise BackendError(f"{name} answered {status}.")
         else:
             permit.answered()
@@ -203,7 +203,8 @@ class Attempt:
         length = response.length if response.body == "length" and not goes_on else None
         events = length is None and _is_events(response)
         if goes_on and (response.status >= 300 or not events):
-            raise _engine_error(self.question.target.model, response.status, exchange.content(WHOLE))
+            said = exchange.content(WHOLE) if response.status >= 300 else exchange.data
+            raise _engine_error(self.question.target.model, response.status, said)
         chunked = length is None and reply.chunked
         if not goes_on:
             reply.keep = reply.keep and (chunked or length is not None)

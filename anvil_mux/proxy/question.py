@@ -104,8 +104,8 @@ class Question:
     """The backend that has an earlier answer which it is about."""
     previous_answer: str = ""
     """The id of the answer that it goes on from, or is about; "" for none."""
-    falls_back: bool = False
-    """Whether another model is asked if this one fails."""
+    fallbacks: FallbackChain = ()
+    """The models that are asked in turn if this one fails, unless a reload has taken them away by then."""
     after: float | None = None
     """Seconds that it may wait before that."""
 

@@ -26,11 +26,13 @@ from anvil_mux.proxy.dispatch import Patience, is_reason
 from tests.fake_engine import (
     JSON_OK,
     SSE_HEAD,
+    STREAM_A,
     FakeEngine,
     Mechanism,
     RawClient,
     Rig,
     chunk,
+    error_in,
     keyring,
     shows,
 )
@@ -290,6 +292,28 @@ def test_who_waits_for_longer_than_after_leaves_the_queue(world: World) -> None:
     head = ask(rig, "a")
     assert b" 200 " in head
     assert b"Fallback" not in head, "its load went on"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fallback_that_a_reload_has_taken_away_is_none(world: World, fails: bool) -> None:
+    patience = Patience(grace=0.0, comment_every=0.0)
+    rig = world(a={"fallback": ("gpt",), "fallback_after": None if fails else 0.5}, patience=patience)
+    rig.mechanism.gate.clear()
+    rig.mechanism.failure = LoadError("a exited with code 1.") if fails else None
+    rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    client = rig.client()
+    client.post(STREAM_A)
+    rig.events.wait("loading")
+    near = replace(rig.config.backends[0], fallback=(), fallback_after=None)
+    rig.mux.facts.reconfigure(replace(rig.config, backends=(near,)), {})
+    for _ in range(4):  # one comes each time that its wait is looked at
+        client.read_until(b": anvil-mux loading a\n")
+    rig.mechanism.gate.set()
+    if fails:
+        assert error_in(client.rest())["code"] == "load_failed"
+    else:
+        assert client.read_until(b"data: [DONE]").count(b"error") == 0
+    assert rig.events.record().fallback_of == ""
 
 
 def test_who_waits_for_a_place_too(world: World) -> None:
