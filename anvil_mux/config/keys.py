@@ -66,6 +66,11 @@ class Key:
     swaps: bool = True
     """Whether models are loaded for its requests."""
 
+    @property
+    def rights(self) -> tuple[object, ...]:
+        """The parts of it by which one key may do what another may not; a reload may change the others."""
+        return self.digest, self.models, self.state, self.admin
+
 
 class Keyring:
     """All keys; without any, nobody is asked for one."""
@@ -88,12 +93,7 @@ class Keyring:
         ring = self
         while ring._next:
             ring = ring._next
-        return not ring._keys or any(
-            key is not None
-            and (each.digest, each.models, each.state, each.admin)
-            == (key.digest, key.models, key.state, key.admin)
-            for each in ring._keys
-        )
+        return not ring._keys or any(key is not None and each.rights == key.rights for each in ring._keys)
 
     def find(self, fields: Mapping[bytes, bytes]) -> Key | None:
         """The key that a request shows; None if it shows none of ours."""

@@ -3,7 +3,8 @@
 A circuit is closed while its server answers. It opens after ``MOST_FAILURES`` failures in a row, at once
 where the server cannot be reached when it is asked how it is, and for as long as the server itself asks for
 (429 with Retry-After). While it is open every request is refused at once. After a pause, which doubles from
-one failure to the next, it is half-open: one request is let through as a trial, and how that ends decides.
+one failure to the next, it is half-open: one request is let through as a trial, and how that is answered
+decides.
 
 Requests that are under way when a circuit opens go on. A lock of its own guards all circuits; it is taken by
 requests to external servers alone.
@@ -71,6 +72,12 @@ class Permit:
     _name: str
     is_trial: bool
     _is_over: bool = False
+
+    def answered(self) -> None:
+        """The server began an answer, which may take hours to end: that is what a trial is for."""
+        if self.is_trial:
+            self.is_trial = False
+            self._circuits.change(self._name, lambda circuit, now: Circuit(heard=now))
 
     def succeeded(self) -> None:
         """The server answered, if only that the request is wrong.

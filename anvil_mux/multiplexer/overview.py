@@ -80,6 +80,11 @@ class Overview:
         """The configuration that holds now."""
         return self._driver.config
 
+    def has(self, model: str) -> bool:
+        """Whether it is served; a reload may have taken it away."""
+        with self._lock:
+            return model in self._driver.served
+
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:

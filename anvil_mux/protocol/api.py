@@ -167,11 +167,16 @@ def upstream(path: str) -> Iterator[tuple[str, str]]:
 
 def upstream_names(path: str) -> list[str]:
     """The models that /upstream/MODEL/PATH may name, also where the rest is no path; the likeliest first."""
+    return [name for name, _ in sorted(_upstream(path), key=_is_likely, reverse=True)]
 
-    def is_likely(way: tuple[str, str]) -> bool:
-        return any(match(method, way[1]) for method in ("GET", "POST"))
 
-    return [name for name, _ in sorted(_upstream(path), key=is_likely, reverse=True)]
+def likeliest(ways: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The way whose rest is a route; of several, and where there is none, that with the shortest model."""
+    return sorted(sorted(ways, key=lambda way: len(way[0])), key=_is_likely, reverse=True)[:1]
+
+
+def _is_likely(way: tuple[str, str]) -> bool:
+    return any(match(method, way[1]) for method in ("GET", "POST"))
 
 
 def _upstream(path: str) -> list[tuple[str, str]]:

@@ -93,6 +93,22 @@ def session_models(body: bytes | bytearray) -> list[tuple[str, Span]]:
     return [(checked(json.loads(body[slice(*span)])), span) for span in spans]
 
 
+def string_of(body: bytes | bytearray, key: str) -> str:
+    """The string that a JSON body, which was read before, has under a key; "" if it has none there."""
+    opening = _START.match(body)
+    if opening is None or not (key.encode("ascii") in body or b"\\u" in body):
+        return ""
+    found = [at for name, at in _top_level_keys(body, opening.end()) if name == key]
+    if len(found) > 1:
+        raise BadRequest(f"`{key}` is given twice", param=key)
+    if not found or body[found[0] : found[0] + 1] != b'"':
+        return ""
+    try:
+        return str(json.loads(body[found[0] : _string_end(body, found[0] + 1)]))
+    except ValueError:
+        raise BadRequest(f"`{key}` is not a JSON string", param=key) from None
+
+
 def _value_span(body: bytes | bytearray, keys: tuple[str, ...]) -> Span | None:
     start, end = 0, len(body)
     for key in keys:

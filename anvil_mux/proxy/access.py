@@ -109,10 +109,8 @@ class Access:
         self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
         self.presets = presets_of(config.backends)
-        """The presets by backend and name: what the name means there."""
-        presets = {name for _, name in self.presets}
         self.meant = {
-            name: Named(model, name if name in presets else "") for name, model in config.names.items()
+            name: Named(model, name if name in self.presets else "") for name, model in config.names.items()
         }
         """Name of a model, or of a preset -> its meaning."""
         patterns = [alias for each in config.backends for alias in each.aliases if "*" in alias]
@@ -249,18 +247,36 @@ class Access:
                 return self.meant[rules[0].models[0]]._replace(
                     rules=rules, swaps=self.config.any_of[each].swaps
                 )
-        known = [name for name, means in self.meant.items() if self.may_use(key, means.model, means.preset)]
-        raise UnknownModel(name, known + [each for each in self.config.any_of if self.rules(each, key)])
+        raise UnknownModel(name, self.names(key))
+
+    def names(self, key: Key | None, *, but: str = "") -> list[str]:
+        """The names, of whatever kind, that a key may use, but for those of one model."""
+        meant = [(name, each) for name, each in self.meant.items() if each.model != but]
+        known = [name for name, each in meant if self.may_use(key, each.model, each.preset)]
+        return known + [name for name in self.config.any_of if self.rules(name, key)]
+
+    def configured(self, name: str) -> str:
+        """The configured name, of whatever kind, that a client's name stands for; itself if there is none."""
+        return next(iter(self._configured(name, "")), name)
 
     def _configured(self, name: str, api: str) -> list[str]:
         """The configured names that a client's name may be, or else the longest alias that it fits."""
         spelled = (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,)
-        exact = [each for each in spelled if each in self.meant or each in self.config.any_of]
+        exact = [each for each in spelled if self._is_configured(each)]
         return exact or [alias for alias in self._patterns if _fits(name, alias)][:1]
 
-    def knows(self, name: str) -> bool:
-        """Whether a name stands for anything, whoever may use it."""
-        return bool(self._configured(name, ""))
+    def upstream(self, path: str) -> list[tuple[str, str]]:
+        """The ways to read /upstream/MODEL/PATH as a model, whoever may use it, and a path, the longest model
+        first.
+
+        An alias that is a pattern fits the rest of the path as well, so there the likeliest way is meant.
+        """
+        ways = [*api.upstream(path)]
+        configured = [way for way in ways if self._is_configured(way[0])]
+        return configured or api.likeliest(way for way in ways if self._configured(way[0], ""))
+
+    def _is_configured(self, name: str) -> bool:
+        return name in self.meant or name in self.config.any_of
 
     def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
         """The one model that a client's name stands for; BadRequest if it stands for several."""
@@ -340,19 +356,9 @@ def preflight(request: http1.Request, reader: bytes, methods: bytes) -> list[Fie
     return [(b"Access-Control-Allow-Methods", methods), *headers, (b"Access-Control-Max-Age", b"600")]
 
 
-def presets_of(backends: Sequence[Backend]) -> dict[tuple[str, str], Preset]:
-    """Find what each name of a preset means at each backend: its own, or what another replica says."""
-    of_models: dict[str, dict[str, Preset]] = {}
-    for backend in backends:
-        for preset in backend.presets:
-            of_models.setdefault(backend.model, {}).setdefault(preset.name, preset)
-    if not of_models:
-        return {}
-    found: dict[tuple[str, str], Preset] = {}
-    for backend in backends:
-        own = of_models.get(backend.model, {}) | {preset.name: preset for preset in backend.presets}
-        found |= {(backend.name, name): preset for name, preset in own.items()}
-    return found
+def presets_of(backends: Sequence[Backend]) -> dict[str, Preset]:
+    """Name -> preset, as the first replica has it that says what it is; each name is one model's."""
+    return {each.name: each for backend in reversed(backends) for each in reversed(backend.presets)}
 
 
 def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:

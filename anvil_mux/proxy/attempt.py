@@ -145,8 +145,10 @@ class Attempt:
         if status == 429 or (status >= 500 and status not in LACKING):
             pause = _pause_asked(response.fields, time.time())
             permit.failed(f"it answered {status}", pause=pause)
-            if self.question.falls_back:
+            if self.question.fallbacks:
                 raise BackendError(f"{name} answered {status}.")
+        else:
+            permit.answered()
 
     def _release(self, said: bytes) -> None:
         """End the lease with the engine's part, however slowly the client takes what is left of its answer.
@@ -186,7 +188,8 @@ class Attempt:
     def _note_stored(self) -> None:
         """Remembers which engine has the answer that begins now."""
         question, exchange = self.question, self.exchange
-        if not exchange.whole and _is_events(exchange.response):
+        ends_itself = exchange.response.body != "close" or _is_events(exchange.response)
+        if not exchange.whole and ends_itself:
             exchange.read_on(has_answer_id)
         if id := answer_id(exchange.data):
             self._shared.stored.keep(id, question.target.model, self.lease.backend.name, question.context.key)
@@ -200,7 +203,8 @@ class Attempt:
         length = response.length if response.body == "length" and not goes_on else None
         events = length is None and _is_events(response)
         if goes_on and (response.status >= 300 or not events):
-            raise _engine_error(self.question.target.model, response.status, exchange.data)
+            said = exchange.content(WHOLE) if response.status >= 300 else exchange.data
+            raise _engine_error(self.question.target.model, response.status, said)
         chunked = length is None and reply.chunked
         if not goes_on:
             reply.keep = reply.keep and (chunked or length is not None)

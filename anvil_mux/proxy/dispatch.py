@@ -156,17 +156,17 @@ class Dispatcher:
 
     def _send_in_turn(self, question: Question, reply: Reply) -> None:
         """Send it to its model, and if that cannot serve it to its fallbacks in turn."""
-        chain = question.target.chain
-        for step, following in zip(chain, (*chain[1:], None), strict=True):
-            falls_back = following is not None
-            question = replace(question, falls_back=falls_back, after=step.after if falls_back else None)
+        step, *rest = question.target.chain
+        while True:
+            question = replace(question, fallbacks=tuple(rest), after=step.after if rest else None)
             try:
                 return self._send(question, reply)
             except MuxError as error:
-                if following is None or not reply.may_go_on or not is_reason(error):
+                rest = [each for each in rest if self._mux.overview.has(each.model)]
+                if not rest or not reply.may_go_on or not is_reason(error):
                     raise
-                question = _fallen_back(question, following, error, reply)
-        return None
+                step, *rest = rest
+                question = _fallen_back(question, step, error, reply)
 
     def _send(self, question: Question, reply: Reply) -> None:
         """Send it to a backend of its model, and if that comes to nothing to another."""
@@ -405,7 +405,9 @@ class Waiting:
         backend = question.context.access.only.get(question.target.model)
         if backend and backend.url:
             self._mux.circuits.check(backend.name)
-        if question.after is not None and self._since is not None and now - self._since >= question.after:
+        if question.after is None or self._since is None or now - self._since < question.after:
+            return
+        if any(self._mux.overview.has(each.model) for each in question.fallbacks):
             raise FellBack(
                 f"{question.target.model} could not serve this request within {question.after:g} s."
             )
@@ -422,7 +424,7 @@ class Waiting:
         self._every = min(patience.comment_every, own / 2)
         self._beat_at = now + min(patience.grace, own / 2)
         self._chunk_at = max(now + patience.chunk_every, self._beat_at)
-        silence = min(own, patience.silence)
+        silence = min(own, patience.silence) - self._reply.record.waited  # before, for other models
         self._limit = now + max(silence - patience.margin, silence / 2)
 
     def _beat(self, now: float) -> None:

@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
-from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, Moved, MuxError, NotFound, Unauthorized
+from anvil_mux.errors import (
+    BadRequest,
+    ClientGone,
+    ClientStalled,
+    Moved,
+    MuxError,
+    NotFound,
+    Unauthorized,
+    UnknownModel,
+)
 from anvil_mux.host.engines import ENGINES
 from anvil_mux.host.seam import GpuUses
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -137,6 +146,8 @@ class Handler:
             reply.capture = Capture(question.body)
         try:
             self._dispatcher.answer(question, reply)
+        except UnknownModel as error:  # a reload has taken it away; of the others each key knows its own
+            raise UnknownModel(error.model, self._access.names(context.key, but=error.model)) from None
         finally:
             if isinstance(question.body, Spool):
                 question.body.close()

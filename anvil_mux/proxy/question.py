@@ -60,7 +60,6 @@ _CONVERSATION = ("system", "messages", "input", "prompt")
 """The fields of bodies, of all APIs, in which such parts may stand."""
 
 _ANSWER_ID = re.compile(rb'(?<!\\)"id" ?: ?"(resp_[A-Za-z0-9_-]{1,250})"')
-_PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(resp_[A-Za-z0-9_-]{1,250})"')
 _FIRST_EVENT_BYTES = 64 * 1024
 
 QuestionBody = bytes | bytearray | Spool
@@ -103,28 +102,28 @@ class Question:
     """The question for its engine, if that does not speak the client's API."""
     owner: str = ""
     """The backend that has an earlier answer which it is about."""
-    falls_back: bool = False
-    """Whether another model is asked if this one fails."""
+    previous_answer: str = ""
+    """The id of the answer that it goes on from, or is about; "" for none."""
+    fallbacks: FallbackChain = ()
+    """The models that are asked in turn if this one fails, unless a reload has taken them away by then."""
     after: float | None = None
     """Seconds that it may wait before that."""
 
     def preset_at(self, backend: Backend) -> Preset | None:
-        """The preset that it names, as it is at a backend."""
+        """The preset that it names, as it is at a backend: its own, or what another replica says.
+
+        The backend may be one that came by a reload, while the question waited.
+        """
         name = self.target.preset
-        return self.context.access.presets.get((backend.name, name)) if name else None
+        if not name:
+            return None
+        own = next((each for each in backend.presets if each.name == name), None)
+        return own or self.context.access.presets[name]
 
     def known_as(self, backend: Backend) -> str:
         """The model id that the engine of a backend is asked for."""
         preset = self.preset_at(backend)
         return (preset and preset.served_model) or backend.served_model or self.target.model
-
-    @property
-    def previous_answer(self) -> str:
-        """The id of the answer that it goes on from; "" for none."""
-        if self.context.route.beat != "responses" or isinstance(self.body, Spool):
-            return ""
-        found = _PREVIOUS.search(self.body)
-        return found[1].decode("ascii") if found else ""
 
     @property
     def path(self) -> str:
@@ -144,6 +143,10 @@ class Questions:
         question = self._read(context, client)
         if context.route.path.startswith(SESSIONS):
             _check_session(question)
+        if id := _earlier_answer(question):
+            if self._stored.is_anothers(id, context.key):
+                raise _no_answer(id)
+            question = replace(question, previous_answer=id)
         return self._chosen(question) if question.target.rules else question
 
     def _chosen(self, question: Question) -> Question:
@@ -179,10 +182,12 @@ class Questions:
             case "session":
                 body = read_json(context, client)
                 named, span = [*naming.session_models(body), (None, None)][0]
+                _refuse_more_models(context, body)
                 return Question(context, target(context, named), body, named, span)
             case "path":
                 body = read_json(context, client)
                 stream = naming.model_and_stream(body)[1] and route.streams
+                _refuse_more_models(context, body)
                 named = api.model_in_path(context.request.path)
                 found = context.access.find(named, api=context.api, key=context.key)
                 return Question(context, _target(context, found), body, stream=stream)
@@ -205,7 +210,7 @@ class Questions:
         id = api.answer_in_path(context.request.path)
         kept = self._stored.find(id, context.key)
         if kept is None or not self._is_there(kept):
-            raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
+            raise _no_answer(id)
         found = _target(context, Named(kept.model))
         return Question(context, found, _read(context, client), owner=kept.backend)
 
@@ -223,8 +228,8 @@ class Questions:
         A GET loads no model, unless somebody opens it: pages ask for their parts without anybody meaning it.
         """
         request, access = context.request, context.access
-        for name, path in api.upstream(request.path):
-            if not access.knows(name) or not (path or context.shows_pages):
+        for name, path in access.upstream(request.path):
+            if not (path or context.shows_pages):
                 continue
             try:
                 model = resolve(context, name)
@@ -321,9 +326,12 @@ def hint(mux: Multiplexer, context: RequestContext, named: str) -> str:
 
 
 def heed_hint(mux: Multiplexer, context: RequestContext) -> None:
-    """Heed the hint in the header of a request, if there is one. No request fails for its hint."""
+    """Heed the hint in the header of a request, if there is one. No request fails for its hint.
+
+    Where there are keys, what is told to everybody is no reason to load a model for whoever asks it.
+    """
     named = context.request.fields.get(WARM)
-    if named is None:
+    if named is None or (context.key is None and context.access.hides_keys):
         return
     try:
         hint(mux, context, named.decode("utf-8", "replace"))
@@ -339,9 +347,14 @@ def _from_json(context: RequestContext, client: Client) -> Question:
         found, named = target(context, translation.model), translation.model
         return Question(context, found, body, named, stream=stream, translation=translation)
     named, stream = naming.model_and_stream(body)
+    _refuse_more_models(context, body)
+    return Question(context, target(context, named), body, named, stream=stream and route.streams)
+
+
+def _refuse_more_models(context: RequestContext, body: bytes | bytearray) -> None:
+    """Refuse a body that may name more models, where it may reach a server elsewhere by a key for some."""
     if context.access.has_external and context.key and not context.key.admin:
         naming.refuse_more_models(body)
-    return Question(context, target(context, named), body, named, stream=stream and route.streams)
 
 
 def _from_form(context: RequestContext, client: Client) -> Question:
@@ -622,7 +635,7 @@ def _kinds(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 class StoredResponse(NamedTuple):
-    """The model and backend that gave an answer, and the API key that asked for it."""
+    """The model and backend that gave an answer, and the API key that asked for it, with its rights."""
 
     model: str
     backend: str
@@ -636,17 +649,38 @@ class StoredResponses:
         self._lock = Lock()
         self._kept: dict[str, StoredResponse] = {}
 
-    def keep(self, id: str, model: str, backend: str, key: object) -> None:
+    def keep(self, id: str, model: str, backend: str, key: Key | None) -> None:
         with self._lock:
-            self._kept[id] = StoredResponse(model, backend, key)
+            self._kept[id] = StoredResponse(model, backend, key and key.rights)
             if len(self._kept) > MOST_ANSWERS:
                 del self._kept[next(iter(self._kept))]
 
-    def find(self, id: str, key: object) -> StoredResponse | None:
+    def find(self, id: str, key: Key | None) -> StoredResponse | None:
         """The answer of that id, if ``key`` asked for it."""
         with self._lock:
             kept = self._kept.get(id)
-        return kept if kept and kept.key == key else None
+        return kept if kept and kept.key == (key and key.rights) else None
+
+    def is_anothers(self, id: str, key: Key | None) -> bool:
+        """Whether there is an answer of that id, which another key than ``key`` asked for."""
+        with self._lock:
+            return id in self._kept and self._kept[id].key != (key and key.rights)
+
+
+def _earlier_answer(question: Question) -> str:
+    """The id of the answer that a question goes on from, or is about, also below /upstream/; "" for none."""
+    route, body = question.context.route, question.body
+    if route.model_in == "upstream":
+        route = api.match(question.context.request.method, route.path) or api.NO_ROUTE
+    if route.model_in == "answer":
+        return api.answer_in_path(route.path)
+    if route.beat != "responses" or isinstance(body, Spool):
+        return ""
+    return naming.string_of(body, "previous_response_id")
+
+
+def _no_answer(id: str) -> NotFound:
+    return NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
 
 
 def answer_id(answer: bytes) -> str:

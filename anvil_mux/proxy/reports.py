@@ -288,7 +288,7 @@ class Diagnosis:
         models = {each.model: each for each in self._mux.overview.status().models}
         services = {each.backend: model for model in models.values() for each in model.backends}
         own = name in services and name not in models
-        model = services[name] if own else models[self._mux.resolve(name)]
+        model = services[name] if own else models[self._mux.resolve(reply.context.access.configured(name))]
         backend = query.get("backend", [name if own else model.backend])[-1]
         if services.get(backend) is not model:
             raise BadRequest(f"{model.model} has no backend {backend}", param="backend")
@@ -299,6 +299,7 @@ class Diagnosis:
     def why(self, reply: Reply) -> None:
         access = reply.context.access
         name, query = _named(reply.context)
+        name = access.configured(name)
         tokens = count_in(query.get("tokens", ["0"])[-1])
         if tokens is None:
             raise BadRequest("`tokens` is a whole number", param="tokens")

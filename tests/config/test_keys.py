@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +20,7 @@ from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.config.service import Service
 from anvil_mux.errors import ConfigError, Unauthorized
 from anvil_mux.proxy.access import Access
-from tests.fake_engine import JSON_OK, RawClient, Rig
+from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig
 
 ROOT, ALICE, WATCH = "root-secret-key", "alice-secret-key", "watching-the-metrics"
 BOB = "bobs-secret-key"
@@ -334,6 +336,21 @@ def test_a_key_may_not_use_other_models_nor_learn_of_them(locked: Rig, path: byt
     assert answer.status == 404
     assert b"Known models: a, alias." in answer.body
     assert not locked.events.of("queued")
+
+
+def test_nor_by_a_reload_that_takes_away_the_model_that_it_waits_for(locked: Rig) -> None:
+    locked.mechanism.gate.clear()
+    client = locked.client()
+    client.post(b'{"model":"a"}', extra=bearer(ALICE))
+    locked.events.wait("loading")
+    config = replace(locked.config, backends=(locked.config.backends[1], Backend("c", "c", ("0",))))
+    reload = threading.Thread(target=locked.mux.facts.reconfigure, args=(config, {}), daemon=True)
+    reload.start()
+    locked.mechanism.gate.set()
+    answer = client.read()
+    assert (answer.status, answer.code) == (404, "model_not_found")
+    assert answer.error["message"] == "The model `a` does not exist. Known models: none."
+    reload.join(GUARD)
 
 
 def test_a_key_for_models_uses_them_under_any_name(locked: Rig) -> None:

@@ -86,7 +86,7 @@ def test_what_one_replica_says_of_presets_holds_for_its_model(tmp_path: Path) ->
     said = "{model: m, presets: {fast: {system: a}}}"
     services = f"services: {{a: {{image: x, x-anvil: {said}}}, b: {{image: x, x-anvil: {{model: m}}}}}}"
     found = presets_of(plain(tmp_path, services).backends)
-    assert found == {("a", "fast"): Preset("fast", system="a"), ("b", "fast"): Preset("fast", system="a")}
+    assert found == {"fast": Preset("fast", system="a")}
     services = services.replace("{model: m}", "{model: m, presets: {fast: {system: b}}}")
     (told,) = problems(tmp_path, services)
     assert told.endswith("services.b.x-anvil.presets.fast: is a preset of m already (compose.yaml:1)")

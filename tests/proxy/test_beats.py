@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError
 from anvil_mux.proxy.dispatch import Patience
 from tests.fake_engine import ASK_A, ASK_B, JSON_OK, SSE_HEAD, STREAM_A, RawClient, Rig, chunk, error_in
@@ -130,6 +131,17 @@ def test_an_engines_refusal_after_beats_is_told_in_its_own_words(
         assert rig.events.record().code == "refused_by_engine"
 
 
+def test_a_refusal_that_comes_behind_its_head_is_told_in_its_own_words_too(loading: Loading) -> None:
+    rig, client = loading(**EAGER)
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    rig.mechanism.gate.set()
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n", chunk(b'{"error":'))
+    asked.send(chunk(b'{"message":"too long!","code":"too_long"}}'), b"0\r\n\r\n")
+    assert error_in(client.rest())["code"] == "too_long"
+
+
 def test_beats_to_a_client_of_http_1_0_are_not_chunked(loading: Loading) -> None:
     rig, client = loading(grace=0.0, comment_every=1e9, chunk_every=1e9)
     client.send(
@@ -154,6 +166,17 @@ def test_a_client_is_told_to_come_again_when_the_load_should_be_over(loading: Lo
     rig.mux.overview.eta = {"a": 42.0, "org/b": 600.0}.get  # type: ignore[method-assign]
     for body, seconds in ((ASK_A, b"42"), (ASK_B, b"60")):
         assert client.ask(body).header(b"retry-after") == seconds
+
+
+def test_who_waits_for_a_fallback_too_is_answered_before_its_client_gives_up(
+    make_rig: Callable[..., Rig],
+) -> None:
+    first = Backend("a", "a", ("0",), fallback=("org/b",), fallback_after=0.5)
+    patience = Patience(margin=0.0, silence=0.75)
+    rig = make_rig(patience=patience, backends=(first, Backend("b", "org/b", ("0",))))
+    rig.mechanism.gate.clear()
+    assert rig.ask(ASK_A).error["message"].startswith("org/b is still loading.")
+    assert rig.events.record().waited < 1.25
 
 
 @pytest.mark.parametrize("field", [b"x-stainless-read-timeout", b"x-stainless-timeout"])

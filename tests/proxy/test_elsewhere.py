@@ -26,15 +26,18 @@ from anvil_mux.proxy.dispatch import Patience, is_reason
 from tests.fake_engine import (
     JSON_OK,
     SSE_HEAD,
+    STREAM_A,
     FakeEngine,
     Mechanism,
     RawClient,
     Rig,
     chunk,
+    error_in,
     keyring,
     shows,
 )
 from tests.proxy.test_tls import make_certificate
+from tests.proxy.test_upstream import SWITCHED, WISH
 from tests.running import seen
 
 OF_A_CLIENT = b"k-of-a-client"
@@ -169,6 +172,33 @@ def test_what_it_says_is_passed_on_and_counted(world: World) -> None:
     assert len(rig.other.connections) <= MOST_FAILURES
 
 
+@pytest.mark.parametrize("path", [b"/v1/realtime?model=gpt", b"/v1/chat/completions"])
+def test_one_that_has_begun_to_answer_gets_other_requests_however_long_the_answer_is(
+    world: World, path: bytes
+) -> None:
+    rig = world()
+    rig.other.answer = lambda _: status(429, b"Retry-After: 30")
+    ask(rig, "gpt")
+    rig.mux.circuits.change("gpt", lambda circuit, now: replace(circuit, until=now))
+    rig.other.answer = None
+    client = rig.client()
+    if path == b"/v1/chat/completions":
+        client.post(b'{"model":"gpt","stream":true}')
+        asked = rig.other.next()
+        asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    else:
+        client.send(b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (path, WISH))
+        asked = rig.other.next()
+        asked.send(SWITCHED)
+    client.read_until(b"\r\n\r\n")
+    rig.other.answer = lambda _: JSON_OK
+    assert b" 200 " in ask(rig, "gpt")
+    asked.close()
+    client.rest()
+    rig.events.record(3)
+    assert rig.mux.circuits.of("gpt").failures == 1
+
+
 def test_a_bad_request_is_the_clients(world: World) -> None:
     rig = world()
     rig.other.answer = lambda _: status(400)
@@ -262,6 +292,28 @@ def test_who_waits_for_longer_than_after_leaves_the_queue(world: World) -> None:
     head = ask(rig, "a")
     assert b" 200 " in head
     assert b"Fallback" not in head, "its load went on"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fallback_that_a_reload_has_taken_away_is_none(world: World, fails: bool) -> None:
+    patience = Patience(grace=0.0, comment_every=0.0)
+    rig = world(a={"fallback": ("gpt",), "fallback_after": None if fails else 0.5}, patience=patience)
+    rig.mechanism.gate.clear()
+    rig.mechanism.failure = LoadError("a exited with code 1.") if fails else None
+    rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    client = rig.client()
+    client.post(STREAM_A)
+    rig.events.wait("loading")
+    near = replace(rig.config.backends[0], fallback=(), fallback_after=None)
+    rig.mux.facts.reconfigure(replace(rig.config, backends=(near,)), {})
+    for _ in range(4):  # one comes each time that its wait is looked at
+        client.read_until(b": anvil-mux loading a\n")
+    rig.mechanism.gate.set()
+    if fails:
+        assert error_in(client.rest())["code"] == "load_failed"
+    else:
+        assert client.read_until(b"data: [DONE]").count(b"error") == 0
+    assert rig.events.record().fallback_of == ""
 
 
 def test_who_waits_for_a_place_too(world: World) -> None:

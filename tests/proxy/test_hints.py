@@ -84,6 +84,19 @@ def test_a_request_that_asks_no_engine_may_have_it(rig: Rig) -> None:
     assert loads(rig) == ["b"]
 
 
+@pytest.mark.parametrize(
+    ("path", "extra"), [(b"/livez", b""), (b"/readyz", b""), (b"/", b"Accept: text/html\r\n"), (b"/ui", b"")]
+)
+def test_whoever_shows_no_key_where_there_are_keys_has_nothing_loaded(
+    make_rig: Make, path: bytes, extra: bytes
+) -> None:
+    rig = make_rig(keys=keyring("key-of-guest models=a", "key-of-both models=*"))
+    rig.get(path, extra=extra + WARM_B)
+    assert rig.get(path, extra=extra + b"X-Anvil-Warm: a\r\n" + shows("key-of-both")).status in (200, 307)
+    rig.events.wait("ready")
+    assert loads(rig) == ["a"]
+
+
 @pytest.mark.parametrize("name", [b"org/c", b"", b"\xff\xfe"])
 def test_no_request_fails_for_it(rig: Rig, caplog: pytest.LogCaptureFixture, name: bytes) -> None:
     caplog.set_level(logging.DEBUG, "anvil_mux.proxy.question")

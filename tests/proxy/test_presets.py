@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.config.values import Preset
 from anvil_mux.errors import UnknownModel
 from anvil_mux.proxy.access import Access
-from tests.fake_engine import JSON_OK, SSE_HEAD, RawClient, Rig, answer_of, chunk, keyring, shows
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, answer_of, chunk, keyring, shows
 
 THINK = Preset("qwen-think", set=(("temperature", "1"), ("top_k", "9")), system="Think first.")
 FAST = Preset("qwen-fast", strip=("seed",), set=(("temperature", "0"),))
@@ -259,6 +260,27 @@ def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig
     assert len(rig.events.of("loading")) == 1
 
 
+@pytest.mark.parametrize("is_said_there", [False, True])
+def test_a_question_that_waits_keeps_its_preset_at_a_replica_that_comes_by_a_reload(
+    make_rig: Callable[..., Rig], is_said_there: bool
+) -> None:
+    rig = make_rig(backends=(QWEN,))
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(json.dumps({"model": "qwen-think", "messages": [USER]}).encode())
+    rig.events.wait("loading")
+    presets = QWEN.presets if is_said_there else ()
+    config = replace(rig.config, backends=(Backend("b", "qwen", ("0",), presets=presets),))
+    reload = threading.Thread(target=rig.mux.facts.reconfigure, args=(config, {}), daemon=True)
+    reload.start()
+    rig.mechanism.gate.set()
+    asked = rig.other.next()
+    assert json.loads(asked.body)["messages"] == [SYSTEM, USER]
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+    reload.join(GUARD)
+
+
 def test_why_says_whose_preset_it_is(rig: Rig) -> None:
     told = rig.json(b"/why?model=qwen-fast")
     assert told["sentence"].startswith("qwen-fast is a preset of qwen. A request for qwen waits about")
@@ -301,6 +323,9 @@ def test_a_name_that_is_none_stands_for_the_longest_alias_that_it_fits(
     got.send(*DONE)
     client.read()
     assert patterns.json(b"/v1/models/" + name.encode())["id"] == model
+    if path != "/api/generate":
+        assert patterns.json(b"/why?model=" + name.encode())["model"] == model
+        assert patterns.json(b"/logs?model=" + name.encode())["model"] == model
 
 
 def test_a_pattern_gives_no_key_another_model_for_one_that_it_may_not_use(patterns: Rig) -> None:

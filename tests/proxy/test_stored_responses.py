@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import pytest
 
 from anvil_mux.config.config import Backend
-from anvil_mux.protocol import api
+from anvil_mux.protocol import api, http1, naming
 from anvil_mux.proxy import question
-from anvil_mux.proxy.access import RequestContext
 from anvil_mux.proxy.question import StoredResponses
-from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, answer_of, chunk, keyring, shows
+from tests.fake_engine import GUARD, SSE_HEAD, FakeEngine, RawClient, Rig, answer_of, chunk, keyring, shows
 from tests.scheduler.test_replicas import fleet
 
 CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_s1","x":1}}\n\n'
@@ -127,6 +126,61 @@ def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callabl
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (b"/v1/responses", b'{"model":"m","previous_response_id":"resp_1"}', 404),
+        (b"/v1/responses", b'{"model":"m","previous\\u005fresponse_id":"resp\\u005f1"}', 404),
+        (b"/v1/engines/m/responses", b'{"previous_response_id":"resp_1"}', 404),
+        (b"/upstream/m/v1/responses", b'{"previous_response_id":"resp_1"}', 404),
+        (b"/upstream/m/v1/responses/resp_1/cancel", b"{}", 404),
+        (b"/v1/responses", b'{"model":"m","previous_response_id":null,"previous_response_id":"resp_1"}', 400),
+        (b"/v1/responses", b'{"model":"m","input":{"previous_response_id":"resp_1"}}', 200),
+        (b"/v1/responses", b'{"model":"m","previous_response_id":"resp_2"}', 200),
+    ],
+)
+def test_nobody_goes_on_from_the_answer_to_another_key(
+    make_rig: Callable[..., Rig], path: bytes, body: bytes, status: int
+) -> None:
+    ring = keyring("first-secret-key;second-secret-key")
+    rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
+    answer(ask(rig, extra=shows("first-secret-key")), rig.engine, "resp_1")
+    rig.engine.answers()
+    assert rig.ask(body, path, shows("second-secret-key")).status == status
+    again = 400 if status == 400 else 200
+    assert rig.ask(body, path, shows("first-secret-key")).status == again
+
+
+@pytest.mark.parametrize(("line", "status"), [("requests=9 name=x", 200), ("models=m", 404)])
+def test_another_limit_takes_no_answer_from_a_key_and_other_rights_do(
+    make_rig: Callable[..., Rig], line: str, status: int
+) -> None:
+    rig = make_rig(keys=keyring("first-secret-key"), backends=(Backend("a", "m", ("0",)),))
+    own = shows("first-secret-key")
+    answer(ask(rig, extra=own), rig.engine, "resp_1")
+    rig.handler.reconfigure(rig.config, keyring(f"first-secret-key {line}"))
+    rig.engine.answers()
+    assert rig.get(b"/v1/responses/resp_1", extra=own).status == status
+
+
+def test_an_answer_without_a_length_is_known_though_its_body_comes_behind_its_head(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, asked = rig.asked(b'{"model":"m","input":"hi"}', b"/v1/responses")
+    head_was_read, parse = threading.Event(), http1.parse_response
+
+    def parse_response(*head: Any, **how: Any) -> http1.Response:
+        head_was_read.set()
+        return parse(*head, **how)
+
+    monkeypatch.setattr(http1, "parse_response", parse_response)
+    asked.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert head_was_read.wait(GUARD)
+    asked.send(chunk(b'{"object":'), chunk(b' "response",'), chunk(b'"id": "resp_c1"}'), b"0\r\n\r\n")
+    assert client.read().status == 200
+    answer(ask(rig, "resp_c1"), rig.engine, "resp_2")
+
+
+@pytest.mark.parametrize(
     ("method", "path", "found"),
     [
         ("GET", "/v1/responses/resp_1", "/v1/responses/resp_1"),
@@ -152,8 +206,7 @@ def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote() -> None:
         (b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}', ""),
         (b'{"previous_response_id":null}', ""),
     ):
-        context = cast(RequestContext, SimpleNamespace(route=api.ROUTES["/v1/responses"]["POST"]))
-        assert question.Question(context, question.Target("a", None), body).previous_answer == previous
+        assert naming.string_of(body, "previous_response_id") == previous
 
 
 def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,28 @@ def test_the_longest_model_is_meant() -> None:
     assert list(api.upstream("/other/a/docs")) == []
 
 
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/completions", b"/tokenize", b"/some/path"])
+@pytest.mark.parametrize("named", [b"a", b"gpt-4o", b"x/y"])
+@pytest.mark.parametrize("key", [b"", b"x-api-key: key-of-alice\r\n"])
+def test_an_alias_that_is_a_pattern_fits_no_part_of_the_path_behind_it(
+    make_rig: Callable[..., Rig], key: bytes, named: bytes, path: bytes
+) -> None:
+    a = Backend("a", "a", ("0",), aliases=("gpt-*", "x/*", "a*"), upstream=("/some/path",))
+    rig = make_rig(keys=keyring(KEYS) if key else None, backends=(a, BACKENDS[1]))
+    asked = rig.engine.answers()
+    assert rig.ask(b"{}", b"/upstream/" + named + path, key).status == 200
+    assert asked[0].head.startswith(b"POST %b HTTP/1.1\r\n" % path)
+
+
+def test_behind_a_name_that_its_key_may_not_use_no_pattern_is_looked_for(
+    make_rig: Callable[..., Rig],
+) -> None:
+    a = Backend("a", "a", ("0",), aliases=("*",))
+    rig = make_rig(keys=keyring(KEYS), backends=(a, Backend("b", "b", ("0",))))
+    assert rig.ask(b"{}", b"/upstream/b" + CHAT, shows(OWN)).status == 404
+    assert rig.passes(b"{}", b"/upstream/org/c" + CHAT, shows(OWN)).head.startswith(b"POST %b " % CHAT)
+
+
 # Whose keys may ask for what below /upstream/
 
 
@@ -491,15 +513,16 @@ def test_no_further_models_are_named_to_a_server_by_a_key_for_some(shared_server
     assert post_upstream(shared_server, ADMIN, body, CHAT)[0] == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, b"/openai/deployments/a/chat/completions"])
 @pytest.mark.parametrize("body", MORE)
 def test_no_further_models_are_named_where_there_are_servers_elsewhere(
-    make_rig: Callable[..., Rig], body: bytes
+    make_rig: Callable[..., Rig], body: bytes, path: bytes
 ) -> None:
     there = Backend("c", "c", url="https://there.example/v1", engine="openai")
     for backends, status in ((BACKENDS, 200), ((*BACKENDS, there), 403)):
         rig = make_rig(keys=keyring(KEYS), backends=backends)
         rig.engine.answer = lambda _: JSON_OK
-        assert rig.ask(body.replace(b"a-inside", b"a"), extra=shows(OWN)).status == status
+        assert rig.ask(body.replace(b"a-inside", b"a"), path, shows(OWN)).status == status
 
 
 CLOUD = Backend("c", "c", url="https://there.example/v1", engine="openai", served_model="c-inside")
