@@ -352,7 +352,7 @@ class PlaceRank(NamedTuple):
     """How long it takes to have it there: see ``seconds_to_load``."""
     victims: int
     gpus: tuple[str, ...]
-    """Of those that are as good the one on the first host by name, and there on the first GPUs."""
+    """The names of its GPUs: among places that are as good the first host counts, and there the first GPU."""
     backend: str
 
 
@@ -670,8 +670,10 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
     if not state.routed:
         return {}
     found = {model.name: each for model in state.routed if (each := spill(state, model, now))}
-    lacking = [model for model in state.models.values() if state.lacks_load(model)] if found else ()
-    wanted = set[str]().union(*map(state.gpus_of, lacking))
+    if not found:
+        return {}
+    lacking = [model for model in state.models.values() if model.queue.tickets and not model.ready]
+    wanted = set[str]().union(*map(state.gpus_of, lacking))  # also of queues that stand in another GPU group
     return {name: each for name, each in found.items() if wanted.isdisjoint(each[0].gpus)}
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.slot import Effects, Load
+from anvil_mux.scheduler.slot import Effects, Load, Ticket
 from tests.explorer.form import EPOCH, form
 from tests.explorer.subject import REQUESTS, MakeScheduler, Subject
 from tests.explorer.witness import Violation, Witness
@@ -251,10 +251,15 @@ def _answer(subject: Subject, fact: Fact, number: int, effects: Effects) -> _Rea
     if fact[0] in REQUESTS and subject.tickets[number].settled:
         ended.append(subject.tickets[number])
     return _Reaction(
-        tuple(sorted([(t.id, t.backend or "", t.error.code if t.error else "") for t in ended])),
+        tuple(sorted([(t.id, _served_by(t), t.error.code if t.error else "") for t in ended])),
         tuple(sorted([ticket.id for ticket in effects.cut])),
         tuple(sorted([(type(s).__name__, s.backend, getattr(s, "level", "")) for s in effects.steps])),
     )
+
+
+def _served_by(ticket: Ticket) -> str:
+    """The backend of a ticket; of one that only wants its model loaded it is no matter which."""
+    return (ticket.backend or "") if ticket.takes_lease else ""
 
 
 def replay(

@@ -1,0 +1,37 @@
+"""Nothing is wrong on many walks through drawn worlds, and what is planted is found on them."""
+
+import pytest
+
+from anvil_mux.scheduler import state
+from tests.explorer.drawn import draw, main, replayed, shrunk, walk
+
+WALKS = 50
+
+
+@pytest.mark.parametrize("first", range(0, 8 * WALKS, WALKS))
+def test_nothing_is_wrong_on_a_walk(first):
+    assert {seed: wrong for seed in range(first, first + WALKS) if (wrong := walk(seed)[1])} == {}
+
+
+def test_a_seed_is_always_the_same_world_and_the_same_walk():
+    (one, policy), (other, same) = draw(7), draw(7)
+    assert (one.config, one.begins, one.may, policy) == (other.config, other.begins, other.may, same)
+    assert walk(7) == walk(7)
+
+
+def test_what_is_planted_is_found_and_shrunk_and_printed(monkeypatch, capsys):
+    """Queues go where somebody must make room, although GPUs are free."""
+    rank = state.place_rank
+    monkeypatch.setattr(
+        state, "place_rank", lambda *place: rank(*place)._replace(evicts=not rank(*place).evicts)
+    )
+    seed, facts, wrong = next((seed, *walk(seed)) for seed in range(200) if walk(seed)[1])
+    fewer = shrunk(seed, facts, wrong[0].invariant)
+    assert len(fewer) < len(facts)
+    assert replayed(seed, fewer)[0].invariant == wrong[0].invariant
+    assert main(["--minutes", "0.01", "--seed", str(seed)]) == 1
+    assert f"seed {seed}" in capsys.readouterr().out
+
+
+def test_facts_that_cannot_come_are_no_history():
+    assert replayed(0, [("evicted", "nobody")]) == []
