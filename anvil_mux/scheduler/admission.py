@@ -642,7 +642,7 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
     if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
         return None
     for other in state.slots.values():
-        if other.state == "stuck" and (other is slot or not state.placement.fit_together(slot, other)):
+        if other.state == "stuck" and (other is slot or other.holds.keys() & slot.holds.keys()):
             return _stuck(other, slot, now)
     if slot.state == "stopped" and slot.retry_at > now:
         pause = slot.retry_at - now
