@@ -48,6 +48,8 @@ class MuxError(Exception):
     retry_after: float | None = None
     retry: bool | None = None
     param: str | None = None
+    discreet = ""
+    """The text for clients whose key may not learn of other models, where ``message`` may name some."""
     said: Mapping[str, object] = MappingProxyType({})
     """Fields that clients are told as an engine said them, in place of ``kind``, ``code`` and ``param``."""
 
@@ -153,6 +155,7 @@ class DoesNotFit(MuxError):
     """The model does not fit on its GPUs, or not beside a pinned model; waiting will not help."""
 
     status, code, kind = 422, "does_not_fit", "invalid_request_error"
+    discreet = "The model does not fit on its GPUs, or not beside what stays there."
     retry = False
 
 
@@ -160,6 +163,7 @@ class GpuMemoryShort(MuxError):
     """Other processes hold the GPU memory that a load would need."""
 
     status, code = 503, "gpu_memory_short"
+    discreet = "Others hold the GPU memory that its load would need."
     retry_after = 30.0
 
 
@@ -167,6 +171,7 @@ class HostMemoryShort(MuxError):
     """The load needs more host memory than the other engines leave free."""
 
     status, code = 503, "host_memory_short"
+    discreet = "Others hold the host memory that its load would need."
     retry_after = 30.0
 
 
@@ -238,6 +243,7 @@ class WouldWaitTooLong(MuxError):
     """The GPU is busy with answers that may not be aborted and would outlast `queue_timeout`."""
 
     status, code = 503, "would_wait_too_long"
+    discreet = "It would wait longer than requests may: answers that run may finish first."
     retry_after = 30.0
 
 
@@ -252,6 +258,7 @@ class Severed(MuxError):
     """The model was evicted or stopped before the answer was complete; the message says why."""
 
     status, code = 503, "severed"
+    discreet = "The model was evicted or stopped before the answer was complete. Send it again."
     retry_after = 5.0
 
 
@@ -273,6 +280,7 @@ class Stuck(MuxError):
     """An engine that could not be stopped may still hold the GPUs, so nothing is loaded there."""
 
     status, code = 503, "stuck"
+    discreet = "An engine that could not be stopped may still hold the GPUs of the model."
     retry_after = 30.0
 
 

@@ -353,6 +353,22 @@ def test_nor_by_a_reload_that_takes_away_the_model_that_it_waits_for(locked: Rig
     reload.join(GUARD)
 
 
+@pytest.mark.parametrize(("key", "names_it"), [(ALICE, False), (ROOT, True)])
+def test_nor_by_the_error_of_a_request_that_was_cut_for_another_model(
+    make_rig: Callable[..., Rig], key: str, names_it: bool
+) -> None:
+    rig = make_rig(keys=ring(LINES), drain_timeout=0.0)
+    rig.other.answer = lambda _: JSON_OK
+    cut, other = rig.client(), rig.client()
+    cut.post(b'{"model":"a"}', extra=bearer(key))
+    rig.engine.next()
+    other.post(b'{"model":"org/b"}', extra=bearer(ROOT))
+    answer = cut.read()
+    assert (answer.status, answer.code) == (503, "severed")
+    assert ("org/b" in answer.error["message"]) is names_it
+    assert other.read().status == 200
+
+
 def test_a_key_for_models_uses_them_under_any_name(locked: Rig) -> None:
     locked.engine.answer = lambda _: JSON_OK
     for name in (b"a", b"alias"):
