@@ -27,10 +27,12 @@ from tests.explorer.worlds import Fact, SmallWorld
 
 FACTS = 30
 """The most facts of a walk, before everything is let go well."""
-GIB = 10
+VRAM = 10
 """The memory of a GPU, where it is declared."""
-KINDS = ("abandon", "pass", "died", "evict_failed", "load_failed", "load_cancelled", "unload", "hint", "pin")
-MORE_KINDS = ("pause", "stopped", "wish")
+KINDS = (
+    *("abandon", "pass", "died", "evict_failed", "load_failed", "load_cancelled"),
+    *("unload", "hint", "pin", "pause", "stopped", "wish"),
+)
 HOST_KINDS = ("lost", "gone", "away", "drained", "late", "unwoken")
 OFTEN = {"request": 6, "loaded": 5, "evicted": 5, "release": 3, "time": 3, "pass": 2}
 """How often a kind of fact comes, where others come once."""
@@ -72,7 +74,7 @@ class _Draw:
         rng = self.rng
         levels = (("sleep", "stop"), ("sleep",), ("sleep", "checkpoint", "stop"))
         parts: list[tuple[float, dict[str, Any]]] = [
-            (0.8 if self.sized else 0.0, {"vram": rng.choice((3, 4, 5, 7, GIB))}),
+            (0.8 if self.sized else 0.0, {"vram": rng.choice((3, 4, 5, 7, VRAM))}),
             (0.08, {"pin": True}),
             (0.15, {"min_residency": 15.0}),
             (0.25, {"drain_timeout": rng.choice((5.0, 40.0, math.inf))}),
@@ -93,11 +95,11 @@ class _Draw:
         settings |= {"yield_above": 5} if self.sized and self.may(0.3) else {}
         settings |= {"wakes": {"h1": Wake(timeout=30.0)}} if len(self.hosts) > 1 and self.may(0.3) else {}
         if self.sized:
-            settings["gpus"] = tuple([Gpu(gpu, host=host, vram=GIB) for host, gpu in self.gpus])
+            settings["gpus"] = tuple([Gpu(gpu, host=host, vram=VRAM) for host, gpu in self.gpus])
         return Config(tuple(self.backends), **settings)
 
     def kinds(self) -> frozenset[str]:
-        more = [kind for kind in (*KINDS, *MORE_KINDS) if self.may(0.35)]
+        more = [kind for kind in KINDS if self.may(0.35)]
         if len(self.hosts) > 1:
             return frozenset(more + [kind for kind in HOST_KINDS if self.may(0.4)])
         return frozenset([*more, "others"] if self.sized and self.may(0.4) else more)
@@ -107,8 +109,8 @@ class _Draw:
         used: dict[tuple[str, str], int] = {}
         found: dict[str, str] = {}
         for each in self.rng.sample(self.backends, len(self.backends)):
-            need, places = each.vram or GIB, [(each.host, gpu) for gpu in each.gpus]
-            fits = all(used.get(place, 0) + need <= GIB for place in places)
+            need, places = each.vram or VRAM, [(each.host, gpu) for gpu in each.gpus]
+            fits = all(used.get(place, 0) + need <= VRAM for place in places)
             if self.may(0.5) and fits and each.model not in found:
                 used.update({place: used.get(place, 0) + need for place in places})
                 found[each.model] = each.name
@@ -121,7 +123,7 @@ class _Draw:
             return ()
         host = self.rng.choice(self.hosts)
         gpus = tuple([gpu for each, gpu in self.gpus if each == host])
-        return (Backend("tie", "tie", gpus, host=host, vram=GIB if self.sized else None),)
+        return (Backend("tie", "tie", gpus, host=host, vram=VRAM if self.sized else None),)
 
 
 def draw(seed: int) -> tuple[SmallWorld, str]:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
+import requests
 import yaml
 
 from anvil_mux import plugins
@@ -210,8 +210,8 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
     """Engines hold 3 GiB, and 1 GiB asleep; their GPU tells so and has a link of 16 GB/s."""
 
     def held(engine: dict[str, Any]) -> int:
-        asleep = urlopen(f"{engine['url']}/is_sleeping", timeout=GUARD).read()
-        return GIB if b"true" in asleep else 3 * GIB
+        answer = requests.get(f"{engine['url']}/is_sleeping", timeout=GUARD)
+        return GIB if b"true" in answer.content else 3 * GIB
 
     def probe(pids: object = None, *, sensors: bool = False) -> Gpus:
         engines = [json.loads(each.read_text()) for each in tmp_path.glob("anvil-mux/*/*.json")]
