@@ -54,8 +54,9 @@ def test_a_connection_that_is_put_back_after_the_end_of_its_pool_is_closed() -> 
 
 
 def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(
-    make_rig: Callable[..., Rig],
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", GUARD)  # nobody waits for so long
     rig = make_rig(backends=(Backend("a", "a", gpus=("0",), engine="llamacpp"),))
     clients = [rig.client() for _ in range(5)]
     for client in clients:
