@@ -412,6 +412,11 @@ class Link:
         elif opens:
             threading.Thread(target=self._open, name=f"open-{self._name}", daemon=True).start()
 
+    @property
+    def current_problem(self) -> str:
+        """Why the agent could not be opened; "" when it may be tried again, which whoever looks then does."""
+        return self.problem if time.monotonic() < self._retry_at else ""
+
     def ping(self) -> None:
         """Ask an agent that was opened whether it answers; the watch hears of it."""
         with self._lock:
@@ -504,4 +509,4 @@ class Carrier:
     def _with_problem(self, node: Node) -> Node:
         with self._lock:
             link = self._links.get(node.name)
-        return node._replace(problem=node.problem or (link.problem if link else ""))
+        return node._replace(problem=node.problem or (link.current_problem if link else ""))

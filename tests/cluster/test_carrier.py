@@ -186,6 +186,7 @@ def test_a_host_that_cannot_be_opened_says_why_and_is_tried_again_later(
     parent = parent_of(cluster)
     monkeypatch.setattr(channel, "RETRY_SECONDS", 0.0)
     assert parent.ask("a") == (False, "no anvil-mux there")
+    assert parent.ask("", "nodes") == (True, dump([Node("a")])), "it is to be tried again"
     assert parent.ask("a") == (True, "now")
     assert parent.ask("", "nodes") == (True, dump([Node("a")]))
 
