@@ -388,7 +388,7 @@ class Link:
         self._calls = calls
         self._watch = watch
         self._lock = threading.Lock()
-        self.problem = ""
+        self._problem = ""
         """Why the agent could not be opened; "" if it could, or has not been tried."""
         self._agent: FarAgent | None = None
         self._waiting: list[CallFrame] = []
@@ -397,12 +397,11 @@ class Link:
 
     def call(self, call: CallFrame) -> None:
         """Begin a call."""
-        opens, problem = False, ""
+        opens = False
         with self._lock:
             agent = self._agent
-            if agent is None and time.monotonic() < self._retry_at:
-                problem = self.problem
-            elif agent is None:
+            problem = "" if agent else self.problem
+            if agent is None and not problem:
                 self._waiting.append(call)
                 opens, self._is_opening = not self._is_opening, True
         if agent is not None:
@@ -413,9 +412,9 @@ class Link:
             threading.Thread(target=self._open, name=f"open-{self._name}", daemon=True).start()
 
     @property
-    def current_problem(self) -> str:
-        """Why the agent could not be opened; "" when it may be tried again, which whoever looks then does."""
-        return self.problem if time.monotonic() < self._retry_at else ""
+    def problem(self) -> str:
+        """Why the agent could not be opened; "" once it may be tried again: the next call does so."""
+        return self._problem if time.monotonic() < self._retry_at else ""
 
     def ping(self) -> None:
         """Ask an agent that was opened whether it answers; the watch hears of it."""
@@ -431,7 +430,7 @@ class Link:
         except Exception as error:
             problem = str(error) or type(error).__name__
         with self._lock:
-            self._agent, self.problem = agent, problem
+            self._agent, self._problem = agent, problem
             self._retry_at = time.monotonic() + RETRY_SECONDS if problem else 0.0
             waiting, self._waiting, self._is_opening = self._waiting, [], False
         for call in waiting:
@@ -509,4 +508,4 @@ class Carrier:
     def _with_problem(self, node: Node) -> Node:
         with self._lock:
             link = self._links.get(node.name)
-        return node._replace(problem=node.problem or (link.current_problem if link else ""))
+        return node._replace(problem=node.problem or (link.problem if link else ""))

@@ -67,6 +67,11 @@ class Key:
     """Whether models are loaded for its requests."""
 
     @property
+    def sees_all(self) -> bool:
+        """Whether it may learn of every model, also of those that it may not use."""
+        return self.models is None or self.state or self.admin
+
+    @property
     def rights(self) -> tuple[object, ...]:
         """The parts of it by which one key may do what another may not; a reload may change the others."""
         return self.digest, self.models, self.state, self.admin

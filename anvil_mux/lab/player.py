@@ -572,6 +572,6 @@ def failure(answer: PlayedAnswer) -> MuxError | None:
     """The error that an answer comes to, if it is none."""
     if answer.status == 200:
         return None
-    said = f"{answer.status} {answer.code}" if answer.status else answer.code
-    more = f": {answer.message}" if answer.message else ""
-    return BadScript(f"{answer.model} could not be asked: {said}{more}")
+    code = f"{answer.status} {answer.code}" if answer.status else answer.code
+    words = f": {answer.message}" if answer.message else ""
+    return BadScript(f"{answer.model} could not be asked: {code}{words}")

@@ -95,16 +95,13 @@ def session_models(body: bytes | bytearray) -> list[tuple[str, Span]]:
 
 def string_of(body: bytes | bytearray, key: str) -> str:
     """The string that a JSON body, which was read before, has under a key; "" if it has none there."""
-    opening = _START.match(body)
-    if opening is None or not (key.encode("ascii") in body or b"\\u" in body):
+    if not (key.encode("ascii") in body or b"\\u" in body):
         return ""
-    found = [at for name, at in _top_level_keys(body, opening.end()) if name == key]
-    if len(found) > 1:
-        raise BadRequest(f"`{key}` is given twice", param=key)
-    if not found or body[found[0] : found[0] + 1] != b'"':
+    start = _value_start(body, key, str)
+    if start is None or body[start : start + 1] != b'"':
         return ""
     try:
-        return str(json.loads(body[found[0] : _string_end(body, found[0] + 1)]))
+        return str(json.loads(body[start : _string_end(body, start + 1)]))
     except ValueError:
         raise BadRequest(f"`{key}` is not a JSON string", param=key) from None
 
@@ -112,20 +109,25 @@ def string_of(body: bytes | bytearray, key: str) -> str:
 def _value_span(body: bytes | bytearray, keys: tuple[str, ...]) -> Span | None:
     start, end = 0, len(body)
     for key in keys:
-        value = body[start:end]
-        opening = _START.match(value)
-        found = (
-            [at for name, at in _top_level_keys(value, opening.end()) if name.lower() == key]
-            if opening
-            else []
-        )
-        if not found:
+        place = _value_start(body[start:end], key, str.lower)
+        if place is None:
             return None
-        if len(found) > 1:
-            raise BadRequest(f"`{key}` is given twice", param=key)
-        start += found[0]
+        start += place
         end = start + _DECODER.raw_decode(body[start:].decode("latin-1"))[1]
     return start, end
+
+
+def _value_start(value: bytes | bytearray, key: str, spelled: Callable[[str], str]) -> int | None:
+    """The place where the value of an object's key begins; None: it has none.
+
+    ``spelled`` makes of each key what is compared. BadRequest: it has the key twice.
+    """
+    opening = _START.match(value)
+    keys = _top_level_keys(value, opening.end()) if opening else ()
+    places = [place for name, place in keys if spelled(name) == key]
+    if len(places) > 1:
+        raise BadRequest(f"`{key}` is given twice", param=key)
+    return places[0] if places else None
 
 
 def model_replaced(

@@ -203,8 +203,8 @@ class Attempt:
         length = response.length if response.body == "length" and not goes_on else None
         events = length is None and _is_events(response)
         if goes_on and (response.status >= 300 or not events):
-            said = exchange.content(WHOLE) if response.status >= 300 else exchange.data
-            raise _engine_error(self.question.target.model, response.status, said)
+            body = exchange.content(WHOLE) if response.status >= 300 else exchange.data
+            raise _engine_error(self.question.target.model, response.status, body)
         chunked = length is None and reply.chunked
         if not goes_on:
             reply.keep = reply.keep and (chunked or length is not None)

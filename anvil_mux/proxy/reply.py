@@ -204,8 +204,7 @@ class Reply:
 
     def refuse(self, error: MuxError, headers: Sequence[Field] = ()) -> None:
         """Tells ``error`` in the form that still fits; the client may be gone."""
-        key = self.context.key
-        if error.discreet and key and key.models is not None and not (key.state or key.admin):
+        if error.discreet and self.context.key and not self.context.key.sees_all:
             error = error.copy()
             error.message = error.discreet
         self.record.code = error.code

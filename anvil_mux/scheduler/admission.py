@@ -358,22 +358,23 @@ def place_wait(state: GroupState, model: Model, now: float) -> PlaceWait:
         for each in state.slots.values()
         if each.state == "evicting" and not any(each in swap.victims for swap in state.swaps)
     ]
+    busy = state.busy_gpus()
     if evicting:
-        slots = [slot for slot in slots if not _is_blocked(state, slot, evicting, now)]
+        slots = [slot for slot in slots if not _is_blocked(state, slot, evicting, busy, now)]
     if state.unseen or not slots or all(slot.leaving for slot in slots):
         return NOWHERE
     if all_obstacles(state, slots, now) is not None:
         return NOWHERE
-    soonest = min([_slot_wait(state, slot, now) for slot in slots])
+    soonest = min([_slot_wait(state, slot, busy, now) for slot in slots])
     wakes = (state.host.wake_timeout or 0.0) if state.host.is_lost else 0.0
     return soonest._replace(before=soonest.before + wakes)
 
 
-def _slot_wait(state: GroupState, slot: Slot, now: float) -> PlaceWait:
+def _slot_wait(state: GroupState, slot: Slot, busy: set[str], now: float) -> PlaceWait:
     """The same for one backend."""
     model = state.models[slot.model]
     able = slot.is_loadable(now) and model.may_come(slot) and not state.left_gpu(slot)
-    leaving = victims(state, slot, state.busy_gpus(), frozenset(), now) if able else None
+    leaving = victims(state, slot, busy, frozenset(), now) if able else None
     if leaving is None:
         rank = PlaceRank(True, _swap_seconds_later(state, slot), 0, *order(slot))
         return PlaceWait(_seconds_before(state, slot, now), rank)
@@ -395,7 +396,7 @@ def _seconds_before(state: GroupState, slot: Slot, now: float) -> float:
     return longest if longest > 0.0 else math.inf
 
 
-def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], now: float) -> bool:
+def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], busy: set[str], now: float) -> bool:
     """Whether a backend cannot be loaded before one on its GPUs has gone that is ``evicting`` for nobody.
 
     What has been stuck, or was unloaded by hand, is evicted for nobody: nothing can be planned with it before
@@ -404,7 +405,7 @@ def _is_blocked(state: GroupState, slot: Slot, evicting: Sequence[Slot], now: fl
     if slot in evicting:
         return True
     shares = any(each.holds.keys() & slot.holds.keys() for each in evicting)
-    return shares and victims(state, slot, state.busy_gpus(), frozenset(), now) is None
+    return shares and victims(state, slot, busy, frozenset(), now) is None
 
 
 def _swap_seconds_later(state: GroupState, slot: Slot) -> float:

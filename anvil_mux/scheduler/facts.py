@@ -265,6 +265,7 @@ class GroupFacts(Swaps):
             for slot in self.slots.values() if self.host.takes_loads else ():
                 if slot.state == "standby" and not slot.failed_stops and not slot.leaving:
                     slot.next_level = ""
+        self.note_ready()
         for model in self.models.values():  # what was ready out of reach is so still, and serves or does not
             self.renew_ready(model, now)
             if model.queue.tickets:

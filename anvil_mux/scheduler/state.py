@@ -6,7 +6,7 @@ groups, which have backends of the same models. The GPUs of a swap in progress a
 ends. One without a target only evicts.
 
 A ``Plan`` names a backend that could be loaded now, and the victims that make room for it: of a model's
-replicas the one that is loaded soonest. ``None`` means that none could be, because its GPUs are in another
+replicas the best one by ``place_rank``. ``None`` means that none could be, because its GPUs are in another
 swap, their residents may stay, or it cools down. Plans are for queues; another replica of a busy model has
 one too (``spill``). They are pure functions over the state.
 """
@@ -396,7 +396,7 @@ def _age(model: Model) -> tuple[float, int]:
 def plan(
     state: GroupState, model: Model, busy: set[str], now: float, staying: Set[str] = frozenset()
 ) -> Plan | None:
-    """The replica that is loaded soonest, or None while none can be."""
+    """The replica that is best to load, by ``place_rank``, or None while none can be."""
     best = choose(state, state.loadable(model, now), busy, now, staying)
     if best is None:
         return None
@@ -617,7 +617,7 @@ def takeover(state: GroupState, model: Model, kept: Set[str], now: float) -> Tak
     """The drain that a queue of higher priority takes over, as it needs the same GPUs.
 
     Never that for an overdue queue, nor GPUs that are ``kept`` for one. Nobody goes for it as well who drains
-    without a bound. Of several backends it is the one that is loaded soonest, as in any plan.
+    without a bound. Of several backends it is the best one by ``place_rank``, as in any plan.
     """
     for swap in state.swaps:
         if not _yields(state, swap, model, now):

@@ -375,6 +375,7 @@ class Swaps(Admission):
         self.changed()
         self.memory.changed()
         if before == "ready" or slot.state == "ready":
+            self.note_ready()
             self.renew_ready(model, now)
         if model.replicas and slot.state not in ("ready", "draining"):
             model.replicas.in_flight.forget(slot.name)
@@ -382,7 +383,6 @@ class Swaps(Admission):
     def renew_ready(self, model: Model, now: float) -> None:
         """Note which backends of a model serve by now, and have its queue follow."""
         before = model.ready
-        self.note_ready()
         model.renew_ready()
         if model.limited and any(slot not in model.ready for slot in before):
             model.queue.left = now

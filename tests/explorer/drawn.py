@@ -107,14 +107,14 @@ class _Draw:
     def resident(self) -> list[str]:
         """Some backends that fit beside each other, none of one model twice."""
         used: dict[tuple[str, str], int] = {}
-        found: dict[str, str] = {}
+        by_model: dict[str, str] = {}
         for each in self.rng.sample(self.backends, len(self.backends)):
             need, places = each.vram or VRAM, [(each.host, gpu) for gpu in each.gpus]
             fits = all(used.get(place, 0) + need <= VRAM for place in places)
-            if self.may(0.5) and fits and each.model not in found:
+            if self.may(0.5) and fits and each.model not in by_model:
                 used.update({place: used.get(place, 0) + need for place in places})
-                found[each.model] = each.name
-        return list(found.values())
+                by_model[each.model] = each.name
+        return list(by_model.values())
 
     def extra(self, config: Config, kinds: frozenset[str]) -> tuple[Backend, ...]:
         """A backend that ties all GPUs of a host, and that nobody asks for."""
@@ -214,15 +214,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="the first seed (default: another each time)")
     options = parser.parse_args(words)
     first = random.randrange(1 << 40) if options.seed is None else options.seed
-    until, seed, found = time.monotonic() + 60.0 * options.minutes, first, 0
+    until, seed, violations = time.monotonic() + 60.0 * options.minutes, first, 0
     while time.monotonic() < until:
         facts, wrong = walk(seed)
         if wrong:
-            found += 1
+            violations += 1
             print("\n".join(described(seed, shrunk(seed, facts, wrong[0].invariant))), flush=True)
         seed += 1
-    print(f"{seed - first} walks from seed {first}; {found} with violations")
-    return int(found > 0)
+    print(f"{seed - first} walks from seed {first}; {violations} with violations")
+    return int(violations > 0)
 
 
 if __name__ == "__main__":

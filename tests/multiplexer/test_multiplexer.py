@@ -47,8 +47,8 @@ def test_what_a_reload_finds_and_cannot_stay_has_its_gpus_until_it_is_stopped():
     def main(stage):
         stage.mux.load("a")
         stage.mux.facts.reconfigure(Config(policy="eager", backends=(A,)), {})
-        found = {"b": "http://127.0.0.1:2"}
-        assert stage.mux.facts.reconfigure(Config(policy="eager", backends=(A, B)), found) == ["b"]
+        running = {"b": "http://127.0.0.1:2"}
+        assert stage.mux.facts.reconfigure(Config(policy="eager", backends=(A, B)), running) == ["b"]
         waiting = stage.request(5.0, "b", 1.0)
         stage.clock.sleep(20.0)
         assert (waiting.leased, stage.mux.overview.unseen) == (None, ["b"])

@@ -213,7 +213,7 @@ def test_a_stream_spans_a_reload_and_everything_else_changes(
         ]
 
 
-def test_a_bad_configuration_changes_nothing_and_every_problem_is_told_also_where_sighup_is_the_reload(
+def test_a_bad_configuration_changes_nothing_and_every_problem_is_asked_also_where_sighup_is_the_reload(
     house: House, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(house.write({"a": {}}), state=state) as running:
@@ -426,13 +426,13 @@ def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house:
 def test_what_is_being_evicted_when_the_program_ends_is_not_kept_for_the_next_start(
     house: House, state: Path
 ) -> None:
-    is_told, may_end = state / "is told", state / "may end"
+    is_asked, may_end = state / "is asked", state / "may end"
     os.mkfifo(may_end)
     lingers = f"""
         import runpy, signal, sys
 
         def linger(*_):
-            open({str(is_told)!r}, "w").close()
+            open({str(is_asked)!r}, "w").close()
             open({str(may_end)!r}).read()
             sys.exit()
 
@@ -446,7 +446,7 @@ def test_what_is_being_evicted_when_the_program_ends_is_not_kept_for_the_next_st
     with serving(house.write(services), state=state, on_exit="keep") as running:
         assert [first_word(running, name) for name in "ab"] == ["a", "b"]
         running.request("POST", "/models/unload", {"model": "a"})
-        assert seen(is_told.exists, bool)
+        assert seen(is_asked.exists, bool)
         running.process.send_signal(signal.SIGTERM)
         assert seen(lambda: refuses(running), bool)
         may_end.write_text("")
@@ -600,7 +600,7 @@ def test_a_program_that_ends_reloads_no_more() -> None:
         reloads.reload()
 
 
-def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends(
+def test_somebody_is_asked_while_a_reload_is_under_way_however_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("anvil_mux.proxy.operations.time", SimpleNamespace(time=lambda: 7.0))

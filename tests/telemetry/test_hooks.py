@@ -140,10 +140,10 @@ def test_a_command_is_not_waited_for_because_of_what_has_left_its_session(tmp_pa
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     hook = Hook(run=("sh", "-c", 'setsid cat "$0" &', str(fifo)), timeout=0.3)
-    told: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=lambda: told.put(perform(hook, b"{}")), daemon=True).start()
+    outcomes: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=lambda: outcomes.put(perform(hook, b"{}")), daemon=True).start()
     try:
-        assert told.get(timeout=GUARD) == "it was killed after 0.3 s"
+        assert outcomes.get(timeout=GUARD) == "it was killed after 0.3 s"
     finally:
         fifo.write_text("")  # which ends it
 
