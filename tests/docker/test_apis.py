@@ -55,7 +55,7 @@ def speaking_model() -> tuple[Path, Path]:
 def stack(llamacpp_compose: Callable[..., Stack], speaking_model: tuple[Path, Path], tmp_path: Path) -> Stack:
     mouth, eyes = speaking_model
     front = REAL / "without-anthropic"
-    server = "llama-server -m /m/mouth.gguf --mmproj /m/eyes.gguf --jinja -c 8192 -np 2 -t 1 --temp 0"
+    server = "llama-server -m /m/mouth.gguf --mmproj /m/eyes.gguf --jinja -c 65536 -np 2 -t 1 --temp 0"
     made = {
         "volumes": [f"{mouth}:/m/mouth.gguf:ro", f"{eyes}:/m/eyes.gguf:ro", f"{front}:/front:ro"],
         "image": "anvil-mux-test/llamacpp",

@@ -20,7 +20,8 @@ import gguf
 import numpy as np
 from tiny_model import written
 
-CONTEXT, WIDTH, HEADS, FEED_FORWARD = 4096, 512, 8, 32
+CONTEXT, WIDTH, HEADS, FEED_FORWARD = 32768, 512, 8, 32
+"""The context is so long that an answer without an end lasts for minutes."""
 ALWAYS, SEEN = 500, 501
 """Dimensions: what all tokens have, and red, green and blue."""
 END = 2

@@ -66,4 +66,6 @@ class Account:
             figure.write_text(str(amount))
             (self._processes / str(pid)).mkdir(exist_ok=True)
             (self._processes / str(pid) / "vram_30381").symlink_to(f"/proc/{pid}/../..{figure}")
-        self._used.write_text(str(sum(held.values())))
+        part = self._used.with_suffix(".part")
+        part.write_text(str(sum(held.values())))
+        part.replace(self._used)  # the kernel's files are never empty in between
