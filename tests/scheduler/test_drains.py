@@ -1,7 +1,5 @@
 """A drain_timeout of a backend's own, bounded and not: histories in, events out. In virtual time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from math import inf
