@@ -133,15 +133,6 @@ def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(sc
     assert f"lock of process {worker}: refused" in caplog.text
 
 
-@pytest.mark.parametrize("left", [None, "failed"])
-def test_who_cannot_be_checkpointed_is_stopped(scene, left):
-    engine = scene.resident(STANDBY)
-    scene.driver.faults["checkpoint", engine.pid] = left
-    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
-    assert scene.house.calls[-1] == "stop a"
-    assert "pause a" not in scene.house.calls
-
-
 def test_who_does_not_fall_asleep_first_is_stopped_unstandby(scene, impatient):
     backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
     scene.resident(backend).faults.add("sleep hangs")

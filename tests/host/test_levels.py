@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import requests
 
-from anvil_mux.config.config import Backend, Config
-from anvil_mux.config.machines import Gpu
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import engines, levels
 from anvil_mux.host.cuda_checkpoint import Checkpointer
@@ -21,8 +19,6 @@ from anvil_mux.host.gpus import Gpus
 from anvil_mux.host.levels import PATIENCE, Swapper
 from anvil_mux.host.local import Adopter, Awake, Notes
 from anvil_mux.host.seam import Evicted, Loaded, Unfit
-from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.events import Event
 from tests.host.test_cuda_checkpoint import Driven
 from tests.host.test_engines import Waiting
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
@@ -493,88 +489,3 @@ def test_one_that_was_adopted_can_be_put_to_sleep(scene):
     swapper = Swapper(scene.house, probe=scene.house.ledger.probe)
     assert swapper.evict(A, "sleep").level == "sleep"
     assert swapper.load(A, "sleep") == Loaded(engine.url, "sleep")
-
-
-# Behind the multiplexer
-
-
-class Traffic:
-    """Clients of a multiplexer whose two models share a GPU of 24 GiB and sleep."""
-
-    def __init__(self, house: House, way: str) -> None:
-        self.house = house
-        self.way = way
-        self.log: list[Event] = []
-        backends = tuple(replace(each, evict_to=(way, "stop")) for each in (A, B))
-        config = Config(backends=backends, gpus=(Gpu("0", vram=24 * GIB),), policy="eager")
-        swapper = Swapper(house, probe=house.ledger.probe, checkpointer=checkpointer(Parker(house)))
-        self.mux = Multiplexer(config, swapper, log=self.log.append)
-        self.mux.start()
-        self.answers: list[tuple[str, int, str]] = []
-
-    def ask(self, model: str) -> None:
-        with self.mux.lease(model) as lease:
-            url = "http://{}:{}/v1/chat/completions".format(*lease.address)
-            answer = requests.post(url, json={"model": model}, timeout=GUARD)
-            content = answer.json()["choices"][0]["message"]["content"]
-            self.answers.append((model, answer.status_code, content))
-
-    def flood(self, *models: str) -> list[threading.Thread]:
-        threads = [threading.Thread(target=self.ask, args=(model,)) for model in models]
-        for thread in threads:
-            thread.start()
-        return threads
-
-
-@pytest.fixture
-def traffic(request: pytest.FixtureRequest) -> Iterator[Traffic]:
-    made = Traffic(House(), getattr(request, "param", "sleep"))
-    yield made
-    made.mux.refuse()
-    made.mux.close()
-    made.house.close()
-
-
-def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(traffic, monkeypatch):
-    traffic.ask("model-a")
-    engine = traffic.house.engines["a"]
-    engine.may_sleep = threading.Event()
-    asleep = threading.Event()
-    monkeypatch.setattr(engine, "_give", lambda parts, give=engine._give: (asleep.set(), give(parts)))
-    first = traffic.flood("model-b")
-    assert asleep.wait(GUARD)
-    more = traffic.flood(*["model-a", "model-b"] * 10)
-    engine.may_sleep.set()
-    for thread in (*first, *more):
-        thread.join(GUARD)
-    assert sorted(traffic.answers) == [("model-a", 200, "Hello")] * 11 + [("model-b", 200, "Hello")] * 11
-    assert traffic.house.calls == ["start a", "start b"]
-    assert traffic.house.ledger.most <= 24 * GIB
-
-
-@pytest.mark.parametrize("traffic", ["sleep", "checkpoint"], indirect=True)
-def test_models_that_alternate_under_load_go_into_standby_and_come_back_and_never_share_the_gpu(traffic):
-    for _ in range(4):
-        for thread in traffic.flood(*["model-a", "model-b"] * 4):
-            thread.join(GUARD)
-    assert {answer[1:] for answer in traffic.answers} == {(200, "Hello")}
-    assert len(traffic.answers) == 32
-    assert not {"stop a", "stop b"} & set(traffic.house.calls)
-    assert traffic.house.calls.count("start a") == traffic.house.calls.count("start b") == 1
-    assert traffic.house.ledger.most <= 24 * GIB
-    assert {event.way for event in traffic.log if event.kind == "standby"} == {traffic.way}
-    learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.overview.costs()}
-    assert learned >= {
-        ("model-a", "model-b", traffic.way),
-        ("model-b", "model-a", traffic.way),
-        ("", "model-a", "stop"),
-    }
-
-
-def test_a_wake_that_fails_costs_its_clients_a_cold_start_and_nothing_else(traffic):
-    traffic.ask("model-a")
-    traffic.ask("model-b")
-    traffic.house.engines["a"].faults.add("wake answers 500")
-    traffic.ask("model-a")
-    assert traffic.house.calls == ["start a", "start b", "stop a", "start a"]
-    assert [cost.way for cost in traffic.mux.overview.costs() if cost.target == "model-a"] == ["stop", "stop"]

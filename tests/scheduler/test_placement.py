@@ -9,10 +9,7 @@ from anvil_mux.config.machines import Gpu
 from anvil_mux.scheduler.layout import gpu_groups
 from anvil_mux.scheduler.memory import Candidate, LeastRecentlyUsed, Placement, victims
 from anvil_mux.scheduler.slot import HOLDING
-
-
-def one(name, *gpus, model=None, **fields):
-    return Backend(name, model or name, gpus or ("0",), **fields)
+from tests.scheduler.driver import backend as one
 
 
 def placed(*backends, gpus=(), **states):

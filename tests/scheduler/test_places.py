@@ -176,14 +176,6 @@ def test_places_go_round_the_senders_and_each_senders_requests_keep_their_order(
     driver.sound()
 
 
-def test_a_hundred_requests_of_one_sender_hold_up_the_first_of_another_by_one():
-    driver, (first,) = full(ONE, places=1)
-    for _ in range(100):
-        driver.request("a", 2.0, sender="greedy")
-    driver.request("a", 3.0, sender="modest")
-    assert order(driver, first).index("modest"[0]) == len("greedy")
-
-
 def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is_forgotten():
     driver = Driver(TWO)
     for sender in "aab":

@@ -11,10 +11,7 @@ from anvil_mux.scheduler.costs import Costs, Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import NOTHING, Ticket
-
-
-def backend(name, *gpus, model=None, **fields):
-    return Backend(name, model or name, gpus or ("0",), **fields)
+from tests.scheduler.driver import backend
 
 
 class House:
@@ -85,15 +82,6 @@ def test_the_end_of_a_drain_is_the_next_moment_and_cuts_what_still_runs_before_t
     assert names(effects.steps) == ["evict a"]
     assert house.core.released(running, 8.0) is NOTHING, "late, and harmless"
     assert names(house.core.evicted(effects.steps[0], 9.0).steps) == ["load b"]
-
-
-def test_time_that_passes_before_the_moment_has_no_effects_on_who_waits():
-    house = House(backend("a"), backend("b"), drain_timeout=5.0)
-    house.resident("a")
-    house.core.requested(house.ticket("a", 1.0), 1.0)
-    house.core.requested(house.ticket("b", 2.0), 2.0)
-    effects = house.core.time_passed(6.5)
-    assert (effects.woken, effects.cut, effects.steps, effects.ask_at) == ([], [], [], 7.0)
 
 
 def reports_of_old_steps_are_ignored(scheduler=Scheduler):
