@@ -9,7 +9,7 @@ from anvil_mux.scheduler.state import expected_load
 from anvil_mux.scheduler.waits import Progress, WaitEstimate, progress, span, wait_estimate
 from tests.explorer.trial import Trial
 from tests.explorer.worlds import WORLDS
-from tests.scheduler.driver import DEBOUNCE, TEN, A, B, C, Driver, backend
+from tests.scheduler.driver import DEBOUNCE, A, B, C, Driver, backend
 from tests.scheduler.fleet import Fleet, on
 
 
@@ -195,11 +195,6 @@ def test_a_refusal_says_what_the_client_would_read():
     )
 
 
-def test_what_cannot_fit_is_refused():
-    driver = Driver(backend("a", vram=8, pin=True), backend("b", vram=8), gpus=TEN).with_resident("a")
-    assert "it does not fit on GPU 0 beside the pinned a" in ask(driver, "b", 1.0).sentence
-
-
 def test_a_policy_that_fails_does_no_harm():
     class Broken:
         def decide(self, seen: object) -> object:
@@ -250,12 +245,6 @@ def test_the_policy_is_shown_the_request_as_if_it_had_come_and_no_queue_has_it()
         ([("b", 1, 1.0), ("c", 1, 1.5)], {"a": 0, "b": 1, "c": 0}),
         ([("b", 1, 1.0)], {"a": 0, "b": 1, "c": 0}),
     ]
-
-
-def test_a_load_takes_as_long_as_loads_took():
-    far = progress(8.0, 20.0, None)
-    assert far == Progress("", 0.4, 12.0)
-    assert far.words == "40%, 12 s left"
 
 
 def test_what_the_log_says_makes_it_longer_but_not_shorter():
