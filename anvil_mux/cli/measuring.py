@@ -142,6 +142,7 @@ def _factor(text: str) -> float:
 
 def replay(given: argparse.Namespace) -> int:
     from anvil_mux.lab import plot
+    from anvil_mux.lab.player import failure
     from anvil_mux.lab.replay import Replay, ReplaySettings, WatchedServer
     from anvil_mux.lab.workload import ModelNames
 
@@ -161,14 +162,16 @@ def replay(given: argparse.Namespace) -> int:
             plot.check_file(given.plot)
         watched = [WatchedServer(server, say) for server in servers]
         replay = Replay(watched, settings, ModelNames.parse(given.model), config, say=say, progress=progress)
-        failure = _play(replay, traffic)
+        problem = _play(replay, traffic)
         _report(given, replay, config, file)
-    if failure:
-        raise failure
+    if problem:
+        raise problem
     if replay.was_interrupted:
         return INTERRUPTED
-    if not any(answer.status == 200 for one in replay.runs for answer in one.answers):
-        return complain("nothing was answered", FAILED)
+    errors = [failure(answer) for run in replay.runs for answer in run.answers]
+    if all(errors):
+        first = f": {errors[0].message}" if errors and errors[0] else ""
+        return complain(f"nothing was answered{first}", FAILED)
     return 0
 
 

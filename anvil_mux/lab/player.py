@@ -236,6 +236,8 @@ TAIL_BYTES = 4096
 MESSAGE_CHARACTERS = 300
 """How much is kept of what an error says."""
 PIECE_BYTES = 1 << 16
+UNREACHABLE = "unreachable"
+"""The code of a request that no server has heard of."""
 
 LAST_EVENT = (b'"finish_reason":"', b'"finish_reason": "')
 """The marks of the event that says why an answer ended."""
@@ -491,7 +493,7 @@ class _Asking:
         except TimeoutError:
             self._fail("left" if patience < SILENT_SECONDS else "silent")
         except (OSError, http.client.HTTPException):
-            self._fail("cut" if answer.status else "unreachable")
+            self._fail("cut" if answer.status else UNREACHABLE)
         finally:
             connection.close()
         answer.ended = self._now()

@@ -32,6 +32,7 @@ from anvil_mux.lab.figures import figures
 from anvil_mux.lab.player import (
     MOST,
     PROMPT_TOKENS,
+    UNREACHABLE,
     BadScript,
     PlayedAnswer,
     PlayedServer,
@@ -255,8 +256,9 @@ class Replay:
 
     def _told(self, watch: EventWatch, live: LiveRun, began: float) -> LiveRun:
         """The run with what the server tells of it."""
-        watch.wait_for([answer.id for answer in live.answers if answer.status])
-        told = watch.log(began, [answer.id for answer in live.answers])
+        reached = [answer.id for answer in live.answers if answer.code != UNREACHABLE]
+        watch.wait_for(reached)
+        told = watch.log(began, reached)
         if told.missed:
             self._say(f"note: {live.at} did not tell of {told.missed} requests: too many came at once")
         share = serving_share(told.events, told.begins, watch.gpus, perceived(live.answers).makespan_seconds)

@@ -2,10 +2,12 @@
 
 import csv
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from anvil_mux.cli.main import main
 from tests.cli.demo import compose
@@ -70,6 +72,38 @@ def test_what_cannot_be_played_is_said_in_a_sentence(url, words, code, why, caps
 def test_a_server_that_does_not_answer(capsys, free_port):
     assert main(["replay", "--url", f"127.0.0.1:{free_port}", "--profile", "single"]) == 3
     assert "nobody answers at http://127.0.0.1:" in capsys.readouterr().err
+
+
+BREAKS_OFF = """
+import http.server, os, socketserver
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "a"}]}')
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [{"text": "x"}]}\\n\\n')
+        self.wfile.write(b'data: {"error": {"type": "server_error", "message": "context exceeded"}}\\n\\n')
+socketserver.TCPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+def test_the_server_tells_of_answers_that_broke_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = {"command": [sys.executable, "-c", BREAKS_OFF], "x-anvil": {"gpus": ["0"]}}
+    file = tmp_path / "compose.yaml"
+    file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": {"a": engine}}))
+    with serving(file, state=tmp_path) as mux:
+        words = ["--profile", "single", "--limit", "2", "--model", "a", "--warm-up", "0"]
+        main(["replay", "--url", f"http://127.0.0.1:{mux.port}", *words])
+    said = capsys.readouterr()
+    assert "server_error: context exceeded" in said.out + said.err
+    assert "did not tell" not in said.err
 
 
 @pytest.fixture

@@ -245,6 +245,18 @@ def test_nobody_drains_without_a_bound_for_a_drain_that_is_taken_over():
     ]
 
 
+def test_no_drain_is_taken_over_for_a_replica_beside_the_one_that_would_be_ready_again_for_that():
+    """``low`` needs the GPUs 0 and 1, which ``m1`` leaves; of ``m`` there may be one."""
+    replicas = [replace(each, most=1, priority=1) for each in REPLICAS]
+    driver = Driver(*replicas, backend("low", "0", "1"), drain_timeout=30.0)
+    assert driver.core.adopt("m1", 0.0)
+    lease = driver.request("m", 1.0)
+    assert driver.asked("low", 2.0) == []
+    assert driver.asked("m", 3.0) == []
+    assert driver.states() == {"m0": "stopped", "m1": "draining", "low": "stopped"}
+    assert driver.release(lease, 4.0) == ["evict m1"]
+
+
 def test_what_the_target_keeps_in_standby_and_cannot_be_stopped_is_no_room_for_another():
     driver = Driver(
         backend("a", vram=6),
