@@ -92,9 +92,7 @@ socketserver.TCPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_fo
 """
 
 
-def test_the_server_tells_of_answers_that_broke_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_tells_of_answers_that_broke_off(tmp_path, capsys):
     engine = {"command": [sys.executable, "-c", BREAKS_OFF], "x-anvil": {"gpus": ["0"]}}
     file = tmp_path / "compose.yaml"
     file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": {"a": engine}}))
